@@ -1,4 +1,5 @@
-"""Headless Chromium for tests, through chromedriver's HTTP interface: no package is needed, only Debian's two programs."""
+"""Headless Chromium for tests, through chromedriver's HTTP interface: no package is needed, only Debian's two
+programs."""
 
 import json
 import shutil
@@ -15,7 +16,13 @@ from typing import Any
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 REASON = "a browser is needed: apt-get install chromium chromium-driver"
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"]
+ARGUMENTS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--hide-scrollbars",
+]
 _SECONDS_TO_START = 30.0
 
 
@@ -35,7 +42,13 @@ class Browser:
 
     def resize(self, width: int, height: int = 900) -> None:
         """The size of the page, below the window's 500 pixels too."""
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def command(self, name: str, **parameters: Any) -> Any:
         """A command of the DevTools protocol."""
@@ -43,12 +56,20 @@ class Browser:
 
     def console(self) -> list[str]:
         """Errors and warnings of the page, those of its policy included, since the last call."""
-        return [f"{entry['level']}: {entry['message']}" for entry in self._post("se/log", {"type": "browser"})]
+        return [
+            f"{entry['level']}: {entry['message']}" for entry in self._post("se/log", {"type": "browser"})
+        ]
 
     def requests(self) -> list[str]:
         """Addresses that the page asked for since the last call."""
-        events = [json.loads(entry["message"])["message"] for entry in self._post("se/log", {"type": "performance"})]
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        events = [
+            json.loads(entry["message"])["message"] for entry in self._post("se/log", {"type": "performance"})
+        ]
+        return [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
 
     def wait_for(self, script: str, seconds: float = 10.0) -> Any:
         """The first true value of an expression."""
@@ -78,7 +99,9 @@ def open_browser(*arguments: str) -> Iterator[Browser]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    driver = subprocess.Popen([str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(
+        [str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     server = f"http://127.0.0.1:{port}"
     session = ""
     try:
@@ -92,7 +115,7 @@ def open_browser(*arguments: str) -> Iterator[Browser]:
         options = {"binary": CHROMIUM, "args": [*ARGUMENTS, *arguments]}
         logs = {"browser": "ALL", "performance": "ALL"}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
-        session = f"{server}/session/{_call(f'{server}/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
+        session = f"{server}/session/{_call(f'{server}/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"  # noqa: E501
         yield Browser(session)
     finally:
         if session:

@@ -1,4 +1,5 @@
-"""Expected gradients of rollout correction against the true one, by enumeration: python scripts/exactness.py [--gap 0.5]"""
+"""Expected gradients of rollout correction against the true one, by enumeration: python scripts/exactness.py
+[--gap 0.5]"""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class Problem:
 
 
 def make_problem(seed: int, gap: float) -> Problem:
-    """Random logits and scores; ``gap`` is the standard deviation of the difference of the two policies' logits, nats."""
+    """Random logits and scores; ``gap`` is the standard deviation of the difference of the two policies'
+    logits, nats."""
     source = random.Random(seed)
     logits = [[source.gauss(0, 1) for _ in range(VOCABULARY)] for _ in STATES]
     rollout_logits = [[logit + source.gauss(0, gap) for logit in row] for row in logits]
@@ -112,7 +114,8 @@ def outcome_advantages(problem: Problem) -> list[list[float]]:
 
 
 def critic_advantages(problem: Problem) -> list[list[float]]:
-    """What a perfect critic of the current policy gives a token: expected score after it less expected score before it."""
+    """What a perfect critic of the current policy gives a token: expected score after it less expected score
+    before it."""
 
     @functools.cache
     def value(prefix: tuple[int, ...]) -> float:
@@ -120,10 +123,14 @@ def critic_advantages(problem: Problem) -> list[list[float]]:
         weights = [math.prod(s.p[len(prefix) :]) for s in below]
         return math.fsum(w * s.score for w, s in zip(weights, below, strict=True))
 
-    return [[value(s.tokens[: t + 1]) - value(s.tokens[:t]) for t in range(len(s.tokens))] for s in problem.responses]
+    return [
+        [value(s.tokens[: t + 1]) - value(s.tokens[:t]) for t in range(len(s.tokens))]
+        for s in problem.responses
+    ]
 
 
-# ---- what should come out: plain loops, no code of the project ---------------------------------------------------------------
+# ---- what should come out: plain loops, no code of the project
+# ---------------------------------------------------------------
 
 
 def weighted_scores(problem: Problem, coefficients: Sequence[Sequence[float]]) -> Gradient:
@@ -147,20 +154,27 @@ def enumerated_bias(problem: Problem, method: Method, advantages: Sequence[Seque
     differences = []
     for s, row in zip(problem.responses, advantages, strict=True):
         used = method.coefficients(s, row)
-        differences.append([(math.prod(s.q) * c - math.prod(s.p)) * a for c, a in zip(used, row, strict=True)])
+        differences.append(
+            [(math.prod(s.q) * c - math.prod(s.p)) * a for c, a in zip(used, row, strict=True)]
+        )
     return weighted_scores(problem, differences)
 
 
-# ---- what comes out: correction and losses of the project --------------------------------------------------------------------
+# ---- what comes out: correction and losses of the project
+# --------------------------------------------------------------------
 
 
 def gradients_of_responses(
-    problem: Problem, method: Method, advantages: Sequence[Sequence[float]], correct: Correct = compute_rollout_correction
+    problem: Problem,
+    method: Method,
+    advantages: Sequence[Sequence[float]],
+    correct: Correct = compute_rollout_correction,
 ) -> Tensor:
-    """What each response alone adds to an ascent direction, float64 ``[responses, logits]``; losses are divided by 1.
+    """What each response alone adds to an ascent direction, float64 ``[responses, logits]``; losses are
+    divided by 1.
 
-    Losses are sums over responses, so one backward pass to the log-probs gives every response's share; the Jacobian of the
-    log-probs carries it on to the logits.
+    Losses are sums over responses, so one backward pass to the log-probs gives every response's share; the
+    Jacobian of the log-probs carries it on to the logits.
     """
     logits = torch.tensor(problem.logits, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda x: log_probs_of(problem, x), logits, vectorize=True)
@@ -184,15 +198,20 @@ def gradients_of_responses(
 
 def response_mask(problem: Problem) -> Tensor:
     """bool ``[responses, MAX_TOKENS]``."""
-    return torch.tensor([[t < len(response.tokens) for t in range(MAX_TOKENS)] for response in problem.responses])
+    return torch.tensor(
+        [[t < len(response.tokens) for t in range(MAX_TOKENS)] for response in problem.responses]
+    )
 
 
 def log_probs_of(problem: Problem, logits: Tensor) -> Tensor:
-    """``[responses, MAX_TOKENS]``, nats, under the policy of these ``logits`` ``[states, tokens]``; 0 on padding."""
+    """``[responses, MAX_TOKENS]``, nats, under the policy of these ``logits`` ``[states, tokens]``; 0 on
+    padding."""
     padding = [[0] * (MAX_TOKENS - len(response.tokens)) for response in problem.responses]
     rows = zip(problem.responses, padding, strict=True)
     states, tokens = zip(*(([*states_of(r.tokens), *pad], [*r.tokens, *pad]) for r, pad in rows), strict=True)
-    return logits.log_softmax(dim=-1)[torch.tensor(states), torch.tensor(tokens)].where(response_mask(problem), 0.0)
+    return logits.log_softmax(dim=-1)[torch.tensor(states), torch.tensor(tokens)].where(
+        response_mask(problem), 0.0
+    )
 
 
 def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:
@@ -205,7 +224,8 @@ def rollout_probabilities(problem: Problem) -> Tensor:
     return torch.tensor([math.prod(response.q) for response in problem.responses], dtype=torch.float64)
 
 
-# ---- methods: the configuration, and by hand what it means -------------------------------------------------------------------
+# ---- methods: the configuration, and by hand what it means
+# -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -226,7 +246,10 @@ class Method:
         if self.needs_negative:
             return [c if a < 0 else 1.0 for c, a in zip(coefficients, advantages, strict=True)]
         if self.clip:
-            return [c * (c <= 1.2 if a > 0 else 0.8 <= c <= 3.0) for c, a in zip(coefficients, advantages, strict=True)]
+            return [
+                c * (c <= 1.2 if a > 0 else 0.8 <= c <= 3.0)
+                for c, a in zip(coefficients, advantages, strict=True)
+            ]
         return coefficients
 
 
@@ -269,20 +292,40 @@ METHODS = (
     Method("no correction", {}, lambda s: s.all(1.0)),
     Method("token weights", _weights("token"), lambda s: s.ratios),
     Method("token weights, at most 2", _weights("token", 2.0), lambda s: [min(r, 2.0) for r in s.ratios]),
-    Method("token weights, band 0.5 to 1.5", _weights("token", "0.5_1.5"), lambda s: [r * band(r, 0.5, 1.5) for r in s.ratios]),
+    Method(
+        "token weights, band 0.5 to 1.5",
+        _weights("token", "0.5_1.5"),
+        lambda s: [r * band(r, 0.5, 1.5) for r in s.ratios],
+    ),
     Method("prefix weights", _weights("prefix"), prefixes),
-    Method("prefix weights, at most 2", _weights("prefix", 2.0), lambda s: [min(w, 2.0) for w in prefixes(s)]),
+    Method(
+        "prefix weights, at most 2", _weights("prefix", 2.0), lambda s: [min(w, 2.0) for w in prefixes(s)]
+    ),
     Method("sequence weights", _weights("sequence"), lambda s: s.all(s.ratio)),
-    Method("sequence weights, bypass reinforce", {**_weights("sequence"), **_REINFORCE}, lambda s: s.all(s.ratio)),
+    Method(
+        "sequence weights, bypass reinforce", {**_weights("sequence"), **_REINFORCE}, lambda s: s.all(s.ratio)
+    ),
     Method("sequence weights, at most 2", _weights("sequence", 2.0), lambda s: s.all(min(s.ratio, 2.0))),
     Method(
-        "sequence weights, band 0.5 to 1.5", _weights("sequence", "0.5_1.5"), lambda s: s.all(s.ratio * band(s.ratio, 0.5, 1.5))
+        "sequence weights, band 0.5 to 1.5",
+        _weights("sequence", "0.5_1.5"),
+        lambda s: s.all(s.ratio * band(s.ratio, 0.5, 1.5)),
     ),
     Method("geometric weights", _weights("geometric"), lambda s: s.all(s.mean_ratio)),
-    Method("geometric weights, at most 1.2", _weights("geometric", 1.2), lambda s: s.all(min(s.mean_ratio, 1.2))),
-    Method("token_k1 0.5 to 1.5", _rejects("token_k1", "0.5_1.5"), lambda s: [band(r, 0.5, 1.5) for r in s.ratios]),
-    Method("token_k2 up to 0.1", _rejects("token_k2", 0.1), lambda s: [float(k2(r) <= 0.1) for r in s.ratios]),
-    Method("token_k3 up to 0.1", _rejects("token_k3", 0.1), lambda s: [float(k3(r) <= 0.1) for r in s.ratios]),
+    Method(
+        "geometric weights, at most 1.2", _weights("geometric", 1.2), lambda s: s.all(min(s.mean_ratio, 1.2))
+    ),
+    Method(
+        "token_k1 0.5 to 1.5",
+        _rejects("token_k1", "0.5_1.5"),
+        lambda s: [band(r, 0.5, 1.5) for r in s.ratios],
+    ),
+    Method(
+        "token_k2 up to 0.1", _rejects("token_k2", 0.1), lambda s: [float(k2(r) <= 0.1) for r in s.ratios]
+    ),
+    Method(
+        "token_k3 up to 0.1", _rejects("token_k3", 0.1), lambda s: [float(k3(r) <= 0.1) for r in s.ratios]
+    ),
     Method(
         "token_tv up to 0.1",
         _rejects("token_tv", 0.1),
@@ -293,8 +336,14 @@ METHODS = (
         _rejects("token_bkl", 0.03),
         lambda s: [float(binary_kl(q, p) <= 0.03) for p, q in zip(s.p, s.q, strict=True)],
     ),
-    Method("seq_sum_k1 0.5 to 1.5", _rejects("seq_sum_k1", "0.5_1.5"), lambda s: s.all(band(s.ratio, 0.5, 1.5))),
-    Method("seq_mean_k1 0.7 to 1.2", _rejects("seq_mean_k1", "0.7_1.2"), lambda s: s.all(band(s.mean_ratio, 0.7, 1.2))),
+    Method(
+        "seq_sum_k1 0.5 to 1.5", _rejects("seq_sum_k1", "0.5_1.5"), lambda s: s.all(band(s.ratio, 0.5, 1.5))
+    ),
+    Method(
+        "seq_mean_k1 0.7 to 1.2",
+        _rejects("seq_mean_k1", "0.7_1.2"),
+        lambda s: s.all(band(s.mean_ratio, 0.7, 1.2)),
+    ),
     Method(
         "seq_mean_k2 up to 0.1",
         _rejects("seq_mean_k2", 0.1),
@@ -305,9 +354,19 @@ METHODS = (
         _rejects("seq_mean_k3", 0.1),
         lambda s: s.all(float(sum(map(k3, s.ratios)) / len(s.tokens) <= 0.1)),
     ),
-    Method("seq_sum_k3 up to 0.2", _rejects("seq_sum_k3", 0.2), lambda s: s.all(float(sum(map(k3, s.ratios)) <= 0.2))),
-    Method("seq_max_k2 up to 0.2", _rejects("seq_max_k2", 0.2), lambda s: s.all(float(max(map(k2, s.ratios)) <= 0.2))),
-    Method("veto below 0.6", {"rollout_token_veto_threshold": 0.6}, lambda s: s.all(float(min(s.ratios) >= 0.6))),
+    Method(
+        "seq_sum_k3 up to 0.2",
+        _rejects("seq_sum_k3", 0.2),
+        lambda s: s.all(float(sum(map(k3, s.ratios)) <= 0.2)),
+    ),
+    Method(
+        "seq_max_k2 up to 0.2",
+        _rejects("seq_max_k2", 0.2),
+        lambda s: s.all(float(max(map(k2, s.ratios)) <= 0.2)),
+    ),
+    Method(
+        "veto below 0.6", {"rollout_token_veto_threshold": 0.6}, lambda s: s.all(float(min(s.ratios) >= 0.6))
+    ),
     Method(
         "off-policy sequence masking above 0.1",
         {"rollout_opsm_threshold": 0.1},
@@ -328,12 +387,14 @@ METHODS = (
 )
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------------------
+# ---- the table
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One method's estimate of the gradient from a single response. Norms are Euclidean, relative to the true gradient's."""
+    """One method's estimate of the gradient from a single response. Norms are Euclidean, relative to the true
+    gradient's."""
 
     bias: float
     variance: float
@@ -350,9 +411,13 @@ class Finding:
 
 
 def examine(
-    problem: Problem, method: Method, advantages: Sequence[Sequence[float]], correct: Correct = compute_rollout_correction
+    problem: Problem,
+    method: Method,
+    advantages: Sequence[Sequence[float]],
+    correct: Correct = compute_rollout_correction,
 ) -> Finding:
-    """Compares the project's expected gradient with the true one, and the difference with the enumerated bias."""
+    """Compares the project's expected gradient with the true one, and the difference with the enumerated
+    bias."""
     probabilities = rollout_probabilities(problem)
     gradients = gradients_of_responses(problem, method, advantages, correct)
     expected = probabilities @ gradients
@@ -372,7 +437,8 @@ def examine(
 
 
 def correction_table(problems: Sequence[Problem]) -> str:
-    """All methods, as Markdown: medians over the problems. Raises ``ArithmeticError`` where a bias is not the enumerated one."""
+    """All methods, as Markdown: medians over the problems. Raises ``ArithmeticError`` where a bias is not the
+    enumerated one."""
     lines = [
         "| method | bias | variance | bias dominates from | tokens used | bias with a perfect critic |",
         "|---|---|---|---|---|---|",
@@ -401,7 +467,8 @@ def _rounded(bias: float) -> str:
     return f"{bias:.3f}" if bias > EXACT else "0"
 
 
-# ---- estimators of KL --------------------------------------------------------------------------------------------------------
+# ---- estimators of KL
+# --------------------------------------------------------------------------------------------------------
 
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 KL_LOGITS = [1.0, 0.5, 0.0, -0.5, -1.0]
@@ -417,7 +484,8 @@ def kl_by_hand() -> tuple[float, Gradient, Gradient]:
 
 
 def kl_by_estimator(kind: str) -> tuple[float, Tensor]:
-    """Expected value of an estimator on tokens sampled from p, and the expected gradient when it is used as a loss."""
+    """Expected value of an estimator on tokens sampled from p, and the expected gradient when it is used as a
+    loss."""
     logits = torch.tensor(KL_LOGITS, dtype=torch.float64, requires_grad=True)
     log_p = logits.log_softmax(dim=-1)
     log_q = torch.tensor(KL_REFERENCE_LOGITS, dtype=torch.float64).log_softmax(dim=-1)
@@ -433,7 +501,8 @@ def kl_table() -> str:
     lines = [
         f"KL(p \\|\\| q) = {value:.4f} nats, norm of its gradient {float(true.norm()):.4f}",
         "",
-        "| estimator | expected value | relative error of its gradient | cosine | relative distance from the opposite's |",
+        "| estimator | expected value | relative error of its gradient | cosine | relative distance from the "
+        "opposite's |",
         "|---|---|---|---|---|",
     ]
     for kind in KL_KINDS:
@@ -448,7 +517,9 @@ def kl_table() -> str:
 def main() -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gap", type=float, default=0.3, help="standard deviation of the logits' differences, nats")
+    parser.add_argument(
+        "--gap", type=float, default=0.3, help="standard deviation of the logits' differences, nats"
+    )
     parser.add_argument("--problems", type=int, default=21, help="random problems to take medians over")
     given = parser.parse_args()
     print(correction_table([make_problem(seed, given.gap) for seed in range(given.problems)]), end="\n\n")

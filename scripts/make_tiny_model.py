@@ -1,8 +1,8 @@
 """Make a small, untrained language model from nothing: a Hugging Face folder that transformers and vLLM load.
 
-The model has Qwen2's architecture. Its tokenizer maps every byte to one token, so any text can be written. Its chat
-template puts an equals sign between a question and its answer: "4071835926=" is answered by "0123456789" and the end
-token.
+The model has Qwen2's architecture. Its tokenizer maps every byte to one token, so any text can be written.
+Its chat template puts an equals sign between a question and its answer: "4071835926=" is answered by
+"0123456789" and the end token.
 
 Example: python scripts/make_tiny_model.py --output_dir models/tiny
 """
@@ -29,15 +29,20 @@ CHAT_TEMPLATE = (
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """One token per byte, plus an end and a padding token.
 
-    It is a byte-level BPE without merges. transformers replaces normalizer and pre-tokenizer of a Qwen2 folder by Qwen2's own
-    when it is loaded through ``AutoTokenizer``: Unicode's NFC here as there, and without merges both cut text alike.
+    It is a byte-level BPE without merges. transformers replaces normalizer and pre-tokenizer of a Qwen2
+    folder by Qwen2's own when it is loaded through ``AutoTokenizer``: Unicode's NFC here as there, and
+    without merges both cut text alike.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_TOKEN, PAD_TOKEN)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (END_TOKEN, PAD_TOKEN)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_TOKEN,
@@ -70,12 +75,18 @@ def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="folder to write to; made if missing"
+    )
     parser.add_argument("--num_layers", type=int, default=3, help="transformer blocks")
     parser.add_argument("--hidden_size", type=int, default=192, help="width of the residual stream")
     parser.add_argument("--num_heads", type=int, default=4, help="query heads; must divide --hidden_size")
-    parser.add_argument("--num_kv_heads", type=int, default=2, help="key and value heads; must divide --num_heads")
+    parser.add_argument(
+        "--num_kv_heads", type=int, default=2, help="key and value heads; must divide --num_heads"
+    )
     parser.add_argument("--intermediate_size", type=int, default=512, help="width of the MLP")
     parser.add_argument("--max_length", type=int, default=1024, help="longest sequence, tokens")
     parser.add_argument(
@@ -100,7 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = build_tokenizer(options.max_length)
     model = build_model(options, tokenizer)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
     )
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)

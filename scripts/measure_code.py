@@ -45,7 +45,11 @@ class Package:
     def function_sizes(self) -> list[int]:
         """Lines of each function, docstrings included."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in self.nodes() if isinstance(node, kinds)]
+        return [
+            (node.end_lineno or node.lineno) - node.lineno + 1
+            for node in self.nodes()
+            if isinstance(node, kinds)
+        ]
 
     def nodes(self) -> Iterator[ast.AST]:
         """All syntax nodes."""
@@ -55,7 +59,9 @@ class Package:
     def num_comments(self) -> int:
         """Comments; docstrings are none."""
         readers = (io.StringIO(text).readline for text in self.texts.values())
-        return sum(token.type == tokenize.COMMENT for reader in readers for token in tokenize.generate_tokens(reader))
+        return sum(
+            token.type == tokenize.COMMENT for reader in readers for token in tokenize.generate_tokens(reader)
+        )
 
     @property
     def comments_per_100_lines(self) -> float:
@@ -76,7 +82,9 @@ class Package:
     def broad_excepts(self) -> int:
         """``except:``, ``except Exception`` and ``except BaseException``."""
         handlers = (node for node in self.nodes() if isinstance(node, ast.ExceptHandler))
-        return sum(node.type is None or ast.unparse(node.type) in ("Exception", "BaseException") for node in handlers)
+        return sum(
+            node.type is None or ast.unparse(node.type) in ("Exception", "BaseException") for node in handlers
+        )
 
     def files_that_name(self, name: str) -> list[Path]:
         """Files that contain ``name`` as a word."""
@@ -85,7 +93,8 @@ class Package:
 
     @property
     def repeated_percent(self) -> float:
-        """Percentage of code lines inside a window of eight lines that occurs twice; no docstrings, comments or imports."""
+        """Percentage of code lines inside a window of eight lines that occurs twice; no docstrings, comments
+        or imports."""
         places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
         total = 0
         for path, tree in self.trees.items():
@@ -107,8 +116,15 @@ class Package:
     @property
     def import_chain(self) -> int:
         """Modules on the longest way down through imports inside the package."""
-        names = {path: ".".join(path.relative_to(self.folder.parents[1]).with_suffix("").parts) for path in self.trees}
-        modules = {name.removesuffix(".__init__"): path for path, name in names.items() if not name.endswith("__init__")}
+        names = {
+            path: ".".join(path.relative_to(self.folder.parents[1]).with_suffix("").parts)
+            for path in self.trees
+        }
+        modules = {
+            name.removesuffix(".__init__"): path
+            for path, name in names.items()
+            if not name.endswith("__init__")
+        }
         below = {module: _imported(self.trees[path], modules) - {module} for module, path in modules.items()}
         return max((_longest(module, below, ()) for module in below), default=0)
 
@@ -121,18 +137,26 @@ def _code_lines(text: str, tree: ast.Module) -> list[str]:
             skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             skipped.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    lines = (re.sub(r"\s+#.*$", "", line).strip() for number, line in enumerate(text.splitlines(), 1) if number not in skipped)
+    lines = (
+        re.sub(r"\s+#.*$", "", line).strip()
+        for number, line in enumerate(text.splitlines(), 1)
+        if number not in skipped
+    )
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def _imported(tree: ast.Module, modules: Iterable[str]) -> set[str]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    named = {node.module for node in imports} | {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    named = {node.module for node in imports} | {
+        f"{node.module}.{alias.name}" for node in imports for alias in node.names
+    }
     return named & set(modules)
 
 
 def _longest(module: str, below: dict[str, set[str]], above: tuple[str, ...]) -> int:
-    return 1 + max((_longest(other, below, (*above, module)) for other in below[module] if other not in above), default=0)
+    return 1 + max(
+        (_longest(other, below, (*above, module)) for other in below[module] if other not in above), default=0
+    )
 
 
 def measure(checkout: Path) -> dict[str, str]:
@@ -166,14 +190,20 @@ def patched_files(checkout: Path) -> Counter[str]:
     """Files that each patch of CONTRIBUTING.md touches; empty for a checkout that has none."""
     page = checkout / "CONTRIBUTING.md"
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    patches = re.findall(r"^### Add an? ([^\n]+)\n(?:(?!^##).)*?^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    patches = re.findall(
+        r"^### Add an? ([^\n]+)\n(?:(?!^##).)*?^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )
     return Counter({kind: patch.count("\n+++ ") for kind, patch in patches})
 
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description="Numbers about the package's house, a column for each checkout.")
-    parser.add_argument("checkouts", metavar="CHECKOUT", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]])
+    parser = argparse.ArgumentParser(
+        description="Numbers about the package's house, a column for each checkout."
+    )
+    parser.add_argument(
+        "checkouts", metavar="CHECKOUT", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]]
+    )
     columns = [measure(checkout) for checkout in parser.parse_args().checkouts]
     for name in dict.fromkeys(name for column in columns for name in column):
         print(f"| {name} | {' | '.join(column.get(name, '-') for column in columns)} |")

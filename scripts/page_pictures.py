@@ -1,6 +1,7 @@
 """Pictures of a run's report for the documents: python scripts/page_pictures.py RUN [--output docs/images]
 
-Writes report_verdict.png and report_tokens.png, each below 150 kB, with headless Chromium; without one it says so and exits 1.
+Writes report_verdict.png and report_tokens.png, each below 150 kB, with headless Chromium; without one it
+says so and exits 1.
 """
 
 import argparse
@@ -19,7 +20,10 @@ from PIL import Image
 from verl_rc.report.page import Request, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS: Mapping[str, tuple[str, int]] = {"report_verdict": ("verdict", 420), "report_tokens": ("tokens", 620)}
+SECTIONS: Mapping[str, tuple[str, int]] = {
+    "report_verdict": ("verdict", 420),
+    "report_tokens": ("tokens", 620),
+}
 """Names of pictures: the section of the page that each shows, and how much of it, pixels."""
 WIDTH, MOST_BYTES = 1000, 150_000
 

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-_REPEATED = {"extra-index-url": "--index", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
+_REPEATED = {
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
 _LATER_WINS = ("global", "install", ":env:")
 
 
@@ -26,13 +30,16 @@ def read_pip_settings(listing: str) -> dict[str, str]:
 
 
 def uv_arguments(settings: dict[str, str]) -> list[str]:
-    """Translates index, find-links and trusted-host settings; everything else has no bearing on what is found."""
+    """Translates index, find-links and trusted-host settings; everything else has no bearing on what is
+    found."""
     arguments = []
     if "index-url" in settings:
         arguments += ["--default-index", settings["index-url"]]
     for key, option in _REPEATED.items():
         for value in settings.get(key, "").split():
-            if key != "find-links" or "://" in value or Path(value).exists():  # pip passes over missing folders, uv stops
+            if (
+                key != "find-links" or "://" in value or Path(value).exists()
+            ):  # pip passes over missing folders, uv stops
                 arguments += [option, value]
     if "--index" in arguments:
         # pip takes the best version of all indexes; uv would stop at the first index that knows the name.

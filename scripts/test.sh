@@ -2,7 +2,7 @@
 # Installs what is needed, then checks style, types, import contracts and runs the tests: bash scripts/test.sh [pytest arguments]
 #
 # Examples: bash scripts/test.sh tests/unit -x        bash scripts/test.sh -m slow tests/chaos
-# VERL_RC_TEST_STEPS picks the steps (default: "lint types imports pytest").
+# VERL_RC_TEST_STEPS picks the steps (default: "lint format types imports pytest").
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -56,13 +56,14 @@ failed=()
 check() {
   local name="$1" started=$SECONDS
   shift
-  [[ " ${VERL_RC_TEST_STEPS:-lint types imports pytest} " == *" $name "* ]] || return 0
+  [[ " ${VERL_RC_TEST_STEPS:-lint format types imports pytest} " == *" $name "* ]] || return 0
   printf '\n==== %s: %s\n' "$name" "$*"
   "$@" || failed+=("$name")
   printf '==== %s took %d s\n' "$name" "$((SECONDS - started))"
 }
 
 check lint "$bin/ruff" check .
+check format "$bin/ruff" format --check .
 check types "$bin/mypy"
 check imports "$bin/lint-imports" --no-logo
 # Two processes; tests that share a run or a Ray stay in one of them (tests/conftest.py).

@@ -1,4 +1,5 @@
-"""Rollouts of which only lengths and log-probs matter: every token is 1; shared by tests of the step's mathematics."""
+"""Rollouts of which only lengths and log-probs matter: every token is 1; shared by tests of the step's
+mathematics."""
 
 import torch
 from torch import Tensor

@@ -10,7 +10,9 @@ from batches_of_ones import ones_tokens
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TrainBatch
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "bypass_losses.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "golden" / "bypass_losses.json").read_text()
+)["cases"]
 
 
 def case_id(case: dict[str, Any]) -> str:

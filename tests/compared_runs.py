@@ -48,12 +48,15 @@ def metric_lines(folder: Path) -> dict[int, list[dict[str, Any]]]:
     lines = defaultdict(list)
     for text in (folder / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
-        lines[line["step"]].append({name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)})
+        lines[line["step"]].append(
+            {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)}
+        )
     return lines
 
 
 def differences(whole: Path, other: Path, last_step: int) -> list[str]:
-    """In what ``other`` differs from ``whole`` up to ``last_step``, as far as it got; both keep a checkpoint of every step."""
+    """In what ``other`` differs from ``whole`` up to ``last_step``, as far as it got; both keep a checkpoint
+    of every step."""
     found = []
     for step in range(1, last_step + 1):
         one, two = whole / f"global_step_{step}", other / f"global_step_{step}"
@@ -62,7 +65,11 @@ def differences(whole: Path, other: Path, last_step: int) -> list[str]:
             found.append(f"step {step}: names of tensors")
         found += [f"step {step}: {name}" for name in expected if not torch.equal(expected[name], given[name])]
         states = [asdict(without_times(SavedRun.load(folder).state)) for folder in (one, two)]
-        found += [f"step {step}: {key} of the run state" for key in states[0] if str(states[0][key]) != str(states[1][key])]
+        found += [
+            f"step {step}: {key} of the run state"
+            for key in states[0]
+            if str(states[0][key]) != str(states[1][key])
+        ]
         samples = [(folder / "rollouts" / f"{step}.jsonl").read_bytes() for folder in (whole, other)]
         if samples[0] != samples[1]:
             found.append(f"step {step}: prompts or samples")

@@ -1,4 +1,5 @@
-"""Settings that every test process shares; they must be in the environment before torch, Ray or wandb load."""
+"""Settings that every test process shares; they must be in the environment before torch, Ray or wandb
+load."""
 
 import os
 from typing import Any
@@ -31,8 +32,9 @@ WHOLE_RUNS = (
     "tests/integration/test_two_steps.py",
 )
 SHARED = {"whole runs": WHOLE_RUNS, "real parts": ("tests/integration/",)}
-"""Tests whose start takes long: those that start the program as a user does share one run's folder; the others in
-tests/integration start Ray in their own process, which holds one at a time, so that the run with faulty workers comes last."""
+"""Tests whose start takes long: those that start the program as a user does share one run's folder; the
+others in tests/integration start Ray in their own process, which holds one at a time, so that the run with
+faulty workers comes last."""
 
 
 class WhatIsSharedStaysTogether(LoadScopeScheduling):

@@ -1,9 +1,11 @@
-"""The real entry point with disturbances: ``python disturbed_run.py VICTIM SIGNAL FUNCTION CALL WHEN … -- key=value …``.
+"""The real entry point with disturbances: ``python disturbed_run.py VICTIM SIGNAL FUNCTION CALL WHEN … --
+key=value …``.
 
-Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as ``engine:1``). FUNCTION is
-``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds
-from its beginning. With FUNCTION ``clock`` the signal comes every CALL seconds, and WHEN is not read. The environment variable
-``ACTOR_WORKER`` names another class for the actor's ranks.
+Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as
+``engine:1``). FUNCTION is ``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1,
+WHEN ``before`` or ``after`` the call, or seconds from its beginning. With FUNCTION ``clock`` the signal comes
+every CALL seconds, and WHEN is not read. The environment variable ``ACTOR_WORKER`` names another class for
+the actor's ranks.
 """
 
 import importlib
@@ -79,7 +81,9 @@ def disturb(function: str, call: int, when: str, strike: Callable[[], None]) -> 
 if __name__ == "__main__":
     if "ACTOR_WORKER" in os.environ:
         ActorGroup.worker = os.environ["ACTOR_WORKER"]
-        os.environ["PYTHONPATH"] = os.pathsep.join((os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            (os.path.dirname(__file__), os.environ.get("PYTHONPATH", ""))
+        )
     words, overrides = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     for start in range(0, len(words), 5):
         victim, signal_name, function, call, when = words[start : start + 5]

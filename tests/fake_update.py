@@ -1,7 +1,8 @@
 """Memory of one rank in an update, measured by running the project's own code on tensors without memory.
 
-``python fake_update.py [LAYERS TOKENS SHARING]``: of micro-batches with so many tokens that so many ranks share. Prints a line of
-JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their sizes are read anew.
+``python fake_update.py [LAYERS TOKENS SHARING]``: of micro-batches with so many tokens that so many ranks
+share. Prints a line of JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their
+sizes are read anew.
 """
 
 import json
@@ -32,7 +33,12 @@ from verl_rc.workers.sharded_model import LearningOptions, ShardedModel
 RANKS = 8
 DEFAULT = (4, 16_384, 1)
 """Layers, tokens of a micro-batch, ranks that share it."""
-SIZES = {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_key_value_heads": 4}
+SIZES = {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
 """Of Qwen2.5-7B, which has 28 layers."""
 
 
@@ -72,7 +78,9 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
     """Bytes at rest, between two micro-batches, and at the peak of two."""
     scoring_head._logit_factor = lambda model: 1.0  # read from a number, which fake tensors have none of
     config = Qwen2Config(**SIZES, num_hidden_layers=layers, vocab_size=152_064, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     learning = LearningOptions(OptimConfig(), 1, whole_gradients=whole_gradients)
     sharded, living = ShardedModel(add_scoring(model), mesh, FsdpConfig(), learning), Living()
@@ -84,9 +92,18 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
         for index in range(2):
             sharded.set_gradient_sync(index == 1)
             ids, keep = torch.randint(0, 1000, (1, own)), torch.arange(own // 2)
-            predicted = PredictedTokens(keep, torch.zeros(len(keep), dtype=torch.int64), ScoreOptions(1.0, False, False, False))
-            inputs = {"input_ids": ids, "position_ids": torch.arange(own)[None], "attention_mask": None, "use_cache": False}
-            score_predicted(sharded.module, predicted, **inputs, packed_layout=layout).log_probs.mean().backward()
+            predicted = PredictedTokens(
+                keep, torch.zeros(len(keep), dtype=torch.int64), ScoreOptions(1.0, False, False, False)
+            )
+            inputs = {
+                "input_ids": ids,
+                "position_ids": torch.arange(own)[None],
+                "attention_mask": None,
+                "use_cache": False,
+            }
+            score_predicted(
+                sharded.module, predicted, **inputs, packed_layout=layout
+            ).log_probs.mean().backward()
             found["between"] = found.get("between", living.bytes())
     return {**found, "peak": living.peak}
 
@@ -99,4 +116,6 @@ if __name__ == "__main__":
     ranks = init_device_mesh("cpu", (RANKS,))
     places = PackedLayout.from_lengths(torch.tensor([tokens]), divide_ranks(ranks, sharing)[1])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        sys.stdout.write(json.dumps({str(whole): measure(ranks, whole, layers, places) for whole in (True, False)}))
+        sys.stdout.write(
+            json.dumps({str(whole): measure(ranks, whole, layers, places) for whole in (True, False)})
+        )

@@ -1,4 +1,5 @@
-"""Workers that go wrong on request, at the places where real systems did; for tests of the proofs and guards."""
+"""Workers that go wrong on request, at the places where real systems did; for tests of the proofs and
+guards."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -51,7 +52,8 @@ class FaultyEngine(RolloutEngine):
         self.fault = fault
 
     def converse(self, config: MultiTurnConfig | None) -> None:
-        """Take every turn for a call of a tool, because an untrained model writes none; None: no tools again."""
+        """Take every turn for a call of a tool, because an untrained model writes none; None: no tools
+        again."""
         options, conversations = None, None
         if config is not None:
             options = ConversationOptions(config, self._options.model_path, False, {})
@@ -63,13 +65,16 @@ class FaultyEngine(RolloutEngine):
     def count_cache_resets(self) -> int:
         return self.cache_resets
 
-    def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
+    def receive_weights(
+        self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int
+    ) -> list[dict[str, Any]]:
         transfer = self._loop.call(
             lambda sampler: sampler.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
         )
         load, held = transfer.model.load_weights, self.__dict__.setdefault("held", {})
         if self.fault == "skipped_sync":
-            # The worst kind: everything is received and acknowledged, the version is echoed, and the old weights stay.
+            # The worst kind: everything is received and acknowledged, the version is echoed, and the old
+            # weights stay.
             transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
             try:
                 transfer.digests, transfer.loaded = {}, set(transfer.expected)
@@ -87,7 +92,9 @@ class FaultyEngine(RolloutEngine):
         finally:
             transfer.model.load_weights = load
 
-    def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _as_loaded(
+        self, tensors: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             loaded = tensor.clone()
             if self.fault == "half_loaded_tensor" and name.endswith(HALF_LOADED):
@@ -116,7 +123,8 @@ class FaultyEngine(RolloutEngine):
 
 
 class FaultyPolicyWorker(PolicyWorker):
-    """A trainer rank with a fault that can be switched on, and with weights that can be moved and compared."""
+    """A trainer rank with a fault that can be switched on, and with weights that can be moved and
+    compared."""
 
     fault: str | None = None
 
@@ -124,10 +132,15 @@ class FaultyPolicyWorker(PolicyWorker):
         self.fault = fault
         whole: Sequence[Any] = getattr(self, "whole_manifest", self._sender.manifest).tensors
         self.whole_manifest = Manifest(tuple(whole))
-        self._sender.manifest = Manifest(tuple(whole[:-1])) if fault == "one_tensor_not_sent" else self.whole_manifest
+        self._sender.manifest = (
+            Manifest(tuple(whole[:-1])) if fault == "one_tensor_not_sent" else self.whole_manifest
+        )
 
     def weight_digests(self) -> list[int]:
-        return [tensor_digest(parameter.to_local().detach().flatten()) for parameter in self.model.module.parameters()]
+        return [
+            tensor_digest(parameter.to_local().detach().flatten())
+            for parameter in self.model.module.parameters()
+        ]
 
     def move_weights(self, distance: float) -> None:
         """Every element by ``distance`` up or down, as a first step of AdamW with this learning rate does."""
@@ -145,7 +158,11 @@ class FaultyPolicyWorker(PolicyWorker):
         return [log_probs, *others]
 
     def accumulate(
-        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+        self,
+        batch: TrainBatch,
+        share: MiniBatchShare,
+        totals: ObjectiveTotals,
+        correction: ActorCorrection | None,
     ) -> int:
         kept = super().accumulate(batch, share, totals, correction)
         if self.fault == "nan_gradient":

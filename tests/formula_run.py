@@ -1,4 +1,5 @@
-"""The loop with formulas for processes: trainer and engines are one number each; shared by the tests of the loop."""
+"""The loop with formulas for processes: trainer and engines are one number each; shared by the tests of the
+loop."""
 
 import json
 import math
@@ -52,7 +53,8 @@ OVERRIDES = (
 
 
 class World:
-    """Trainer and engines: one number each, which says what log-probs they give. Rank and engine group in one."""
+    """Trainer and engines: one number each, which says what log-probs they give. Rank and engine group in
+    one."""
 
     role, num_ranks = "actor", 1
 
@@ -111,7 +113,9 @@ class World:
         assert self.under_way >= set(numbers)
         self.under_way -= set(numbers)
 
-    def generate(self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None) -> Timed[Completions]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
+    ) -> Timed[Completions]:
         assert not self.under_way, "validation, canaries and the synchronous run sample alone"
         return Timed(self.sample(requests), 0.5)
 
@@ -120,7 +124,9 @@ class World:
         lengths = torch.tensor([2 + request.seed % 3 for request in requests])
         mask = torch.arange(WIDTH) < lengths[:, None]
         shifts = range(0, 3 * WIDTH, 3)
-        tokens = torch.tensor([[1 + (40503 * request.seed + 977 >> shift) % 7 for shift in shifts] for request in requests])
+        tokens = torch.tensor(
+            [[1 + (40503 * request.seed + 977 >> shift) % 7 for shift in shifts] for request in requests]
+        )
         log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
         return Completions(
             responses=torch.where(mask, tokens, 0),
@@ -131,10 +137,14 @@ class World:
             batch_size=[len(requests)],
         )
 
-    def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
+    def generate_on_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[Completions]:
         return [self.generate(requests, options).result]
 
-    def submit_to_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[list[int]]:
+    def submit_to_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[list[int]]:
         """A row for each at the end of a list of their own; their numbers count down."""
         self.canaries.append(self.sample(requests))
         return [[-len(self.canaries)]]
@@ -167,7 +177,8 @@ class World:
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest
     ) -> Timed[ActorReport]:
-        """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are empty."""
+        """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are
+        empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
         empty = [0] * len(planned)
         kept = {2: [planned[0], *empty[1:]], 3: empty}.get(request.policy_version + 1, planned)
@@ -202,7 +213,8 @@ class Scorer:
 
     def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
         return [
-            RewardOutput((1.0 if row.row_index < 4 else 0.0) + len(text) / 100, {}) for row, text in zip(rows, texts, strict=True)
+            RewardOutput((1.0 if row.row_index < 4 else 0.0) + len(text) / 100, {})
+            for row, text in zip(rows, texts, strict=True)
         ]
 
 
@@ -220,9 +232,15 @@ class Rows(list[PromptRow]):
 
 
 def prompt_stream() -> PromptStream:
-    rows = Rows(PromptRow(row, [1 + row % 5, 2], [{"content": f"{row}"}], "table", None, {}) for row in range(12))
+    rows = Rows(
+        PromptRow(row, [1 + row % 5, 2], [{"content": f"{row}"}], "table", None, {}) for row in range(12)
+    )
     with warnings.catch_warnings(action="ignore"):
-        return PromptStream(StatefulDataLoader(rows, batch_sampler=EpochBatches(12, 2, seed=1, shuffle=False), collate_fn=list))
+        return PromptStream(
+            StatefulDataLoader(
+                rows, batch_sampler=EpochBatches(12, 2, seed=1, shuffle=False), collate_fn=list
+            )
+        )
 
 
 def live(
@@ -274,14 +292,18 @@ def live(
         max_model_len=16,
         block_size=4,
     )
-    services.is_due, services.saves_at = partial(Services.is_due, services), partial(Services.saves_at, services)
+    services.is_due, services.saves_at = (
+        partial(Services.is_due, services),
+        partial(Services.saves_at, services),
+    )
     train(cast(Services, services), state)
     services.tracker.close()
     return world
 
 
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the driver not wait for processes that are formulas, nor draw its training curves, which takes most of such a run."""
+    """Have the driver not wait for processes that are formulas, nor draw its training curves, which takes
+    most of such a run."""
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     monkeypatch.setattr("verl_rc.driver.train.picture_line", lambda folder: "")

@@ -19,7 +19,23 @@ EARLIER_KEYS = [
     "algorithm.rollout_is_veto_threshold",
     "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is",
 ]
-NUMBERS = ["0", "-1", "1", "2", "3", "7", "0.5", "1e-300", "1e300", "1e999", "nan", "-inf", str(10**30), "9" * 5000, "1_000"]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "0.5",
+    "1e-300",
+    "1e300",
+    "1e999",
+    "nan",
+    "-inf",
+    str(10**30),
+    "9" * 5000,
+    "1_000",
+]
 WORDS = [
     "auto",
     "grpo",
@@ -36,7 +52,17 @@ WORDS = [
     "exclude",
     "acc",
 ]
-THRESHOLDS = ["0.5_5", "2.0", "0.999_1.001,0.1", "{lower: 5, upper: 0.5}", "[0.5,5]", "seq_mean_k1,token_k1", "5_0.5", "_", "0_0"]
+THRESHOLDS = [
+    "0.5_5",
+    "2.0",
+    "0.999_1.001,0.1",
+    "{lower: 5, upper: 0.5}",
+    "[0.5,5]",
+    "seq_mean_k1,token_k1",
+    "5_0.5",
+    "_",
+    "0_0",
+]
 TEXTS = [
     "",
     "null",
@@ -54,7 +80,18 @@ TEXTS = [
     "\ud800",
     "a" * 9000,
 ]
-STRUCTURES = ["[]", "[1,2]", "[null]", "[[[]]]", "{}", "{a: 1}", "{a: {b: [1]}}", "[True]", "['a','b']", "[0.5,0.5]"]
+STRUCTURES = [
+    "[]",
+    "[1,2]",
+    "[null]",
+    "[[[]]]",
+    "{}",
+    "{a: 1}",
+    "{a: {b: [1]}}",
+    "[True]",
+    "['a','b']",
+    "[0.5,0.5]",
+]
 GRAMMAR = [
     "'open",
     "[1,",
@@ -107,7 +144,22 @@ def fitting(annotation: Any, rng: random.Random) -> str:
         return rng.choice(["True", "False"])
     if int in kinds or float in kinds:
         return rng.choice(
-            ["0", "1", "2", "3", "7", "64", "1000", "100000", str(2**31), str(2**62), "0.5", "0.99", "1e-9", "1e300"]
+            [
+                "0",
+                "1",
+                "2",
+                "3",
+                "7",
+                "64",
+                "1000",
+                "100000",
+                str(2**31),
+                str(2**62),
+                "0.5",
+                "0.99",
+                "1e-9",
+                "1e300",
+            ]
         )
     return rng.choice(["x", "org/model", "[a,b]", "acc", "[1,2]", *WORDS, *THRESHOLDS])
 
@@ -118,16 +170,27 @@ def typed(rng: random.Random) -> list[str]:
 
 
 def mistyped(rng: random.Random) -> list[str]:
-    """Some keys, of this schema, of verl's, of earlier ones, spelled wrongly or not at all, with values of any kind."""
+    """Some keys, of this schema, of verl's, of earlier ones, spelled wrongly or not at all, with values of
+    any kind."""
     mutated = []
     for _ in range(rng.randint(1, 3)):
-        key = rng.choice([*rng.choices(sorted(KEYS), k=8), *rng.choices(VERLS_KEYS, k=2), rng.choice(EARLIER_KEYS)])
+        key = rng.choice(
+            [*rng.choices(sorted(KEYS), k=8), *rng.choices(VERLS_KEYS, k=2), rng.choice(EARLIER_KEYS)]
+        )
         place = rng.randrange(len(key) + 1)
         key = rng.choice(
-            [key] * 8 + [f"{key[:place]}{rng.choice('x._é =[@/')}{key[place + 1 :]}", key.rpartition(".")[0], f"{key}.x"]
+            [key] * 8
+            + [
+                f"{key[:place]}{rng.choice('x._é =[@/')}{key[place + 1 :]}",
+                key.rpartition(".")[0],
+                f"{key}.x",
+            ]
         )
         key = rng.choice([key] * 9 + [rng.choice(NO_KEYS)])
         mutated.append(
-            rng.choice(["", "", "", "+", "++", "~", "+++"]) + key + rng.choice(["="] * 9 + ["", "==", ":="]) + rng.choice(VALUES)
+            rng.choice(["", "", "", "+", "++", "~", "+++"])
+            + key
+            + rng.choice(["="] * 9 + ["", "==", ":="])
+            + rng.choice(VALUES)
         )
     return mutated

@@ -1,7 +1,8 @@
-"""The real driver, groups, transport and rank classes over processes that only book GPU memory: one number per process and GPU.
+"""The real driver, groups, transport and rank classes over processes that only book GPU memory: one number
+per process and GPU.
 
-A call happens when it is submitted; what it needed at most is charged until its answer is fetched, so calls that run at the same
-time add up. Sizes are those of a 7B model on 8 ranks, GiB.
+A call happens when it is submitted; what it needed at most is charged until its answer is fetched, so calls
+that run at the same time add up. Sizes are those of a 7B model on 8 ranks, GiB.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +50,8 @@ CONTEXT = 0.6
 SHARD, MOMENTS, GRADIENT = 3.55, 7.1, 28.4
 """Of a rank: fp32 weights, AdamW's moments, and the whole fp32 gradient."""
 ACTIVATIONS, SCORING, LOADING, LAYER = 7.2, 10.0, 5.0, 2.0
-"""Of an update beyond weights and gradient, of a full micro-batch's log-probs, while shards are read, of a gathered layer."""
+"""Of an update beyond weights and gradient, of a full micro-batch's log-probs, while shards are read, of a
+gathered layer."""
 BUCKET = 2.0
 ENGINE_WEIGHTS, GRAPHS = 14.2, 1.5
 """Of an engine in bf16, and what it keeps while it sleeps."""
@@ -131,7 +133,9 @@ class Ledger:
         """To an engine that takes memory."""
         for other in self.processes:
             if self.rule and other.cached and set(other.gpus) & set(engine.gpus):
-                raise MemoryFaultError(f"{other.name} keeps {other.cached:.1f} GiB that it freed, beside {engine.name}")
+                raise MemoryFaultError(
+                    f"{other.name} keeps {other.cached:.1f} GiB that it freed, beside {engine.name}"
+                )
 
 
 class LedgerModule:
@@ -196,7 +200,9 @@ class LedgerActor(LedgerRank, PolicyWorker):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         LedgerRank.__init__(self, ledger, "actor", config.actor_rollout_ref.actor.fsdp_config)
         self._weights_in_use, self._device = ExitStack(), torch.device("cuda")
-        self._sender = WeightSender(LedgerWeights(ledger), address.rank, self._device, "bfloat16", bucket_bytes=8)
+        self._sender = WeightSender(
+            LedgerWeights(ledger), address.rank, self._device, "bfloat16", bucket_bytes=8
+        )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
         self.forward(tokens)
@@ -241,7 +247,9 @@ class LedgerWeights:
         return {f"w{index}": (2,) for index in range(6)}
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[torch.Tensor]:
-        assert "actor's weights" in self.ledger.current.parts, "weights are gathered while they rest in host memory"
+        assert "actor's weights" in self.ledger.current.parts, (
+            "weights are gathered while they rest in host memory"
+        )
         self.ledger.use("layer", LAYER)
         return [torch.zeros(2, dtype=dtype) for _ in names]
 
@@ -284,7 +292,9 @@ class LedgerEngine:
         for gpu in self.memory.gpus:
             free = CAPACITY - ledger.beside(gpu, self.memory)
             if free < wanted:
-                raise MemoryFaultError(f"{self.memory.name} is refused: {free:.1f} GiB are free, it wants {wanted:.1f}")
+                raise MemoryFaultError(
+                    f"{self.memory.name} is refused: {free:.1f} GiB are free, it wants {wanted:.1f}"
+                )
         self.seen = {gpu: ledger.beside(gpu, self.memory) for gpu in self.memory.gpus}
         self.weights = ENGINE_WEIGHTS / len(self.memory.gpus)
         self.cache = wanted - self.weights - GRAPHS
@@ -298,7 +308,9 @@ class LedgerEngine:
         """The end of its start, in which it has measured."""
         for gpu, before in self.seen.items():
             if self.ledger.beside(gpu, self.memory) != before:
-                raise MemoryFaultError(f"memory of other processes on GPU {gpu} changed while {self.memory.name} started")
+                raise MemoryFaultError(
+                    f"memory of other processes on GPU {gpu} changed while {self.memory.name} started"
+                )
 
     def describe(self) -> dict[str, Any]:
         return {"block_size": 4, "fp8_products": None}
@@ -340,7 +352,9 @@ class LedgerEngine:
 
     def collect(self, at_least: int, wait_seconds: float | None) -> Collected:
         taken, self.samples = self.samples[:at_least], self.samples[at_least:]
-        return Collected([sample.number for sample in taken], self.sample([sample.request for sample in taken]), {})
+        return Collected(
+            [sample.number for sample in taken], self.sample([sample.request for sample in taken]), {}
+        )
 
     def generate(self, requests: Any, options: Any) -> Any:
         return self.sample(requests)
@@ -373,7 +387,9 @@ class Reference:
 class FakeActor:
     """A process, as an actor of Ray: methods with ``remote``."""
 
-    def __init__(self, ledger: Ledger, classes: dict[str, Callable[..., Any]], name: str, gpus: tuple[int, ...]) -> None:
+    def __init__(
+        self, ledger: Ledger, classes: dict[str, Callable[..., Any]], name: str, gpus: tuple[int, ...]
+    ) -> None:
         self._ledger, self._classes, self._dead = ledger, classes, False
         self._memory = Memory(name, gpus)
         ledger.processes.append(self._memory)
@@ -423,7 +439,10 @@ class FakeActor:
         return Reference(self._memory, getattr(self._object, method)(*arguments))
 
 
-PROCESS_CLASSES = {"TrainerRank": lambda ledger, **arguments: TrainerRank(**arguments), "RolloutEngine": LedgerEngine}
+PROCESS_CLASSES = {
+    "TrainerRank": lambda ledger, **arguments: TrainerRank(**arguments),
+    "RolloutEngine": LedgerEngine,
+}
 WORKERS = {"PolicyWorker": LedgerActor, "CriticWorker": LedgerCritic, "ReferenceWorker": LedgerReference}
 
 
@@ -484,11 +503,15 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sender, "share_bucket", lambda specs, parts, memory: LentBucket(parts, memory))
     monkeypatch.setattr(WeightSender, "_memory_of_a_bucket", lambda _: BucketMemory(ledger))
     monkeypatch.setattr(
-        sender, "device_key", lambda device: f"GPU-{ledger.current.gpus[0]}" if device.type == "cuda" else "cpu@host"
+        sender,
+        "device_key",
+        lambda device: f"GPU-{ledger.current.gpus[0]}" if device.type == "cuda" else "cpu@host",
     )
 
 
-def train_on_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, ledger: Ledger | None = None) -> Ledger:
+def train_on_ledger(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, ledger: Ledger | None = None
+) -> Ledger:
     """Set a run of two steps up on 8 GPUs by ``open_run``, train by ``train``; returns the books."""
     ledger = ledger or Ledger()
     processes_that_book(ledger, monkeypatch)
@@ -507,7 +530,9 @@ def train_on_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: s
     )
     places = [FakePlace(gpu) for gpu in range(8)]
     of_engines = places[:: 8 // config.num_engines]
-    placement = Placement("cuda", 8, config.num_engines, 1, 1, True, True, cast(Any, places), cast(Any, of_engines))
+    placement = Placement(
+        "cuda", 8, config.num_engines, 1, 1, True, True, cast(Any, places), cast(Any, of_engines)
+    )
     rows = [PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)]
     tokenizer = SimpleNamespace(
         pad_token_id=0,

@@ -1,4 +1,5 @@
-"""Counting how often code reads tensors on the host, whatever the spelling: each of them waits for the device."""
+"""Counting how often code reads tensors on the host, whatever the spelling: each of them waits for the
+device."""
 
 import traceback
 from typing import Any

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def listening(pids: set[str]) -> set[tuple[str, str]]:
-    """Address and port, as the kernel writes them, of every TCP socket on which one of the processes listens."""
+    """Address and port, as the kernel writes them, of every TCP socket on which one of the processes
+    listens."""
     sockets = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -16,7 +17,11 @@ def listening(pids: set[str]) -> set[tuple[str, str]]:
     found = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)) if descriptor.is_symlink() else None
+            match = (
+                re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor))
+                if descriptor.is_symlink()
+                else None
+            )
             if match and match[1] in sockets:
                 found.add(sockets[match[1]])
     return found

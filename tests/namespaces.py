@@ -1,4 +1,5 @@
-"""Nodes of a cluster on this machine, each in namespaces of its own, with a hostname that resolves to 127.0.1.1 as on Debian."""
+"""Nodes of a cluster on this machine, each in namespaces of its own, with a hostname that resolves to
+127.0.1.1 as on Debian."""
 
 import os
 import shutil
@@ -47,7 +48,19 @@ class Node:
 
     def _connect(self) -> None:
         network, number = self._network, self.number
-        network.run("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", INTERFACE, "netns", str(self._init))
+        network.run(
+            "ip",
+            "link",
+            "add",
+            f"port{number}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            str(self._init),
+        )
         network.run("ip", "link", "set", f"port{number}", "master", "switch", "up")
         self.run(["ip", "addr", "add", f"{self.address}/24", "dev", INTERFACE])
         self.run(["ip", "link", "set", INTERFACE, "up"])
@@ -60,7 +73,9 @@ class Node:
         inside = ["nsenter", f"--target={self._init}", *_AS_ROOT, *_OWN, "--", *command]
         return subprocess.Popen(inside, env={**os.environ, **(environment or {})}, text=True, **options)
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 300.0) -> str:
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 300.0
+    ) -> str:
         """Run a command on the node and return its output; fails when the command does."""
         with self.start(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             output, _ = process.communicate(timeout=timeout)
@@ -89,7 +104,9 @@ class Network:
         if missing:
             raise OSError(f"there is no {', '.join(missing)}")
         user = ["--user", "--map-root-user"] if _AS_ROOT else []
-        self._process = _started(["unshare", *user, "--net", "--mount", "bash", "-c", f"echo {_READY}; exec sleep infinity"])
+        self._process = _started(
+            ["unshare", *user, "--net", "--mount", "bash", "-c", f"echo {_READY}; exec sleep infinity"]
+        )
         try:
             self.run("ip", "link", "set", "lo", "up")
             self.run("ip", "link", "add", "switch", "type", "bridge")

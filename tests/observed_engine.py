@@ -21,7 +21,8 @@ class RecordingLoop:
 
 
 class ObservedEngine(RolloutEngine):
-    """A RolloutEngine whose calls to vLLM can be recorded instead of made, and whose steps are counted on request."""
+    """A RolloutEngine whose calls to vLLM can be recorded instead of made, and whose steps are counted on
+    request."""
 
     def act_on_update(self, what: OnUpdate) -> None:
         """From now on do this to running samples at an update."""
@@ -44,12 +45,15 @@ class ObservedEngine(RolloutEngine):
         self._loop.call(lambda _: None, after="all")
 
     def calls_around_an_update(self) -> list[Any]:
-        """What a sleep, and the two wakings around an update, ask of a vLLM built with ``enable_sleep_mode``."""
+        """What a sleep, and the two wakings around an update, ask of a vLLM built with
+        ``enable_sleep_mode``."""
         can_sleep, loop, recording = self._can_sleep, self._loop, RecordingLoop()
         self._can_sleep, self._loop = True, recording
         try:
             answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]
             assert answers == [True, True, True]
-            return [(name, arguments, options) for name, arguments, options in recording.sampler.llm.mock_calls]
+            return [
+                (name, arguments, options) for name, arguments, options in recording.sampler.llm.mock_calls
+            ]
         finally:
             self._can_sleep, self._loop = can_sleep, loop

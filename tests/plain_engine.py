@@ -1,4 +1,5 @@
-"""A vLLM engine that knows nothing of this project, for tests of what others load and what went wrong in other engines."""
+"""A vLLM engine that knows nothing of this project, for tests of what others load and what went wrong in
+other engines."""
 
 from collections.abc import Sequence
 
@@ -14,7 +15,13 @@ class PlainEngine:
         self._adapter = LoRARequest("adapter", 1, adapter) if adapter else None
         lora = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
         self._llm = LLM(
-            model, dtype="float32", max_model_len=96, enforce_eager=True, kv_cache_memory_bytes=32 << 20, block_size=32, **lora
+            model,
+            dtype="float32",
+            max_model_len=96,
+            enforce_eager=True,
+            kv_cache_memory_bytes=32 << 20,
+            block_size=32,
+            **lora,
         )
 
     def continue_greedily(self, prompt: str, num_tokens: int) -> tuple[list[int], list[int]]:
@@ -26,7 +33,8 @@ class PlainEngine:
     def sample(
         self, prompts: Sequence[list[int]], num_tokens: int, weights: str, filled_by: str
     ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and log-probs of a response to each prompt; the prefix cache keeps what ``filled_by`` computed of them."""
+        """Token ids and log-probs of a response to each prompt; the prefix cache keeps what ``filled_by``
+        computed of them."""
         assert self._llm.reset_prefix_cache()
         given = [tokens_input(prompt) for prompt in prompts]
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": filled_by})
@@ -37,5 +45,7 @@ class PlainEngine:
         for output in self._llm.generate(given, sampling, use_tqdm=False):
             (response,) = output.outputs
             ids = list(response.token_ids)
-            found.append((ids, [entry[token].logprob for token, entry in zip(ids, response.logprobs, strict=True)]))
+            found.append(
+                (ids, [entry[token].logprob for token, entry in zip(ids, response.logprobs, strict=True)])
+            )
         return found

@@ -1,4 +1,5 @@
-"""Random rollouts, the update computed on them as driver and actor do it, and ways to change one thing; for tests of plans."""
+"""Random rollouts, the update computed on them as driver and actor do it, and ways to change one thing; for
+tests of plans."""
 
 import copy
 from collections.abc import Mapping
@@ -85,7 +86,8 @@ def config_of(given: Given) -> RunConfig:
 
 
 def make_inputs() -> Inputs:
-    """Rows of which some are short and one is empty; every log-ratio is large for some tokens and small for others."""
+    """Rows of which some are short and one is empty; every log-ratio is large for some tokens and small for
+    others."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(scale: float) -> Tensor:
@@ -118,7 +120,8 @@ INPUTS = make_inputs()
 
 
 def current_scores() -> TokenScores:
-    """What the model says in the middle of an update: log-probs away from the proximal ones, and entropies; leaves."""
+    """What the model says in the middle of an update: log-probs away from the proximal ones, and entropies;
+    leaves."""
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
     spread = torch.tensor([0.05, 0.3, 0.6, 1.6]).repeat(ROWS // 4)[:, None]
     log_probs = (INPUTS.evaluations.old_log_probs + spread * noise).requires_grad_()
@@ -130,11 +133,14 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.in_actor:
         evaluations.old_log_probs = inputs.samples.rollouts.rollout_log_probs
-    return build_train_batch(inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0)
+    return build_train_batch(
+        inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0
+    )
 
 
 def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:
-    """The actor's loss of the whole batch as one mini-batch; ``detach`` keeps gradients out of the correction by force."""
+    """The actor's loss of the whole batch as one mini-batch; ``detach`` keeps gradients out of the correction
+    by force."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     log_probs = current.log_probs.detach() if detach else current.log_probs
     batch, counts = corrected(batch, log_probs, correction)
@@ -147,15 +153,22 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
     return policy_objective(current, batch, actor, correction, totals).loss
 
 
-def corrected(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[TrainBatch, MiniBatchCounts]:
-    """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either mode."""
-    options = MiniBatchOptions(len(log_probs), epochs=1, shuffle=False, seed=0, denominator=config.rejection_denominator)
+def corrected(
+    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig
+) -> tuple[TrainBatch, MiniBatchCounts]:
+    """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either
+    mode."""
+    options = MiniBatchOptions(
+        len(log_probs), epochs=1, shuffle=False, seed=0, denominator=config.rejection_denominator
+    )
     (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     counts = MiniBatchCounts(mini_batch.num_tokens, mini_batch.num_sequences)
     if not config.in_actor:
         return batch, counts
     if config.proximal == "interpolate":  # one of 100 updates since the rollouts of the step before
-        batch = with_interpolated_proximal(batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99)
+        batch = with_interpolated_proximal(
+            batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99
+        )
         log_probs = batch.old_log_probs
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":

@@ -51,7 +51,9 @@ def healthy(steps: int = STEPS) -> dict[str, list[float]]:
     """A run that learns, with the gap of an engine in bf16."""
     k3 = [value**2 / 2 for value in wave(0.02, steps=steps)]
     return {
-        "critic/score/mean": [score + 0.01 * math.sin(3.1 * step) for step, score in enumerate(ramp(0.2, 0.6, steps))],
+        "critic/score/mean": [
+            score + 0.01 * math.sin(3.1 * step) for step, score in enumerate(ramp(0.2, 0.6, steps))
+        ],
         "response_length/mean": wave(100.0, steps=steps),
         "prompt_length/mean": [20.0] * steps,
         "response_length/clip_ratio": wave(0.05, steps=steps),
@@ -90,13 +92,17 @@ def planted(
         Path("planted"),
         source,
         steps=range(1, longest + 1),
-        series={name: Series(list(range(1, len(values) + 1)), list(values)) for name, values in metrics.items()},
+        series={
+            name: Series(list(range(1, len(values) + 1)), list(values)) for name, values in metrics.items()
+        },
         settings={**SETTINGS, **(settings or {})},
         total_steps=longest,
     )
 
 
-def write_run(folder: Path, metrics: Mapping[str, Sequence[float]], samples: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_run(
+    folder: Path, metrics: Mapping[str, Sequence[float]], samples: Sequence[Mapping[str, Any]] = ()
+) -> Path:
     """A run's folder with these metrics and samples, written as a run writes them."""
     sink = JsonlSink(folder)
     longest = max(len(values) for values in metrics.values())

@@ -32,17 +32,28 @@ def main(rank: int, address: str, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from verl_rc.distributed.process_group import RankAddress, all_reduce_sum, join_trainer_group, leave_trainer_group
+    from verl_rc.distributed.process_group import (
+        RankAddress,
+        all_reduce_sum,
+        join_trainer_group,
+        leave_trainer_group,
+    )
     from verl_rc.weight_sync.transfer_group import TransferAddress, broadcast_from_sender, join_transfer_group
 
-    mesh = join_trainer_group(RankAddress(rank, 2, *meet(folder, "trainer", rank, address)), torch.device("cpu"), 60)
+    mesh = join_trainer_group(
+        RankAddress(rank, 2, *meet(folder, "trainer", rank, address)), torch.device("cpu"), 60
+    )
     summed = all_reduce_sum(torch.full((3,), 10.0**rank), mesh)
-    group = join_transfer_group(TransferAddress(*meet(folder, "transfer", rank, address), 2, 60.0), rank, "gloo")
+    group = join_transfer_group(
+        TransferAddress(*meet(folder, "transfer", rank, address), 2, 60.0), rank, "gloo"
+    )
     sent = torch.arange(4.0) if rank == 0 else torch.zeros(4)
     broadcast_from_sender(group, sent)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     hostname = socket.gethostbyname(socket.gethostname())
-    sys.stdout.write(json.dumps({"summed": summed.tolist(), "sent": sent.tolist(), "hostname": hostname}) + "\n")
+    sys.stdout.write(
+        json.dumps({"summed": summed.tolist(), "sent": sent.tolist(), "hostname": hostname}) + "\n"
+    )
     leave_trainer_group()
 
 

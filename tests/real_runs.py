@@ -21,17 +21,22 @@ def marked_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), _MARKER: str(os.getpid())}
 
 
-def train(overrides: Sequence[str], *disturbances: str, reads: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def train(
+    overrides: Sequence[str], *disturbances: str, reads: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     """One run as a user starts it, with the words of ``disturbed_run.py``, if any.
 
-    With a folder for ``reads``, its processes write there which keys of the configuration they read (tests/recorded_reads).
+    With a folder for ``reads``, its processes write there which keys of the configuration they read
+    (tests/recorded_reads).
     """
     command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
     environment = marked_environment()
     if reads is not None:
         path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "recorded_reads")))
         environment.update(PYTHONPATH=path, RECORDED_READS=str(reads))
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 def of_folder(folder: Path) -> list[str]:
@@ -46,7 +51,8 @@ def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def left_over_processes(patience_seconds: float = 120.0) -> list[str]:
-    """Processes that a run started and did not take with it; on a busy machine the last ones need a moment to die."""
+    """Processes that a run started and did not take with it; on a busy machine the last ones need a moment to
+    die."""
     deadline = time.monotonic() + patience_seconds
     while (found := _marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -58,7 +64,9 @@ def marked_memory() -> int:
     total = 0
     for folder in _marked_folders():
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError, IndexError):
-            (line,) = [line for line in (folder / "smaps_rollup").read_text().splitlines() if line.startswith("Pss:")]
+            (line,) = [
+                line for line in (folder / "smaps_rollup").read_text().splitlines() if line.startswith("Pss:")
+            ]
             total += int(line.split()[1]) << 10
     return total
 

@@ -34,7 +34,8 @@ class RealRun:
 
 @contextmanager
 def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Iterator[RealRun]:
-    """A real run in which samples of one prompt get different rewards. Ray is in this process while it lasts."""
+    """A real run in which samples of one prompt get different rewards. Ray is in this process while it
+    lasts."""
     (folder / "reward.py").write_text(SHARE_OF_DIGITS)
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
     config = load_run_config([*run_overrides(task, folder), reward, *overrides])
@@ -42,15 +43,19 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
         patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
         patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
         patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
-        with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)) as parts:
+        with open_run(
+            config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
+        ) as parts:
             yield RealRun(*parts)
 
 
 def real_step(run: RealRun) -> dict[str, Any]:
-    """The loop itself, for one step: the weights are published, then everything of a step; returns its metrics."""
+    """The loop itself, for one step: the weights are published, then everything of a step; returns its
+    metrics."""
 
     def publish(services: Services, state: RunState) -> None:
-        """No canary tokens but those that the configuration asks for: the engines were proved when the run began."""
+        """No canary tokens but those that the configuration asks for: the engines were proved when the run
+        began."""
         weights.publish(services, state, state.step, StepRecord())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +91,8 @@ def cache_resets(run: RealRun) -> list[int]:
 
 
 def with_values(run: RealRun, values: Mapping[str, Any], **parts: Any) -> RealRun:
-    """The run with other configuration values, by dotted keys, in its driver, and with other ``parts`` of its services."""
+    """The run with other configuration values, by dotted keys, in its driver, and with other ``parts`` of its
+    services."""
     config = run.services.config
     for key, value in values.items():
         config = _with_value(config, key.split("."), value)
@@ -111,7 +117,9 @@ class RetokenisingEngines(EngineGroup):
         answer = super().generate(requests, options, on_loss)
         completions = answer.result
         for row, length in enumerate(completions.response_lengths.tolist()):
-            text = self._run.services.tokenizer.decode(completions.responses[row, :length], skip_special_tokens=True)
+            text = self._run.services.tokenizer.decode(
+                completions.responses[row, :length], skip_special_tokens=True
+            )
             again = self._run.services.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
             completions.responses[row, : len(again)] = completions.responses.new_tensor(again)
             completions.response_lengths[row] = len(again)

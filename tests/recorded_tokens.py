@@ -1,4 +1,5 @@
-"""Token records written by hand: what is in them is known, so that what is read and shown can be compared with it."""
+"""Token records written by hand: what is in them is known, so that what is read and shown can be compared
+with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -40,12 +41,19 @@ def token_record(
         "row": np.arange(rows) * 2,
         "group": np.arange(rows) // 2,
         "source": np.array(["digits"] * rows, dtype=object),
-        "chosen_by": np.array(["worst" if row == rows - 1 else "random" for row in range(rows)], dtype=object),
+        "chosen_by": np.array(
+            ["worst" if row == rows - 1 else "random" for row in range(rows)], dtype=object
+        ),
         "inclusion": np.array([0.0 if row == rows - 1 else 0.25 for row in range(rows)]),
         "score": np.arange(rows, dtype="float32"),
         "finished": np.ones(rows, bool),
     }
-    facts: Mapping[str, Any] = {"step": step, "why": why, "current_version": step - 1, **changed.pop("facts", {})}
+    facts: Mapping[str, Any] = {
+        "step": step,
+        "why": why,
+        "current_version": step - 1,
+        **changed.pop("facts", {}),
+    }
     prompts = changed.pop("prompts", [np.array([11, row + 1]) for row in range(rows)])
     for name, values in changed.items():
         target = columns if name in columns else tokens
@@ -56,7 +64,9 @@ def token_record(
     return TokenRecord(facts, columns, np.array(lengths, dtype="int64"), tokens, prompts)
 
 
-def write_tokens(run: Path, records: Sequence[TokenRecord], pieces: Mapping[int, str] = PIECES_OF_DIGITS) -> Path:
+def write_tokens(
+    run: Path, records: Sequence[TokenRecord], pieces: Mapping[int, str] = PIECES_OF_DIGITS
+) -> Path:
     """The folder of records of a run; returns it."""
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,8 @@ def segments() -> set[str]:
 
 @contextmanager
 def nothing_left_behind(patience_seconds: float = 120.0) -> Iterator[None]:
-    """What is made in the block is gone at its end; a killed process needs a moment to be cleaned up after."""
+    """What is made in the block is gone at its end; a killed process needs a moment to be cleaned up
+    after."""
     before = segments()
     yield
     deadline = time.monotonic() + patience_seconds

@@ -1,9 +1,10 @@
-"""A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared by their tests.
+"""A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared
+by their tests.
 
-Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms * b`` and gives each one
-token. Lengths are lognormal, half of the log-variance belongs to the prompt. A response may be a conversation, whose tools take
-their seconds beside everything else. The rest is the asynchronous loop: admit what the rule allows, wait until there is a batch,
-train, publish every M-th step.
+Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms *
+b`` and gives each one token. Lengths are lognormal, half of the log-variance belongs to the prompt. A
+response may be a conversation, whose tools take their seconds beside everything else. The rest is the
+asynchronous loop: admit what the rule allows, wait until there is a batch, train, publish every M-th step.
 """
 
 import collections
@@ -53,7 +54,8 @@ class Cluster:
     other_seconds: float = 0.15
     sync_seconds: float = 0.03
     draw_group: Callable[[random.Random], list[Turns]] | None = None
-    """The conversations of a prompt; None: lengths are drawn from ``mean``, ``sigma`` and ``longest``, and there are no tools."""
+    """The conversations of a prompt; None: lengths are drawn from ``mean``, ``sigma`` and ``longest``, and
+    there are no tools."""
 
     def draw(self, rng: random.Random) -> list[Turns]:
         """The samples of a prompt."""
@@ -65,8 +67,11 @@ class Cluster:
         return [(Turn(max(16, min(self.longest, int(length)))),) for length in drawn]
 
 
-def conversations(decode_ms: float, training: float, batch: int, draw: Callable[[random.Random], list[Turns]]) -> Cluster:
-    """One engine that never gets slower, and a trainer that takes ``training`` seconds from one publication to the next."""
+def conversations(
+    decode_ms: float, training: float, batch: int, draw: Callable[[random.Random], list[Turns]]
+) -> Cluster:
+    """One engine that never gets slower, and a trainer that takes ``training`` seconds from one publication
+    to the next."""
     return Cluster(
         devices=2,
         batch=batch,
@@ -126,7 +131,8 @@ class _Group:
 
 
 class _Engine:
-    """All that run get the same tokens: ``position`` counts them, so a response that starts at p with length L ends at p + L."""
+    """All that run get the same tokens: ``position`` counts them, so a response that starts at p with length
+    L ends at p + L."""
 
     def __init__(self) -> None:
         self.position = self.time = self.paused_until = 0.0
@@ -236,7 +242,9 @@ class _Loop:
         end, _, _, _, (turn, *left), group = heapq.heappop(engine.running)
         engine.position, self.sampled = max(engine.position, end), self.sampled + turn.tokens
         if left:
-            heapq.heappush(self.tools, (time + turn.tool_seconds, index, self.rng.random(), tuple(left), group))
+            heapq.heappush(
+                self.tools, (time + turn.tool_seconds, index, self.rng.random(), tuple(left), group)
+            )
             return index
         group.running -= 1
         if group.running == 0:
@@ -245,7 +253,9 @@ class _Loop:
         return index
 
     def decide(self) -> NextBatch:
-        open_groups = [OpenGroup(group.number, group.version, group.running == 0) for group in self.groups.values()]
+        open_groups = [
+            OpenGroup(group.number, group.version, group.running == 0) for group in self.groups.values()
+        ]
         return next_batch(open_groups, self.trained + 1, self.rule)
 
     def drop(self, numbers: tuple[int, ...]) -> None:
@@ -316,7 +326,13 @@ class _Loop:
 
 
 def run_loop(
-    mode: Mode, cluster: Cluster = Cluster(), *, publications: int = 12, warm_up: int = 3, seed: int = 0, ends: bool = False
+    mode: Mode,
+    cluster: Cluster = Cluster(),
+    *,
+    publications: int = 12,
+    warm_up: int = 3,
+    seed: int = 0,
+    ends: bool = False,
 ) -> Outcome:
     """Train for so many publications; the ledger is checked at every step.
 
@@ -337,5 +353,7 @@ def run_loop(
     outcome.ages = outcome.ages[-steps * loop.rule.batch :]
     outcome.step_seconds = (last[0] - first[0]) / steps * mode.every
     outcome.wasted = (last[1] - first[1]) / (last[2] - first[2] + last[1] - first[1])
-    outcome.length_ratio = sum(tokens[-steps:]) / (steps * loop.rule.batch) / statistics.mean(outcome.admitted)
+    outcome.length_ratio = (
+        sum(tokens[-steps:]) / (steps * loop.rule.batch) / statistics.mean(outcome.admitted)
+    )
     return outcome

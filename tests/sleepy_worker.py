@@ -1,4 +1,5 @@
-"""A trainer rank that falls asleep in the middle of an update; for ``disturbed_run.py`` with ``ACTOR_WORKER``."""
+"""A trainer rank that falls asleep in the middle of an update; for ``disturbed_run.py`` with
+``ACTOR_WORKER``."""
 
 import time
 
@@ -20,7 +21,11 @@ class SleepyPolicyWorker(PolicyWorker):
         return super().update(batch, request)
 
     def accumulate(
-        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+        self,
+        batch: TrainBatch,
+        share: MiniBatchShare,
+        totals: ObjectiveTotals,
+        correction: ActorCorrection | None,
     ) -> int:
         if self._address.rank == 1 and self.updates == 2:
             time.sleep(3600)

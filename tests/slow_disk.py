@@ -1,4 +1,5 @@
-"""A trainer rank whose disk is slow: a checkpoint takes three seconds before its first byte, and three before its last file."""
+"""A trainer rank whose disk is slow: a checkpoint takes three seconds before its first byte, and three before
+its last file."""
 
 import time
 from collections.abc import Callable

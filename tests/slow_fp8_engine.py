@@ -1,4 +1,5 @@
-"""An engine on a CPU whose oneDNN has no fp8 kernel but its reference implementation: AMX int8 without AMX fp16."""
+"""An engine on a CPU whose oneDNN has no fp8 kernel but its reference implementation: AMX int8 without AMX
+fp16."""
 
 import time
 from typing import Any
@@ -60,6 +61,8 @@ class SlowFp8Engine(RolloutEngine):
         def rename(sampler: VllmSampler) -> None:
             for module in sampler.weight_receiver().model.modules():
                 if hasattr(module, "weight_scale"):
-                    module.register_parameter(name, torch.nn.Parameter(module.weight_scale.data, requires_grad=False))
+                    module.register_parameter(
+                        name, torch.nn.Parameter(module.weight_scale.data, requires_grad=False)
+                    )
 
         self._loop.call(rename)

@@ -34,17 +34,31 @@ class SmallCheckpoint:
 
 def write_tiny_model(folder: Path, *options: str) -> Path:
     """A model with a tokenizer, whose head_dim of 32 a vLLM on a CPU can have."""
-    sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2", "--num_heads", "2", "--num_kv_heads", "1"]
+    sizes = [
+        "--hidden_size",
+        "64",
+        "--intermediate_size",
+        "96",
+        "--num_layers",
+        "2",
+        "--num_heads",
+        "2",
+        "--num_kv_heads",
+        "1",
+    ]
     make_tiny_model.main(["--output_dir", str(folder), *sizes, *options])
     return folder
 
 
 def write_checkpoint(config: RunConfig, folder: Path) -> SmallCheckpoint:
-    """Change every trained weight of the actor (and of the critic, if there is one) and save what a run would save."""
+    """Change every trained weight of the actor (and of the critic, if there is one) and save what a run would
+    save."""
     torch.manual_seed(0)  # adapters begin at random, whatever ran before in this process
     weights: dict[str, dict[str, Tensor]] = {}
     outputs: dict[str, Tensor] = {}
-    kinds: dict[str, Callable[..., Any]] = {"actor": PolicyWorker} | ({"critic": CriticWorker} if config.needs_critic else {})
+    kinds: dict[str, Callable[..., Any]] = {"actor": PolicyWorker} | (
+        {"critic": CriticWorker} if config.needs_critic else {}
+    )
     for role, kind in kinds.items():
         worker = kind(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
         try:

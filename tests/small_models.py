@@ -48,8 +48,11 @@ def make_tokens(prompt_lengths: list[int], response_lengths: list[int], seed: in
     )
 
 
-def make_train_batch(response_lengths: list[int], rejected_rows: tuple[int, ...] = (), seed: int = 0) -> TrainBatch:
-    """A train batch of random log-probs, advantages and weights, near enough to any policy that clipping is partial."""
+def make_train_batch(
+    response_lengths: list[int], rejected_rows: tuple[int, ...] = (), seed: int = 0
+) -> TrainBatch:
+    """A train batch of random log-probs, advantages and weights, near enough to any policy that clipping is
+    partial."""
     rows = len(response_lengths)
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = make_tokens([1 + row % 6 for row in range(rows)], response_lengths, seed)

@@ -35,7 +35,8 @@ WITH_EVERYTHING = [
     "trainer.save_freq=2",
     "actor_rollout_ref.actor.checkpoint.async_save=True",
 ]
-"""Further overrides of a run whose next step depends on as much as possible: critic, reference, schedules, adaptive KL."""
+"""Further overrides of a run whose next step depends on as much as possible: critic, reference, schedules,
+adaptive KL."""
 
 
 def make_task(folder: Path) -> dict[str, Path]:
@@ -43,7 +44,15 @@ def make_task(folder: Path) -> dict[str, Path]:
     sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
     heads = ["--num_heads", "2", "--num_kv_heads", "1"]
     make_tiny_model.main(["--output_dir", str(folder / "model"), *sizes, *heads])
-    data = ["scripts/prepare_data/digits.py", "--output_dir", str(folder / "data"), "--num_train", "64", "--num_val", "8"]
+    data = [
+        "scripts/prepare_data/digits.py",
+        "--output_dir",
+        str(folder / "data"),
+        "--num_train",
+        "64",
+        "--num_val",
+        "8",
+    ]
     command = [sys.executable, *data, "--num_sft", "64", "--num_sft_val", "8"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return {"model": folder / "model", "data": folder / "data"}

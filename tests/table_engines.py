@@ -36,7 +36,9 @@ class Engines:
         self.calls: list[tuple[int, float]] = []
         self.asleep = False
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any) -> Timed[Completions]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any
+    ) -> Timed[Completions]:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
         greedy = options.temperature == 0
@@ -65,7 +67,9 @@ class Scorer:
         outputs = []
         for row, text in zip(rows, texts, strict=True):
             score = GREEDY_SCORE if len(text) == 6 else SCORES[row.row_index][len(text) - 1]
-            outputs.append(RewardOutput(float(score), {"acc": float(score), "length": len(text), "constant": 1.0}))
+            outputs.append(
+                RewardOutput(float(score), {"acc": float(score), "length": len(text), "constant": 1.0})
+            )
         return outputs
 
 

@@ -1,6 +1,8 @@
-"""A cluster of two Ray nodes on this machine, on which a run's places are reserved; prints what was placed where as JSON.
+"""A cluster of two Ray nodes on this machine, on which a run's places are reserved; prints what was placed
+where as JSON.
 
-A process of its own, started by tests/integration/test_two_nodes.py: other tests of a session hold a Ray of their own.
+A process of its own, started by tests/integration/test_two_nodes.py: other tests of a session hold a Ray of
+their own.
 """
 
 import json
@@ -42,7 +44,11 @@ CASES = {
     "engines beside the ranks' node": [
         *("actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=1", "trainer.n_gpus_per_node=2"),
     ],
-    "three nodes": ["trainer.nnodes=3", "data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3"],
+    "three nodes": [
+        "trainer.nnodes=3",
+        "data.train_batch_size=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    ],
 }
 
 
@@ -58,7 +64,8 @@ class Located:
 
 
 def locate(placement: Placement) -> list[tuple[str, str, int]]:
-    """Starts a process at every place, asks where each of them is (ranks first), and gives the places back."""
+    """Starts a process at every place, asks where each of them is (ranks first), and gives the places
+    back."""
     places = [(f"rank {index}", place) for index, place in enumerate(placement.rank_places)]
     places += [(f"engine {index}", place) for index, place in enumerate(placement.engine_places)]
     processes = [RemoteProcess(part, {}, **place.options()) for part, place in places]

@@ -11,13 +11,18 @@ _PORTS = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
 
 
 def run_two_ranks(run_rank: Callable[..., None], *arguments: Any) -> None:
-    """``run_rank(rank, *arguments)`` for ranks 0 and 1 at the same time; returns when both have ended without an error."""
+    """``run_rank(rank, *arguments)`` for ranks 0 and 1 at the same time; returns when both have ended without
+    an error."""
     run_ranks(2, run_rank, *arguments)
 
 
 def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> None:
-    """``run_rank(rank, *arguments)`` for ``count`` ranks at the same time; returns when all have ended without an error."""
-    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(count)]
+    """``run_rank(rank, *arguments)`` for ``count`` ranks at the same time; returns when all have ended
+    without an error."""
+    ranks = [
+        get_context("spawn").Process(target=run_rank, args=(rank, *arguments), daemon=True)
+        for rank in range(count)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -28,7 +33,8 @@ def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> Non
 def free_port() -> int:
     """A free port, another one at each call.
 
-    It is from 20000 to 32767, where neither takes it before its use: outgoing connections get ports above, Ray's workers below.
+    It is from 20000 to 32767, where neither takes it before its use: outgoing connections get ports above,
+    Ray's workers below.
     """
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

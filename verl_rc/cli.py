@@ -60,12 +60,24 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "name what makes engine and trainer of a run differ; --replay scores recorded tokens again to find out"
-    parser = subcommands.add_parser("diagnose", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records")
-    given = "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps them, the report shows them)"
+    summary = (
+        "name what makes engine and trainer of a run differ; --replay scores recorded tokens again to find "
+        "out"
+    )
+    parser = subcommands.add_parser(
+        "diagnose", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records"
+    )
+    given = (
+        "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps them, the "
+        "report shows them)"
+    )
     parser.add_argument("--replay", metavar="R0,R1", nargs="?", const="all", default="", help=given)
-    parser.add_argument("--rows", metavar="N", type=_positive, default=64, help="most rows of a record (default: 64)")
+    parser.add_argument(
+        "--rows", metavar="N", type=_positive, default=64, help="most rows of a record (default: 64)"
+    )
     parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
     parser.add_argument("--json", action="store_true", help="print statements and measurements as JSON")
     parser.set_defaults(run=_diagnose)
@@ -81,7 +93,8 @@ def _add_docs(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_with_configuration(
     subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where its files are."""
+    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where
+    its files are."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
     parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
     parser.add_argument("arguments", metavar="[RECIPE.sh] GROUP=CHOICE KEY=VALUE", nargs="*")
@@ -92,31 +105,54 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
     summary = "write a checkpoint as a Hugging Face folder, which transformers and vLLM load"
     parser = subcommands.add_parser("export", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder global_step_N of a run")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write; new or empty")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "float16"), help="precision of the weights (default: the base model's)"
+        "--output", metavar="DIR", type=Path, required=True, help="folder to write; new or empty"
     )
     parser.add_argument(
-        "--model", metavar="PATH", help="where the base model is now (default: where it was when the run was started)"
+        "--dtype",
+        choices=("bfloat16", "float32", "float16"),
+        help="precision of the weights (default: the base model's)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="where the base model is now (default: where it was when the run was started)",
     )
     part = parser.add_mutually_exclusive_group()
-    part.add_argument("--critic", dest="part", action="store_const", const="critic", help="the value model, not the policy")
     part.add_argument(
-        "--adapter", dest="part", action="store_const", const="adapter", help="the LoRA adapter alone (default: merged)"
+        "--critic", dest="part", action="store_const", const="critic", help="the value model, not the policy"
+    )
+    part.add_argument(
+        "--adapter",
+        dest="part",
+        action="store_const",
+        const="adapter",
+        help="the LoRA adapter alone (default: merged)",
     )
     parser.set_defaults(run=_export, part="policy")
 
 
 def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc"
-    parser = subcommands.add_parser("migrate", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a shell script, a YAML file, or key=value")
-    parser.add_argument("--recipe", action="store_true", help="write a shell script that starts the run, not bare overrides")
-    parser.add_argument("--era", choices=("A", "B1", "B2", "B3", "C", "D"), help="the release's era, where its keys do not tell")
+    parser = subcommands.add_parser(
+        "migrate", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    parser.add_argument(
+        "arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a shell script, a YAML file, or key=value"
+    )
+    parser.add_argument(
+        "--recipe", action="store_true", help="write a shell script that starts the run, not bare overrides"
+    )
+    parser.add_argument(
+        "--era",
+        choices=("A", "B1", "B2", "B3", "C", "D"),
+        help="the release's era, where its keys do not tell",
+    )
     parser.add_argument(
         "--k1_bound_convention",
         choices=("documented", "inverse"),
-        help="bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, as verl executed them",
+        help="bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, as verl "
+        "executed them",
     )
     parser.set_defaults(run=_migrate)
 
@@ -124,27 +160,41 @@ def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps"
     parser = subcommands.add_parser("plot", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; the picture is written into it")
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="folder of a run; the picture is written into it"
+    )
     parser.set_defaults(run=_plot)
 
 
 def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "print presets of rollout correction as the fields they stand for"
-    parser = subcommands.add_parser("presets", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = subcommands.add_parser(
+        "presets", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
     parser.set_defaults(run=_presets)
 
 
 def _add_report(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "write report.html: what a run did and what is wrong with it, in words and curves; or several runs compared"
+    summary = (
+        "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
+        "compared"
+    )
     parser = subcommands.add_parser("report", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     where = "a run's folder, a log of verl (file logger or console), or TensorBoard event files"
     parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help=where)
-    parser.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RUN/report.html; several runs need it)")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: RUN/report.html; several runs need it)",
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--last", metavar="N", type=_positive, help="only the last N steps")
     shown.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
-    parser.add_argument("--max-megabytes", metavar="MB", type=float, default=8.0, help="size of the page (default: 8)")
+    parser.add_argument(
+        "--max-megabytes", metavar="MB", type=float, default=8.0, help="size of the page (default: 8)"
+    )
     parser.add_argument("--no-text", action="store_true", help="leave prompts and responses out of the page")
     parser.add_argument("--json", action="store_true", help="print verdict and evidence as JSON")
     parser.set_defaults(run=_report)
@@ -165,22 +215,40 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "show who did what and when in a run with async_training.trace=True: text, picture, file for Perfetto"
+    summary = (
+        "show who did what and when in a run with async_training.trace=True: text, picture, file for Perfetto"
+    )
     parser = subcommands.add_parser("trace", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it")
-    parser.add_argument("--steps", metavar="A-B", type=_steps, help="only steps A to B (default: all; drawn: the last six)")
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it"
+    )
+    parser.add_argument(
+        "--steps", metavar="A-B", type=_steps, help="only steps A to B (default: all; drawn: the last six)"
+    )
     parser.set_defaults(run=_trace)
 
 
 def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "say what each preset would have done with the tokens that a run recorded, and which one it needs"
-    parser = subcommands.add_parser("what-if", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    summary = (
+        "say what each preset would have done with the tokens that a run recorded, and which one it needs"
+    )
+    parser = subcommands.add_parser(
+        "what-if", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with token records")
     parser.add_argument("--presets", metavar="A,B", help="presets to try (default: all of today)")
-    given = "a field of algorithm.rollout_correction; those given are tried together, as one correction named 'given'"
+    given = (
+        "a field of algorithm.rollout_correction; those given are tried together, as one correction named "
+        "'given'"
+    )
     parser.add_argument("--set", metavar="KEY=VALUE", dest="fields", action="append", default=[], help=given)
-    parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only records of steps A to B")
-    gradients = "take gradients of the trainer's model, at the weights that the run kept; a backward pass a prompt and preset"
+    parser.add_argument(
+        "--steps", metavar="A-B", type=_steps, default=None, help="only records of steps A to B"
+    )
+    gradients = (
+        "take gradients of the trainer's model, at the weights that the run kept; a backward pass a prompt "
+        "and preset"
+    )
     parser.add_argument("--gradients", action="store_true", help=gradients)
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=_what_if)
@@ -188,8 +256,12 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "save a view of a W&B project whose charts answer questions; needs an account and a network"
-    parser = subcommands.add_parser("wandb-workspace", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("project", metavar="ENTITY/PROJECT", help="the user or team, and the project of the runs")
+    parser = subcommands.add_parser(
+        "wandb-workspace", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    parser.add_argument(
+        "project", metavar="ENTITY/PROJECT", help="the user or team, and the project of the runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the view instead of saving it; no network")
     parser.set_defaults(run=_wandb_workspace)
 
@@ -197,7 +269,9 @@ def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.Argum
 def _wandb_workspace(given: argparse.Namespace) -> int:
     entity, slash, project = given.project.partition("/")
     if not (entity and slash and project) or "/" in project:
-        return _refuse("wandb-workspace", ValueError(f"the project must be given as ENTITY/PROJECT, got {given.project}"))
+        return _refuse(
+            "wandb-workspace", ValueError(f"the project must be given as ENTITY/PROJECT, got {given.project}")
+        )
     try:
         from verl_rc.metrics.sinks import wandb_workspace as views  # noqa: PLC0415  (an optional package)
     except ImportError:
@@ -235,7 +309,8 @@ _MEASURED = ("--sampling-seconds", "--training-seconds")
 
 
 def _measured_seconds(arguments: Sequence[str]) -> tuple[tuple[float, float] | None, list[str]]:
-    """The seconds of sampling and training that ``explain`` was given, and the other arguments. Exits when one is missing."""
+    """The seconds of sampling and training that ``explain`` was given, and the other arguments. Exits when
+    one is missing."""
     given = dict(argument.split("=", 1) for argument in arguments if argument.partition("=")[0] in _MEASURED)
     others = [argument for argument in arguments if argument.partition("=")[0] not in _MEASURED]
     if not given:
@@ -243,7 +318,9 @@ def _measured_seconds(arguments: Sequence[str]) -> tuple[tuple[float, float] | N
     try:
         sampling, training = (float(given[name]) for name in _MEASURED)
     except (KeyError, ValueError):
-        sys.stderr.write(f"{' and '.join(f'{name}=<seconds>' for name in _MEASURED)} must be given together, as numbers.\n")
+        sys.stderr.write(
+            f"{' and '.join(f'{name}=<seconds>' for name in _MEASURED)} must be given together, as numbers.\n"
+        )
         raise SystemExit(USER_ERROR) from None
     return (sampling, training), others
 
@@ -301,7 +378,10 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
     if unknown := set(only) - set(STAGES):
         problem = f"{_ONLY} must name one of {', '.join(STAGES)}; got {', '.join(sorted(unknown))}."
     elif not uses_gpus(config) and config.trainer.device != "cpu":
-        problem = f"{_GPU} needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on the CPU."
+        problem = (
+            f"{_GPU} needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on the "
+            "CPU."
+        )
     if problem:
         sys.stderr.write(f"{problem}\n")
         raise SystemExit(USER_ERROR)
@@ -316,7 +396,9 @@ def _diagnose(given: argparse.Namespace) -> int:
     names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
     unknown = [name for name in names if name not in REPLAYS]
     if unknown:
-        return _refuse("diagnose", ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}"))
+        return _refuse(
+            "diagnose", ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
+        )
     steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
     try:
         found = diagnose(DiagnosisRequest(given.folder, names, given.rows, **steps))
@@ -352,8 +434,14 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    measured = "".join(f" [{name}=S]" for name in _MEASURED) if subcommand == "explain" else f" [{_GPU}] [{_ONLY}=STAGE]"
-    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n")
+    measured = (
+        "".join(f" [{name}=S]" for name in _MEASURED)
+        if subcommand == "explain"
+        else f" [{_GPU}] [{_ONLY}=STAGE]"
+    )
+    sys.stdout.write(
+        f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n"
+    )
     sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
 
@@ -363,10 +451,14 @@ def _migrate(given: argparse.Namespace) -> int:
 
     named = {"era": given.era, "k1_bound_convention": given.k1_bound_convention}
     try:
-        migration = migrate(given.arguments, {name: value for name, value in named.items() if value is not None})
+        migration = migrate(
+            given.arguments, {name: value for name, value in named.items() if value is not None}
+        )
     except ValueError as error:
         return _refuse("migrate", error)
-    written = migration.recipe() if given.recipe else "".join(f"{override}\n" for override in migration.overrides)
+    written = (
+        migration.recipe() if given.recipe else "".join(f"{override}\n" for override in migration.overrides)
+    )
     sys.stdout.write(written)
     sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
     return 0
@@ -402,7 +494,9 @@ def _report(given: argparse.Namespace) -> int:
     steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
     options = PageOptions(not given.no_text, given.max_megabytes)
     try:
-        report = write_report(Request(tuple(given.paths), given.output, newest_steps=given.last, options=options, **steps))
+        report = write_report(
+            Request(tuple(given.paths), given.output, newest_steps=given.last, options=options, **steps)
+        )
     except (ValueError, OSError) as error:
         return _refuse("report", error)
     judged = list(zip(report.runs, report.verdicts, strict=True))
@@ -412,7 +506,12 @@ def _report(given: argparse.Namespace) -> int:
         return 0
     for run, verdict in judged:
         lines = verdict.lines()
-        sys.stdout.write("".join(f"{line}\n" for line in ([f"{run.name}: {lines[0]}", *lines[1:]] if len(judged) > 1 else lines)))
+        sys.stdout.write(
+            "".join(
+                f"{line}\n"
+                for line in ([f"{run.name}: {lines[0]}", *lines[1:]] if len(judged) > 1 else lines)
+            )
+        )
     sys.stdout.write(f"report: {report.path}\n")
     return 0
 

@@ -17,7 +17,8 @@ def train(config: SftConfig) -> None:
     """
     if problem := folder_problem("trainer.output_dir", config.trainer.output_dir):
         raise ConfigError(problem)
-    # Threads that spin while they wait cost tenfold when another process needs the core; read when torch loads.
+    # Threads that spin while they wait cost tenfold when another process needs the core; read when torch
+    # loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
 
@@ -28,7 +29,8 @@ def train(config: SftConfig) -> None:
         raise ConfigError(str(error)) from error
     result = train_sft(setup, console)
     console.print(
-        f"SFT: {result.steps} steps, held-out accuracy {result.validation.accuracy:.3f}, model in {result.folder}",
+        f"SFT: {result.steps} steps, held-out accuracy {result.validation.accuracy:.3f}, model in "
+        f"{result.folder}",
         highlight=False,
         soft_wrap=True,
     )

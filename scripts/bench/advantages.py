@@ -1,4 +1,5 @@
-"""Advantage estimators against verl's functions and a plain read of the inputs, in one process on the same tensors.
+"""Advantage estimators against verl's functions and a plain read of the inputs, in one process on the same
+tensors.
 
 verl lives in a folder of its own, without what it depends on:
     pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
@@ -82,7 +83,9 @@ NAMES = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo", "
 
 def main() -> None:
     """Prints one line for each estimator."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--verl", help="folder that verl was installed to")
     parser.add_argument("--shape", default="4096x4096", help="ROWSxLENGTH")
     parser.add_argument("--rounds", type=int, default=3)
@@ -95,7 +98,10 @@ def main() -> None:
     inputs = Inputs.random(rows, length)
     (read,) = interleaved_seconds([inputs.read], 2 * given.rounds)
     print(f"{rows} x {length}, float32, {given.threads} thread(s); a plain read and an output: {read:.3f} s")
-    print("| estimator | seconds | plain reads | verl, seconds | verl / ours | largest difference |\n|---|---|---|---|---|---|")
+    print(
+        "| estimator | seconds | plain reads | verl, seconds | verl / ours | largest difference "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name in NAMES:
         if given.verl is None:
             (seconds,) = interleaved_seconds([inputs.ours(name)], given.rounds)

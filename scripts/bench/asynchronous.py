@@ -1,11 +1,12 @@
 """What asynchronous training gains on this machine: steps of real runs, sides measured in the same run.
 
-Usage: python scripts/bench/asynchronous.py ratios|tools --model FOLDER --data FOLDER [--steps N] [--folder DIR]
+Usage: python scripts/bench/asynchronous.py ratios|tools --model FOLDER --data FOLDER [--steps N] [--folder
+DIR]
 
-``ratios``: the quickstart one step off, with sampling about 0.5, 1 and 2 times as long as training. A step should take the longer
-of both sides and the publication. ``tools``: sums with a calculator that sleeps (model and data of recipes/digits_cpu_tools.sh),
-in turns and 1 and 3 steps off, and with whole responses. From the run in turns alone, on one core, simulated engines predict the
-steps of those with partial rollouts.
+``ratios``: the quickstart one step off, with sampling about 0.5, 1 and 2 times as long as training. A step
+should take the longer of both sides and the publication. ``tools``: sums with a calculator that sleeps (model
+and data of recipes/digits_cpu_tools.sh), in turns and 1 and 3 steps off, and with whole responses. From the
+run in turns alone, on one core, simulated engines predict the steps of those with partial rollouts.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from simulated_engines import Mode, Turn, Turns, conversations, run_loop  # noqa
 
 WAITING = {"gen", "step", "admit"}
 PUBLISHING = {"update_weights", "sync_canary"}
-SLEEPING_TOOL = '''
+SLEEPING_TOOL = """
 import random
 import time
 
@@ -48,7 +49,7 @@ def calculate(expression: str) -> str:
 
 
 CALCULATOR = Tool("calculator", "Evaluates an expression.", {"expression": "What to evaluate."}, calculate)
-'''
+"""
 ON_ONE_CORE = "in turns on one core"
 """Each side alone with what it has beside the other one."""
 ONE_OFF = ["async=one_step_off"]
@@ -82,12 +83,30 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
     """Medians over the steps of a run, without the first four and the last, which are not like the others."""
     folder = given.folder / name.replace(" ", "_")
     recipe = "digits_cpu_tools.sh" if given.case == "tools" else "quickstart_digits_cpu.sh"
-    settings = {"PYTHON": sys.executable, "MODEL_PATH": str(given.model), "DATA_DIR": str(given.data), "RUN_DIR": str(folder)}
-    settings |= {"CORRECTION": "decoupled_token_is", "PYTHONPATH": os.pathsep.join([str(ROOT), str(given.folder)])}
-    short = [f"trainer.total_training_steps={given.steps}", "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    settings = {
+        "PYTHON": sys.executable,
+        "MODEL_PATH": str(given.model),
+        "DATA_DIR": str(given.data),
+        "RUN_DIR": str(folder),
+    }
+    settings |= {
+        "CORRECTION": "decoupled_token_is",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(given.folder)]),
+    }
+    short = [
+        f"trainer.total_training_steps={given.steps}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
     short += ["trainer.save_freq=-1", "trainer.logger=[console]", "async_training.trace=True"]
     short += [f"trainer.rollout_data_dir={folder}/rollouts"]
-    command = ["bash", str(ROOT / "recipes" / recipe), *(OF_TOOLS if given.case == "tools" else []), *short, *overrides]
+    command = [
+        "bash",
+        str(ROOT / "recipes" / recipe),
+        *(OF_TOOLS if given.case == "tools" else []),
+        *short,
+        *overrides,
+    ]
     if name == ON_ONE_CORE:
         command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
     with (given.folder / f"{folder.name}.log").open("w") as log:
@@ -100,7 +119,11 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
         return sum(span.seconds for span in timeline.between(step, step).spans if span.what == "decode")
 
     def stages(line: dict[str, float], chosen: bool, names: set[str]) -> float:
-        timed = {name.removeprefix("timing_s/"): value for name, value in line.items() if name.startswith("timing_s/")}
+        timed = {
+            name.removeprefix("timing_s/"): value
+            for name, value in line.items()
+            if name.startswith("timing_s/")
+        }
         return sum(value for name, value in timed.items() if (name in names) is chosen)
 
     median = statistics.median
@@ -117,7 +140,8 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
 
 
 def recorded_groups(folder: Path, model: Path) -> list[list[Turns]]:
-    """The conversations of each prompt: tokens that the policy wrote, and seconds that the calculator took."""
+    """The conversations of each prompt: tokens that the policy wrote, and seconds that the calculator
+    took."""
     from sleeping_tool import seconds  # written by ``main``
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -151,27 +175,37 @@ def simulated_step(groups: list[list[Turns]], decode_ms: float, training: float,
 
 
 def predictions(groups: list[list[Turns]], alone: dict[str, float]) -> dict[str, float]:
-    """Seconds of a step by arm; a decode step takes what makes the simulated step in turns as long as the real one."""
+    """Seconds of a step by arm; a decode step takes what makes the simulated step in turns as long as the
+    real one."""
     training = alone["mean_step"] - alone["mean_waiting"]
     low, high = 0.1, 1000.0
     for _ in range(20):
         middle = math.sqrt(low * high)
         too_long = simulated_step(groups, middle, training, 0) > alone["mean_step"]
         low, high = (low, middle) if too_long else (middle, high)
-    steps = {arm: simulated_step(groups, low, training, ahead) for arm, ahead in (("1 step off", 1), ("3 steps off", 3))}
+    steps = {
+        arm: simulated_step(groups, low, training, ahead)
+        for arm, ahead in (("1 step off", 1), ("3 steps off", 3))
+    }
     return {"decode_ms": low, **steps}
 
 
 def main() -> None:
     """Run the arms one after the other and print a line of JSON for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", choices=ARMS)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_asynchronous"))
     given = parser.parse_args()
-    given.folder, given.model, given.data = given.folder.resolve(), given.model.resolve(), given.data.resolve()
+    given.folder, given.model, given.data = (
+        given.folder.resolve(),
+        given.model.resolve(),
+        given.data.resolve(),
+    )
     given.folder.mkdir(parents=True, exist_ok=True)
     (given.folder / "sleeping_tool.py").write_text(SLEEPING_TOOL)
     sys.path.insert(0, str(given.folder))
@@ -179,11 +213,21 @@ def main() -> None:
     for name, overrides in ARMS[given.case].items():
         found = run(name, overrides, given)
         if name == ON_ONE_CORE:
-            predicted = predictions(recorded_groups(given.folder / name.replace(" ", "_"), given.model), found)
+            predicted = predictions(
+                recorded_groups(given.folder / name.replace(" ", "_"), given.model), found
+            )
         if name in predicted:
-            found |= {"predicted": predicted[name], "predicted_over_mean": predicted[name] / found["mean_step"]}
+            found |= {
+                "predicted": predicted[name],
+                "predicted_over_mean": predicted[name] / found["mean_step"],
+            }
         measured = {key: round(value, 3) for key, value in found.items()}
-        print(json.dumps({"arm": name, **measured, "step_over_bound": round(found["step"] / found["bound"], 3)}), flush=True)
+        print(
+            json.dumps(
+                {"arm": name, **measured, "step_over_bound": round(found["step"] / found["bound"], 3)}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

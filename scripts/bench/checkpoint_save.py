@@ -1,8 +1,9 @@
-"""How long a step waits for a checkpoint that is written at once, or copied and written beside the next step (``async_save``).
+"""How long a step waits for a checkpoint that is written at once, or copied and written beside the next step
+(``async_save``).
 
-Weights and Adam's moments in fp32, 12 bytes per parameter, in one process. The last two columns say what the next step, here
-forward, backward and update, takes alone and while the write is under way. ``python scripts/bench/checkpoint_save.py [FOLDER]``
-writes to a temporary folder in FOLDER.
+Weights and Adam's moments in fp32, 12 bytes per parameter, in one process. The last two columns say what the
+next step, here forward, backward and update, takes alone and while the write is under way. ``python
+scripts/bench/checkpoint_save.py [FOLDER]`` writes to a temporary folder in FOLDER.
 """
 
 import sys
@@ -38,7 +39,11 @@ def median(values: list[float]) -> float:
 def costs_of(layers: int, folder: Path) -> dict[str, float]:
     """Seconds of each part."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    optimizer, rows, writer = AdamW(model.parameters(), fused=True), torch.rand(128, WIDTH), BackgroundWriter(pin_memory=False)
+    optimizer, rows, writer = (
+        AdamW(model.parameters(), fused=True),
+        torch.rand(128, WIDTH),
+        BackgroundWriter(pin_memory=False),
+    )
 
     def step() -> None:
         model(rows).square().mean().backward()
@@ -48,7 +53,9 @@ def costs_of(layers: int, folder: Path) -> dict[str, float]:
     step()
     found: dict[str, list[float]] = {"waits": [], "copies": [], "writes": [], "step": [], "step beside": []}
     for save in range(SAVES):
-        found["waits"].append(seconds(lambda number=save: save_shards(folder / f"waited_{number}", model, optimizer, {})))  # type: ignore[misc]
+        found["waits"].append(
+            seconds(lambda number=save: save_shards(folder / f"waited_{number}", model, optimizer, {}))
+        )  # type: ignore[misc]
         found["step"].append(seconds(step))
         begun = time.perf_counter()
         writer.start(folder / f"beside_{save}", collect_shards(model, optimizer, {}))
@@ -62,7 +69,15 @@ def costs_of(layers: int, folder: Path) -> dict[str, float]:
 def main() -> None:
     """Print one line per size."""
     torch.set_num_threads(1)
-    columns = ("parameters", "waits for it", "waits for copy", "share", "until written", "next step alone", "and beside it")
+    columns = (
+        "parameters",
+        "waits for it",
+        "waits for copy",
+        "share",
+        "until written",
+        "next step alone",
+        "and beside it",
+    )
     print(" ".join(f"{column:>15}" for column in columns))
     for layers in LAYERS:
         with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:

@@ -1,10 +1,13 @@
-"""Time and peak memory of rollout correction: against verl's function, a plain weight computation and a plain read of the inputs.
+"""Time and peak memory of rollout correction: against verl's function, a plain weight computation and a plain
+read of the inputs.
 
-verl lives in a folder of its own, without what it depends on (both libraries see the same torch and the same tensors):
+verl lives in a folder of its own, without what it depends on (both libraries see the same torch and the same
+tensors):
     pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
 Run: python scripts/bench/correction.py --verl ~/.verl [--shape 512x4096 --shape 256x8192]
 
-The candidates take turns in one process; the median over the rounds is printed, with metrics as plain numbers included.
+The candidates take turns in one process; the median over the rounds is printed, with metrics as plain numbers
+included.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Inputs:
         rollout = -torch.rand(rows, length, generator=generator)
         train = rollout + 0.05 * torch.randn(rows, length, generator=generator)
         names = ("entropies", "sum_pi_squared", "varentropies")
-        return cls(train, rollout, mask, {name: torch.rand(rows, length, generator=generator) for name in names})
+        return cls(
+            train, rollout, mask, {name: torch.rand(rows, length, generator=generator) for name in names}
+        )
 
     def read(self) -> Tensor:
         """Read all inputs once: a lower bound for every candidate."""
@@ -75,7 +80,9 @@ def ours(inputs: Inputs, fields: Mapping[str, object], diagnostics: str) -> Cand
     config = RolloutCorrectionConfig.model_validate({**fields, "diagnostics": diagnostics})
 
     def correct() -> object:
-        result = compute_rollout_correction(inputs.train, inputs.rollout, inputs.mask, config, **inputs.distributions)
+        result = compute_rollout_correction(
+            inputs.train, inputs.rollout, inputs.mask, config, **inputs.distributions
+        )
         return result, result.metrics()
 
     return correct
@@ -118,29 +125,52 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: b
     inputs = Inputs.random(rows, length)
     read, plain = interleaved_seconds([inputs.read, inputs.plain_weights], 2 * rounds)
     tokens, threads = f"{inputs.train.numel():,} positions", torch.get_num_threads()
-    print(f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights {plain:.4f} s")
-    print("| case | core, s | full, s | signatures | reads | verl, s | verl / core | verl / full | peak core, full, verl |")
+    print(
+        f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights "
+        f"{plain:.4f} s"
+    )
+    print(
+        "| case | core, s | full, s | signatures | reads | verl, s | verl / core | verl / full | peak core, "
+        "full, verl |"
+    )
     print(f"|{'---|' * 9}")
     for name, fields in CASES.items():
         # Bypass mode measures everything else, but takes its signatures elsewhere.
-        candidates = [ours(inputs, one, kind) for one, kind in ((fields, "core"), (fields, "full"), (bypass(fields), "full"))]
+        candidates = [
+            ours(inputs, one, kind)
+            for one, kind in ((fields, "core"), (fields, "full"), (bypass(fields), "full"))
+        ]
         candidates += [theirs(inputs, fields)] if with_verl else []
         core, full, bare, *verl = interleaved_seconds(candidates, rounds, cold=cold)
         del candidates[2]
         peaks = ", ".join(f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates)
-        compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
-        cells = [name, f"{core:.3f}", f"{full:.3f}", f"{full / bare - 1:+.0%}", f"{core / read:.1f}", *compared, peaks]
+        compared = (
+            [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
+        )
+        cells = [
+            name,
+            f"{core:.3f}",
+            f"{full:.3f}",
+            f"{full / bare - 1:+.0%}",
+            f"{core / read:.1f}",
+            *compared,
+            peaks,
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
     print("peaks in input-sized float32 tensors, outputs included")
 
 
 def main() -> None:
     """Prints a table for each shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--verl", help="folder that verl was installed to")
     parser.add_argument("--shape", action="append", help="ROWSxLENGTH, several times")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="give free memory back to the system before every call")
+    parser.add_argument(
+        "--cold", action="store_true", help="give free memory back to the system before every call"
+    )
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

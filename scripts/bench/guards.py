@@ -1,8 +1,8 @@
 """Processor time of the ledger and the guards per step, for batches of three sizes.
 
-A step computes fingerprints twice (when the samples arrive and before the update), checks masks, counts tokens in the ledger and
-watches the reward. The last column is the time per token: a run that handles 100,000 tokens per second, from sampling to update,
-has 10,000 ns for each.
+A step computes fingerprints twice (when the samples arrive and before the update), checks masks, counts
+tokens in the ledger and watches the reward. The last column is the time per token: a run that handles 100,000
+tokens per second, from sampling to update, has 10,000 ns for each.
 """
 
 import time
@@ -42,7 +42,8 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def ledger_work(mask: torch.Tensor) -> None:
-    """The ledger's work in a step with eight mini-batches: three counts of tokens, two comparisons of masks."""
+    """The ledger's work in a step with eight mini-batches: three counts of tokens, two comparisons of
+    masks."""
     ledger, count = Ledger(), int(torch.count_nonzero(mask))
     ledger.sampled(count, prompts=len(mask) // 8)
     ledger.require_in_batch(int(torch.count_nonzero(mask)))
@@ -69,11 +70,16 @@ def costs_of(rows: int, prompt: int, response: int) -> list[float]:
 def main() -> None:
     """Print one line per size."""
     torch.set_num_threads(1)
-    print(f"{'rows x (prompt + response)':>28} {'fingerprints':>13} {'check':>9} {'ledger':>9} {'reward':>9} {'a token':>9}")
+    print(
+        f"{'rows x (prompt + response)':>28} {'fingerprints':>13} {'check':>9} {'ledger':>9} {'reward':>9} "
+        f"{'a token':>9}"
+    )
     for rows, prompt, response in SIZES:
         costs, tokens = costs_of(rows, prompt, response), rows * (prompt + response)
         shown = " ".join(f"{cost:>6.2f} ms" for cost in costs)
-        print(f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {1e6 * sum(costs) / tokens:>6.1f} ns")
+        print(
+            f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {1e6 * sum(costs) / tokens:>6.1f} ns"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations inside the block make, from the operation to the last reference."""
+    """Follows the storages that operations inside the block make, from the operation to the last
+    reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +22,10 @@ class LiveBytes(TorchDispatchMode):
         given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in given | self._alive.keys():
+            if (
+                isinstance(tensor, Tensor)
+                and id(storage := tensor.untyped_storage()) not in given | self._alive.keys()
+            ):
                 self._alive[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, id(storage), None)
         self.peak = max(self.peak, sum(self._alive.values()))

@@ -1,8 +1,9 @@
-"""The output layer fused with log-probs against all logits at once: seconds at small sizes, memory at a large vocabulary.
+"""The output layer fused with log-probs against all logits at once: seconds at small sizes, memory at a large
+vocabulary.
 
-Usage: python scripts/bench/log_prob_head.py
-Both ways in turns, forward and backward, as ratios; then the peak of memory for 16k tokens, a width of 3584 and a vocabulary of
-152k in bf16, by fake tensors, which take none.
+Usage: python scripts/bench/log_prob_head.py Both ways in turns, forward and backward, as ratios; then the
+peak of memory for 16k tokens, a width of 3584 and a vocabulary of 152k in bf16, by fake tensors, which take
+none.
 """
 
 import argparse
@@ -23,7 +24,10 @@ LARGE = (1 << 14, 3584, 152_064)
 
 def inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Random hidden states and weights, with gradient, and token ids."""
-    hidden, weight = torch.randn(tokens, width, dtype=dtype), 0.3 * torch.randn(vocabulary, width, dtype=dtype)
+    hidden, weight = (
+        torch.randn(tokens, width, dtype=dtype),
+        0.3 * torch.randn(vocabulary, width, dtype=dtype),
+    )
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
 
 
@@ -39,7 +43,9 @@ def at_once(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -55,7 +61,10 @@ def main() -> None:
             fused(*given)
     beyond = live.peak - given[0].nbytes - given[1].nbytes
     logits = 2 * tokens * vocabulary * 2
-    print(f"Peak beyond the gradients of weights and hidden states: {beyond / 2**30:.2f} GiB. All logits and their gradient:")
+    print(
+        f"Peak beyond the gradients of weights and hidden states: {beyond / 2**30:.2f} GiB. All logits and "
+        "their gradient:"
+    )
     print(f"{logits / 2**30:.2f} GiB, {logits / beyond:.1f} times as much.")
 
 

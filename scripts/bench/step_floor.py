@@ -1,4 +1,5 @@
-"""The time of a step by stage against a lower bound: the engine alone and the trainer alone on the same tokens.
+"""The time of a step by stage against a lower bound: the engine alone and the trainer alone on the same
+tokens.
 
 Usage: python scripts/bench/step_floor.py RUN_FOLDER   (a finished run: resolved_config.yaml, metrics.jsonl)
 Each half runs in a process of its own while nothing else computes; medians of five calls after one warm-up.
@@ -50,7 +51,9 @@ def engine_alone(folder: Path, results: Any) -> None:
     options = SamplingOptions.for_training(rollout, (tokenizer.eos_token_id,))
     completions = engine.generate(requests, options)
     seconds = median_seconds(lambda: engine.generate(requests, options))
-    results.put((seconds, pickle.dumps((requests, completions))))  # bytes outlive the process, shared tensors do not
+    results.put(
+        (seconds, pickle.dumps((requests, completions)))
+    )  # bytes outlive the process, shared tensors do not
 
 
 def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None:
@@ -73,7 +76,9 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     prompts = [request.prompt_token_ids for request in requests]
     rollouts = build_rollout_batch(prompts, [0] * len(prompts), completions, pad_token_id=0)
     lengths = rollouts.tokens.sequence_lengths.tolist()
-    [micro] = assign_rows(lengths, 1, MicroBatchLimit(max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu))
+    [micro] = assign_rows(
+        lengths, 1, MicroBatchLimit(max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+    )
     zeros = torch.zeros_like(rollouts.rollout_log_probs)
     batch = TrainBatch(
         tokens=rollouts.tokens,
@@ -111,13 +116,20 @@ def main() -> None:
     floors = {"gen": generation, "old_log_prob": forward, "update_actor": update}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 1 and "timing_s/testing" not in line]
-    median = {name: statistics.median(line.get(f"timing_s/{name}", 0.0) for line in steps) for name in (*STAGES, "step")}
-    print(f"median of {len(steps)} steps without validation; floor: engine and trainer alone on the same tokens")
+    median = {
+        name: statistics.median(line.get(f"timing_s/{name}", 0.0) for line in steps)
+        for name in (*STAGES, "step")
+    }
+    print(
+        f"median of {len(steps)} steps without validation; floor: engine and trainer alone on the same tokens"
+    )
     print("| stage | seconds | share | floor | of the floor |\n|---|---|---|---|---|")
     for name in (*STAGES, "step"):
         floor = sum(floors.values()) if name == "step" else floors.get(name, 0.0)
         ratio = f"{median[name] / floor:.2f}" if floor else ""
-        print(f"| {name} | {median[name]:.3f} | {median[name] / median['step']:.1%} | {floor:.3f} | {ratio} |")
+        print(
+            f"| {name} | {median[name]:.3f} | {median[name] / median['step']:.1%} | {floor:.3f} | {ratio} |"
+        )
     overhead = statistics.median(line["perf/overhead_fraction"] for line in steps)
     print(f"driver, transfers and sync together: {overhead:.1%} of a step (median)")
 

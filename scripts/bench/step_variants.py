@@ -1,8 +1,8 @@
 """Step times of the quickstart under several settings, as ratios to the first setting.
 
-Usage: python scripts/bench/step_variants.py NAME=OVERRIDE[,OVERRIDE...] ...      (needs the quickstart's model and data)
-For example:  packed= padded=actor_rollout_ref.model.use_remove_padding=False
-Settings take turns, round after round, each in fresh processes; steps of all rounds are pooled and medians are printed.
+Usage: python scripts/bench/step_variants.py NAME=OVERRIDE[,OVERRIDE...] ...      (needs the quickstart's
+model and data) For example:  packed= padded=actor_rollout_ref.model.use_remove_padding=False Settings take
+turns, round after round, each in fresh processes; steps of all rounds are pooled and medians are printed.
 """
 
 import argparse
@@ -21,7 +21,12 @@ WARM_UP_STEPS = 2
 
 def run_steps(overrides: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
     """Metrics of every step after the warm-up; ends the script with the log's end when the run fails."""
-    command = ["bash", "recipes/quickstart_digits_cpu.sh", f"trainer.total_training_steps={steps}", "trainer.test_freq=-1"]
+    command = [
+        "bash",
+        "recipes/quickstart_digits_cpu.sh",
+        f"trainer.total_training_steps={steps}",
+        "trainer.test_freq=-1",
+    ]
     command += ["trainer.val_before_train=False", "trainer.logger=[console]", *overrides]
     python = str(ROOT / ".venv" / "bin" / "python")
     environment = {**os.environ, "RUN_DIR": str(folder), "PYTHON": python, "PYTHONPATH": str(ROOT)}
@@ -34,7 +39,9 @@ def run_steps(overrides: list[str], steps: int, folder: Path) -> list[dict[str, 
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="+", help="NAME=OVERRIDE,OVERRIDE")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
@@ -48,14 +55,19 @@ def main() -> None:
                 measured[name] += run_steps(overrides, arguments.steps, Path(folder))
             print(f"round {round_number + 1}: {name} done", flush=True)
     medians = {
-        name: {stage: statistics.median(line.get(f"timing_s/{stage}", 0.0) for line in lines) for stage in STAGES}
+        name: {
+            stage: statistics.median(line.get(f"timing_s/{stage}", 0.0) for line in lines) for stage in STAGES
+        }
         for name, lines in measured.items()
     }
     first = next(iter(settings))
     print(f"| setting | {' | '.join(STAGES)} | step / {first} |\n|{'---|' * (len(STAGES) + 2)}")
     for name, seconds in medians.items():
         cells = " | ".join(f"{seconds[stage]:.3f}" for stage in STAGES)
-        print(f"| {name} ({len(measured[name])} steps) | {cells} | {seconds['step'] / medians[first]['step']:.2f} |")
+        print(
+            f"| {name} ({len(measured[name])} steps) | {cells} | "
+            f"{seconds['step'] / medians[first]['step']:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run a study, or what it lacks: python -m scripts.evidence NAME [WORD …] [--quick]
 
-Results are lines of docs/evidence/NAME.jsonl; docs/evidence.md and its figures are made from these alone. A study that was
-interrupted goes on: what was running is run again.
+Results are lines of docs/evidence/NAME.jsonl; docs/evidence.md and its figures are made from these alone. A
+study that was interrupted goes on: what was running is run again.
 """
 
 import argparse
@@ -12,7 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill
 from evidence.machine import cores_of, refused
-from evidence.runs import ROOT, MixedResultsError, NotStartedError, known_runs, missing, prepare, quick, run_all, start_trainer
+from evidence.runs import (
+    ROOT,
+    MixedResultsError,
+    NotStartedError,
+    known_runs,
+    missing,
+    prepare,
+    quick,
+    run_all,
+    start_trainer,
+)
 from evidence.studies import STUDIES, Study
 from evidence.tables import FALL, accuracies, draw, headline, minutes_of, section
 
@@ -48,18 +58,24 @@ def write_page() -> None:
 
 
 def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
-    """Run what is missing of a study on this machine, as the command line asks; what is found goes to ``results``."""
+    """Run what is missing of a study on this machine, as the command line asks; what is found goes to
+    ``results``."""
     known = known_runs(results, study)
     todo = quick(study, known) if given.quick else missing(study, known, given.words)
     impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=given.cores != [None])
     todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
     for reason in sorted(set(impossible.values())):
         print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
-    print(f"{len(todo)} runs, some {len(todo) * study.minutes / len(given.cores):.0f} minutes on idle cores", flush=True)
+    print(
+        f"{len(todo)} runs, some {len(todo) * study.minutes / len(given.cores):.0f} minutes on idle cores",
+        flush=True,
+    )
     prepare(given.folder, study.task)
     for run in run_all(study, todo, given.folder, results, start_trainer, given.cores):
         found = accuracies(run) or [float("nan")]
-        print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
+        print(
+            f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True
+        )
 
 
 def main() -> int:
@@ -68,16 +84,29 @@ def main() -> int:
     names = [*STUDIES, "bill", "against_verl", "page"]
     parser.add_argument("name", choices=names, help="a study; 'page' writes docs/evidence.md alone")
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
-    parser.add_argument("--cores", type=cores_of, default="", metavar="0,1", help="a run on each at a time; without: one on all")
-    parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
+    parser.add_argument(
+        "--cores",
+        type=cores_of,
+        default="",
+        metavar="0,1",
+        help="a run on each at a time; without: one on all",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed of the arms that show the sign of the effect"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept"
+    )
     parser.add_argument("--verl", type=Path, help="of against_verl: the folder that verl was installed in")
     given = parser.parse_args()
     try:
         if given.name == "bill":
             known = known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY])
             found_bills = list(bill.bills_of(given.folder / bill.STUDY, known))
-            print(f"{len(found_bills)} of {len(known)} runs have records below {given.folder / bill.STUDY}", flush=True)
+            print(
+                f"{len(found_bills)} of {len(known)} runs have records below {given.folder / bill.STUDY}",
+                flush=True,
+            )
             bill.write_bills(BILLS, found_bills)
         elif given.name == "against_verl":
             if given.verl is None:
@@ -85,7 +114,9 @@ def main() -> int:
             run_missing(against_verl.RUNS, given.folder / "against_verl.jsonl", given)
             batches = list(against_verl.batches_of(given.folder / "against_verl"))
             if lacking := against_verl.RUNS.arms.keys() - {one.samples for one in batches}:
-                parser.error(f"every run must have recorded a batch; there is none of {', '.join(sorted(lacking))}")
+                parser.error(
+                    f"every run must have recorded a batch; there is none of {', '.join(sorted(lacking))}"
+                )
             lines = list(against_verl.compare(batches, against_verl.ask_verl(given.verl)))
             against_verl.write_lines(COMPARED, lines)
         elif given.name != "page":

@@ -1,6 +1,8 @@
-"""Recorded batches through verl's published correction and through this one: the same weights, masks and metrics?
+"""Recorded batches through verl's published correction and through this one: the same weights, masks and
+metrics?
 
-verl runs in a process of its own (``in_verl.py``). Where the documents of the two differ, the lines say by how much.
+verl runs in a process of its own (``in_verl.py``). Where the documents of the two differ, the lines say by
+how much.
 """
 
 import json
@@ -31,16 +33,24 @@ _ENGINES = {"bf16": f"{ROLLOUT}.dtype=bfloat16", "fp8": f"{ROLLOUT}.quantization
 _AGES = {"k0": (), "k4": ("async=one_step_off", "async_training.staleness_threshold=4")}
 RUNS = Study(
     question="Do verl's functions and these make the same weights, masks and metrics of the same batches?",
-    expectation="yes, but for k1 bounds that are not 1/u and u, effective sample sizes of row weights, and rows without tokens "
+    expectation="yes, but for k1 bounds that are not 1/u and u, effective sample sizes of row weights, and "
+    "rows without tokens "
     "([rollout_correction.md](rollout_correction.md#coming-from-verl)).",
     found="",
     common=(
         *("task=digits", "hardware=cpu", "correction=decoupled_token_is", "trainer.total_training_steps=20"),
         *("trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.report=never"),
-        *("actor_rollout_ref.actor.optim.lr=5e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"),
+        *(
+            "actor_rollout_ref.actor.optim.lr=5e-5",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+        ),
         "trainer.token_records.full_freq=5",
     ),
-    arms={f"{age} {engine}": (given, *ahead) for age, ahead in _AGES.items() for engine, given in _ENGINES.items()},
+    arms={
+        f"{age} {engine}": (given, *ahead)
+        for age, ahead in _AGES.items()
+        for engine, given in _ENGINES.items()
+    },
     seeds=(1,),
     minutes=3,
     figures=(),
@@ -53,14 +63,20 @@ Batch = dict[str, Tensor]
 Question = tuple[int, str | dict[str, str]]
 """The place of a batch, and a preset or fields of verl's configuration."""
 Ask = Callable[[Sequence[Batch], Sequence[Question]], Sequence[Mapping[str, Any]]]
-"""What verl makes of the batches: ``weights`` ``[B, T]`` or None, ``mask`` ``[B, T]`` and ``metrics`` for each question."""
+"""What verl makes of the batches: ``weights`` ``[B, T]`` or None, ``mask`` ``[B, T]`` and ``metrics`` for
+each question."""
 
 _LOPSIDED = (
     "rollout_rs=token_k1 rollout_rs_threshold=0.98_1.5",
     "rollout_rs=seq_sum_k1 rollout_rs_threshold=0.9_1.5",
     "rollout_rs=seq_mean_k1 rollout_rs_threshold=0.99_1.001",
 )
-_BOUNDS = {"token": (0.001, 0.1), "seq_sum": (0.002, 0.2), "seq_mean": (0.0002, 0.02), "seq_max": (0.001, 0.1)}
+_BOUNDS = {
+    "token": (0.001, 0.1),
+    "seq_sum": (0.002, 0.2),
+    "seq_mean": (0.0002, 0.02),
+    "seq_max": (0.001, 0.1),
+}
 _K1_BOUNDS = {
     "token_k1": ("1.05", "1.5"),
     "seq_sum_k1": ("1.1", "3.0"),
@@ -70,7 +86,9 @@ _K1_BOUNDS = {
 """The first of each for a gap of precision, the second for old samples."""
 _CONVENTION, _EMPTY = "k1_bound_convention", "a quarter more rows, without tokens"
 CASES: Mapping[str, Sequence[str]] = {
-    "presets of the same name": [name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin],
+    "presets of the same name": [
+        name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin
+    ],
     **{
         f"`rollout_is={level}`": [
             f"rollout_is={level} rollout_is_threshold={bound}{normalised}"
@@ -86,7 +104,9 @@ CASES: Mapping[str, Sequence[str]] = {
         for statistic in ("k2", "k3")
     ],
     "rules of k1 with bounds 1/u and u": [
-        f"rollout_rs={rule} rollout_rs_threshold={bound}" for rule, bounds in _K1_BOUNDS.items() for bound in bounds
+        f"rollout_rs={rule} rollout_rs_threshold={bound}"
+        for rule, bounds in _K1_BOUNDS.items()
+        for bound in bounds
     ],
     **{f"`{text}`": [text] for text in _LOPSIDED},
     f"the same three with `{_CONVENTION}=inverse`": [f"{text} {_CONVENTION}=inverse" for text in _LOPSIDED],
@@ -96,7 +116,8 @@ CASES: Mapping[str, Sequence[str]] = {
 _PREFIX, _K1_FRACTION = "rollout_corr/", re.compile(r"(_k1_(?:seq_)?fraction_)(high|low)$")
 _OF_TOKENS = "rollout_is_ess_applied_token"
 _ALIKE, _ZERO = 1e-5, 1e-9
-"""Metrics are the same within this part of themselves, as in ``tests/golden``, or when they differ by this much at most."""
+"""Metrics are the same within this part of themselves, as in ``tests/golden``, or when they differ by this
+much at most."""
 _WHY = {
     "rollout_is_seq_mean": "in verl a row without tokens has the weight 0",
     "training_ppl": "in verl such a row has the perplexity 1",
@@ -146,12 +167,17 @@ def batches_of(folder: Path) -> Iterator[Recorded]:
         for step, path in record_files(run / FOLDER):
             if read_record(path).facts["why"] == "full":
                 batch = read_batch(run, only=[step])
-                yield Recorded(arm, step, {"train": batch.train, "rollout": batch.rollout, "mask": batch.mask})
+                yield Recorded(
+                    arm, step, {"train": batch.train, "rollout": batch.rollout, "mask": batch.mask}
+                )
 
 
 def with_empty_rows(batch: Batch) -> Batch:
     """A quarter more rows, without tokens."""
-    return {name: torch.cat([values, torch.zeros_like(values[: len(values) // 4])]) for name, values in batch.items()}
+    return {
+        name: torch.cat([values, torch.zeros_like(values[: len(values) // 4])])
+        for name, values in batch.items()
+    }
 
 
 def compare(recorded: Sequence[Recorded], ask: Ask) -> Iterator[Compared]:
@@ -188,12 +214,18 @@ def compare(recorded: Sequence[Recorded], ask: Ask) -> Iterator[Compared]:
 
 def ours(case: str) -> RolloutCorrectionConfig:
     """The correction of a case."""
-    return RolloutCorrectionConfig.from_legacy(_fields(case))[0] if "=" in case else RolloutCorrectionConfig.from_preset(case)
+    return (
+        RolloutCorrectionConfig.from_legacy(_fields(case))[0]
+        if "=" in case
+        else RolloutCorrectionConfig.from_preset(case)
+    )
 
 
 def verls(case: str) -> str | dict[str, str]:
     """What verl is told: it reads k1 bounds in one way only."""
-    return {name: value for name, value in _fields(case).items() if name != _CONVENTION} if "=" in case else case
+    return (
+        {name: value for name, value in _fields(case).items() if name != _CONVENTION} if "=" in case else case
+    )
 
 
 def _fields(case: str) -> dict[str, str]:
@@ -209,7 +241,8 @@ def largest_difference(ours: Tensor, verls: Tensor) -> float:
 def pairs_of_metrics(ours: Mapping[str, float], verls: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Metrics of one meaning, here and in verl, by their name here without prefix.
 
-    verl's fractions above and below the bounds of k1 count its statistic, which is low where the ratio is high.
+    verl's fractions above and below the bounds of k1 count its statistic, which is low where the ratio is
+    high.
     """
     pairs = {}
     for name, value in verls.items():
@@ -248,43 +281,73 @@ def read_lines(path: Path) -> list[Compared]:
 
 def section(lines: Sequence[Compared]) -> list[str]:
     """The blocks of the page."""
-    groups = {name: [line for line in lines if line.group == name] for name in dict.fromkeys(line.group for line in lines)}
-    titles = ("correction", "ways", "weights differ by", "tokens kept otherwise", "metrics that differ", "what differs")
-    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(_row(name, group) for name, group in groups.items())]
+    groups = {
+        name: [line for line in lines if line.group == name]
+        for name in dict.fromkeys(line.group for line in lines)
+    }
+    titles = (
+        "correction",
+        "ways",
+        "weights differ by",
+        "tokens kept otherwise",
+        "metrics that differ",
+        "what differs",
+    )
+    rows = [
+        f"| {' | '.join(titles)} |",
+        "|---" * len(titles) + "|",
+        *(_row(name, group) for name, group in groups.items()),
+    ]
     batches = {(line.samples, line.step): line.tokens for line in lines}
     turned = [name for name, group in groups.items() if any(line.kept_otherwise for line in group)]
     weights = max(line.weights for line in lines if line.weights is not None)
-    defined = sorted({f"`{name}`" for line in lines if line.group not in (*turned, _EMPTY) for name in line.differing})
+    defined = sorted(
+        {f"`{name}`" for line in lines if line.group not in (*turned, _EMPTY) for name in line.differing}
+    )
     otherwise = f" but with {_and(turned)}" if turned else ""
     other_meaning = f" but for {_and(defined)}" if defined else ""
     found = (
         f"Found: {len(batches)} whole batches ({_and(_samples(lines))}; k4: up to four steps old), "
-        f"{sum(batches.values()):,} tokens, {len({line.case for line in lines})} ways to correct them. Weights differ by "
-        f"{weights:.1g} of themselves at most. Both keep the same tokens everywhere{otherwise}. Where they do, metrics are the "
+        f"{sum(batches.values()):,} tokens, {len({line.case for line in lines})} ways to correct them. "
+        "Weights differ by "
+        f"{weights:.1g} of themselves at most. Both keep the same tokens everywhere{otherwise}. Where they "
+        "do, metrics are the "
         f"same within {_ALIKE:g}{other_meaning}, and but for batches with empty rows."
     )
     how = (
-        "Run with `pip install --target VERL --no-deps verl==0.9.1 codetiming orjson` and `python -m scripts.evidence "
-        "against_verl --verl VERL`: verl's functions run as published, in a process of their own with this project's "
-        "packages. verl is asked twice: for weights and masks in float32, as it runs, and for metrics in float64, so that what "
-        "differs is a formula and not rounding. This project runs once, on what was recorded. verl's `fraction_high` of a k1 "
-        "rule is `fraction_low` here. Bypass presets are at their first update. Not compared: losses, log-probs that are not "
+        "Run with `pip install --target VERL --no-deps verl==0.9.1 codetiming orjson` and `python -m "
+        "scripts.evidence "
+        "against_verl --verl VERL`: verl's functions run as published, in a process of their own with this "
+        "project's "
+        "packages. verl is asked twice: for weights and masks in float32, as it runs, and for metrics in "
+        "float64, so that what "
+        "differs is a formula and not rounding. This project runs once, on what was recorded. verl's "
+        "`fraction_high` of a k1 "
+        "rule is `fraction_low` here. Bypass presets are at their first update. Not compared: losses, "
+        "log-probs that are not "
         "finite, batches without any weight."
     )
     prose = (RUNS.question, f"Expected, from the documents and code of both: {RUNS.expectation}", found, how)
-    return ["## against_verl", *(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in prose), "\n".join(rows)]
+    return [
+        "## against_verl",
+        *(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in prose),
+        "\n".join(rows),
+    ]
 
 
 def _row(name: str, lines: Sequence[Compared]) -> str:
     weights = [line.weights for line in lines if line.weights is not None]
     tokens, kept, by_verl, otherwise = (
-        sum(getattr(line, field) for line in lines) for field in ("tokens", "kept", "kept_by_verl", "kept_otherwise")
+        sum(getattr(line, field) for line in lines)
+        for field in ("tokens", "kept", "kept_by_verl", "kept_otherwise")
     )
     differing, metrics = sum(len(line.differing) for line in lines), sum(line.metrics for line in lines)
     if otherwise:
         said = (
-            f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; of what verl keeps, so much is "
-            f"outside the band of train/rollout: {', '.join(f'{one} {_outside(lines, one):.0%}' for one in _samples(lines))}"
+            f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; of what "
+            "verl keeps, so much is "
+            "outside the band of train/rollout: "
+            f"{', '.join(f'{one} {_outside(lines, one):.0%}' for one in _samples(lines))}"
         )
     else:
         names = [*_WHY, *sorted({metric for line in lines for metric in line.differing} - {*_WHY})]

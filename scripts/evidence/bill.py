@@ -1,7 +1,9 @@
-"""What corrections cost on recorded tokens, against what runs with them learned: does the bill predict the outcome?
+"""What corrections cost on recorded tokens, against what runs with them learned: does the bill predict the
+outcome?
 
-The bill is the error that ``verl-rc what-if`` estimates from the token records of a run of the study ``staleness``: the mean
-squared distance of a correction's update from that of exact row weights. The outcome is the accuracy of the runs that used it.
+The bill is the error that ``verl-rc what-if`` estimates from the token records of a run of the study
+``staleness``: the mean squared distance of a correction's update from that of exact row weights. The outcome
+is the accuracy of the runs that used it.
 """
 
 import json
@@ -20,7 +22,9 @@ from verl_rc.report.run_folder import whole_lines
 from verl_rc.report.what_if import NoRecordsError, answer, read_batch, tried_configs
 
 STUDY = "staleness"
-QUESTION = "Does the error that verl-rc what-if estimates from recorded tokens predict which correction learns most?"
+QUESTION = (
+    "Does the error that verl-rc what-if estimates from recorded tokens predict which correction learns most?"
+)
 _IN_ACTOR = "bypass_ppo_clip"
 """Its records hold no log-probs of the trainer, so that nothing can be estimated from them."""
 
@@ -70,9 +74,15 @@ def read_bills(path: Path) -> list[Bill]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, of equal values the mean of theirs; 0 where one side is all equal."""
-    ranks = np.array([[values.index(value) + (values.count(value) - 1) / 2 for value in given]
-                      for given in (first, second) for values in [sorted(given)]])  # fmt: skip
+    """Spearman's: the correlation of ranks, of equal values the mean of theirs; 0 where one side is all
+    equal."""
+    ranks = np.array(
+        [
+            [values.index(value) + (values.count(value) - 1) / 2 for value in given]
+            for given in (first, second)
+            for values in [sorted(given)]
+        ]
+    )
     return float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
 
 
@@ -89,13 +99,16 @@ def outcomes(runs: Mapping[tuple[str, int], Run]) -> dict[str, dict[str, float]]
 def correlations(bills: Sequence[Bill], learned: Mapping[str, Mapping[str, float]]) -> list[float]:
     """Of each bill, the rank correlation of small errors and high accuracies over the corrections."""
     return [
-        rank_correlation([-bill.errors[name] for name in CORRECTIONS], [learned[bill.cell][name] for name in CORRECTIONS])
+        rank_correlation(
+            [-bill.errors[name] for name in CORRECTIONS], [learned[bill.cell][name] for name in CORRECTIONS]
+        )
         for bill in bills
     ]
 
 
 def interval_of_mean(groups: Sequence[Sequence[float]], draws: int = 4000) -> tuple[float, float]:
-    """90 % bootstrap interval of the mean of the groups' means: values of a group share what they are compared with."""
+    """90 % bootstrap interval of the mean of the groups' means: values of a group share what they are
+    compared with."""
     drawn = np.random.default_rng(0).choice([mean(group) for group in groups], size=(draws, len(groups)))
     low, high = np.quantile(drawn.mean(axis=1), [0.05, 0.95])
     return float(low), float(high)
@@ -105,30 +118,46 @@ def section(bills: Sequence[Bill], runs: Mapping[tuple[str, int], Run]) -> list[
     """The blocks of the page."""
     learned = outcomes(runs)
     titles = [f"{name}: error, accuracy" for name in CORRECTIONS]
-    rows = [f"| samples | records | {' | '.join(titles)} | rank correlation | learned with the recommended one |"]
+    rows = [
+        f"| samples | records | {' | '.join(titles)} | rank correlation | learned with the recommended one |"
+    ]
     rows.append("|---" * (len(titles) + 4) + "|")
     for cell in sorted(learned, key=lambda cell: cell.split()[::-1]):  # by learning rate, then by age
         of_cell = [bill for bill in bills if bill.cell == cell]
         if of_cell:
-            cells = [f"{median(bill.errors[name] for bill in of_cell):.4f}, {learned[cell][name]:.3f}" for name in CORRECTIONS]
+            cells = [
+                f"{median(bill.errors[name] for bill in of_cell):.4f}, {learned[cell][name]:.3f}"
+                for name in CORRECTIONS
+            ]
             taken = mean(learned[cell][bill.recommended] for bill in of_cell if bill.recommended)
             rho = mean(correlations(of_cell, learned))
             rows.append(f"| {cell} | {len(of_cell)} | {' | '.join(cells)} | {rho:.2f} | {taken:.3f} |")
     old = [bill for bill in bills if not bill.cell.startswith("k0 ")]
-    by_cell = [correlations([one for one in old if one.cell == cell], learned) for cell in dict.fromkeys(one.cell for one in old)]
+    by_cell = [
+        correlations([one for one in old if one.cell == cell], learned)
+        for cell in dict.fromkeys(one.cell for one in old)
+    ]
     low, high = interval_of_mean(by_cell)
-    most = sum(learned[one.cell][one.recommended] == max(learned[one.cell].values()) for one in old if one.recommended)
+    most = sum(
+        learned[one.cell][one.recommended] == max(learned[one.cell].values())
+        for one in old
+        if one.recommended
+    )
     gained = mean(learned[bill.cell][bill.recommended] for bill in old if bill.recommended)
     without = mean(learned[bill.cell]["disabled"] for bill in old if bill.recommended)
     clip = mean(learned[bill.cell][_IN_ACTOR] for bill in old)
     found = (
-        f"Found: of {len(old)} runs with old samples the mean rank correlation is {mean(map(mean, by_cell)):.2f} (90 % interval "
-        f"{low:.2f} to {high:.2f}, over ages and rates). What was recommended for their records learned {gained:.3f} on "
-        f"average and the most in {most} of the runs; no correction learned {without:.3f}, bypass mode's clip everywhere "
+        f"Found: of {len(old)} runs with old samples the mean rank correlation is "
+        f"{mean(map(mean, by_cell)):.2f} (90 % interval "
+        f"{low:.2f} to {high:.2f}, over ages and rates). What was recommended for their records learned "
+        f"{gained:.3f} on "
+        f"average and the most in {most} of the runs; no correction learned {without:.3f}, bypass mode's "
+        "clip everywhere "
         f"{clip:.3f}. The rule of the recommendation was chosen on these runs and on enumerated policies."
     )
     how = (
-        "Run with `python -m scripts.evidence bill`, beside the run folders of `staleness` (two seconds for each). A record has "
+        "Run with `python -m scripts.evidence bill`, beside the run folders of `staleness` (two seconds for "
+        "each). A record has "
         f"some {median(bill.rows for bill in bills):.0f} rows; runs whose records were not kept are missing."
     )
     prose = (QUESTION, "No expectation was written down before the estimates were seen.", found, how)

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIELDS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+FIELDS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+)
 
 
 def correction_by_verl(batch: Mapping[str, Tensor], given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Weights ``[B, T]`` or None and mask ``[B, T]`` in float32, as verl runs; metrics in float64, free of rounding.
+    """Weights ``[B, T]`` or None and mask ``[B, T]`` in float32, as verl runs; metrics in float64, free of
+    rounding.
 
     ``given``: the name of one of verl's presets, or fields of its configuration.
     """
@@ -25,7 +32,9 @@ def correction_by_verl(batch: Mapping[str, Tensor], given: str | Mapping[str, An
 
     def run(dtype: torch.dtype) -> Any:
         train, rollout = (batch[name].to(dtype) for name in ("train", "rollout"))
-        return helper.compute_rollout_correction_and_rejection_mask(train, rollout, batch["mask"].long(), **fields)
+        return helper.compute_rollout_correction_and_rejection_mask(
+            train, rollout, batch["mask"].long(), **fields
+        )
 
     weights, mask, _ = run(torch.float32)
     _, _, metrics = run(torch.float64)

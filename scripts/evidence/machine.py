@@ -1,4 +1,5 @@
-"""What this machine can run: fp8 is fast on some CPUs and thousands of times slower on others; cores differ, too."""
+"""What this machine can run: fp8 is fast on some CPUs and thousands of times slower on others; cores differ,
+too."""
 
 import os
 import platform
@@ -17,28 +18,36 @@ ASYNCHRONOUS = "async="
 
 
 def described(core: int | None) -> str:
-    """This machine's processor, its widest instructions and how many of its cores a run has (``core`` None: all)."""
+    """This machine's processor, its widest instructions and how many of its cores a run has (``core`` None:
+    all)."""
     processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{processor} with {torch.backends.cpu.get_cpu_capability()}, {1 if core is not None else cores} of {cores} cores"
+    return (
+        f"{processor} with {torch.backends.cpu.get_cpu_capability()}, {1 if core is not None else cores} of "
+        f"{cores} cores"
+    )
 
 
 def cores_of(text: str) -> list[int | None]:
     """Read ``0,1``: a run on each of these cores. An empty text gives ``[None]``: one run on all cores.
 
-    Raises ``ArgumentTypeError`` for a core that this process may not use, or where a process cannot be kept on one.
+    Raises ``ArgumentTypeError`` for a core that this process may not use, or where a process cannot be kept
+    on one.
     """
     if not text:
         return [None]
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     cores = [int(core) for core in text.split(",")]
     if not set(cores) <= usable:
-        raise ArgumentTypeError(f"must name cores that this process may use, {sorted(usable) or 'none here'}; got {text}")
+        raise ArgumentTypeError(
+            f"must name cores that this process may use, {sorted(usable) or 'none here'}; got {text}"
+        )
     return [*cores]
 
 
 def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -> dict[str, str]:
-    """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run here, by arm."""
+    """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run
+    here, by arm."""
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
     reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
     if needing := having(study, arms, FP8_WEIGHTS):
@@ -56,4 +65,6 @@ def runs_at_a_time(study: Study) -> int:
 
 def having(study: Study, arms: Collection[str], start: str) -> list[str]:
     """The arms with an override that begins so."""
-    return [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]
+    return [
+        arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))
+    ]

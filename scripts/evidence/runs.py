@@ -1,4 +1,5 @@
-"""Running what a study lacks: one run on each of some cores at a time, each result kept as a line of a file."""
+"""Running what a study lacks: one run on each of some cores at a time, each result kept as a line of a
+file."""
 
 import json
 import os
@@ -32,7 +33,8 @@ CURVES = (
 INTERRUPTED = (130, 143)
 """What the trainer returns when it is interrupted: no result of the arm."""
 Start = Callable[[Sequence[str], str, int | None], int]
-"""Runs the trainer with overrides and what is planted, if anything, on one core (None: all); returns its exit status."""
+"""Runs the trainer with overrides and what is planted, if anything, on one core (None: all); returns its exit
+status."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,10 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
         if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
             now = would ^ run.made_by
             raise MixedResultsError(
-                f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has now: "
-                f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take the change back."
+                f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has "
+                "now: "
+                f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take the "
+                "change back."
             )
         found[run.arm, run.seed] = run
     return found
@@ -94,8 +98,11 @@ def planned(study: Study, arm: str, seed: int) -> Run:
     return Run(arm, seed, overrides, 0, 0.0, {}, dict(study.task.settings), study.planted.get(arm, ""))
 
 
-def missing(study: Study, known: dict[tuple[str, int], Run], words: Sequence[str] = ()) -> list[tuple[str, int]]:
-    """Arms whose names have all ``words``, and seeds, that are still to be run: all arms of a seed before the next seed."""
+def missing(
+    study: Study, known: dict[tuple[str, int], Run], words: Sequence[str] = ()
+) -> list[tuple[str, int]]:
+    """Arms whose names have all ``words``, and seeds, that are still to be run: all arms of a seed before the
+    next seed."""
     arms = [arm for arm in study.arms if set(words) <= set(arm.split())]
     return [(arm, seed) for seed in study.seeds for arm in arms if (arm, seed) not in known]
 
@@ -120,7 +127,8 @@ def run_all(
 ) -> Iterator[Run]:
     """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
 
-    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``. Raises ``NotStartedError``.
+    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``. Raises
+    ``NotStartedError``.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     free, writing = list(cores), Lock()
@@ -153,7 +161,9 @@ def run_all(
             raise KeyboardInterrupt
         seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
         if status and not curves:
-            raise NotStartedError(f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}")
+            raise NotStartedError(
+                f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}"
+            )
         return replace(plan, exit_status=status, seconds=seconds, curves=curves, machine=described(core))
 
     with ThreadPoolExecutor(len(cores)) as pool:
@@ -167,7 +177,8 @@ def run_all(
 
 
 def curves_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has; nothing without the file."""
+    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has; nothing without the
+    file."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for _, text in whole_lines(metrics) if metrics.is_file() else ():
         line = json.loads(text)
@@ -184,32 +195,40 @@ def _append(results: Path, line: str) -> None:
 
 
 def start_trainer(overrides: Sequence[str], planted: str, core: int | None = None) -> int:
-    """Run the trainer, with a fault where one is planted, in a process of its own; its output goes beside its metrics."""
-    place = Path(next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2])
+    """Run the trainer, with a fault where one is planted, in a process of its own; its output goes beside its
+    metrics."""
+    place = Path(
+        next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2]
+    )
     if planted:
         return run_in(place, "scripts.planted_faults.start", planted, "--", *overrides, core=core)
     return run_in(place, "verl_rc.main_ppo", *overrides, core=core)
 
 
 def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -> int:
-    """Run ``python -m module`` on one core (None: all), its output in ``output.log`` of a folder; returns its exit status."""
+    """Run ``python -m module`` on one core (None: all), its output in ``output.log`` of a folder; returns its
+    exit status."""
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
     with (place / "output.log").open("w", encoding="utf-8") as output, _kept_on(core) as own:
         env = {**os.environ, **own}
-        return subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        return subprocess.run(
+            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
 
 
 @contextmanager
 def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
-    """Keep this thread, and what it starts, on one core; yields the environment that gives it its own Ray. None: no change."""
+    """Keep this thread, and what it starts, on one core; yields the environment that gives it its own Ray.
+    None: no change."""
     if core is None:
         yield {}
         return
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
-        # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be short.
+        # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be
+        # short.
         with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
             yield {"RAY_TMPDIR": folder}
     finally:
@@ -222,9 +241,17 @@ def prepare(folder: Path, task: Task = QUICKSTART) -> None:
     made_by = begin / "settings.json"
     if (begin / "sft_model" / "config.json").is_file():
         if task.settings != (json.loads(made_by.read_text(encoding="utf-8")) if made_by.is_file() else {}):
-            raise MixedResultsError(f"{begin} holds a task and a model made with other settings: move it away.")
+            raise MixedResultsError(
+                f"{begin} holds a task and a model made with other settings: move it away."
+            )
         return
-    fixed = {"RUN_ROOT": str(begin.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable, **task.settings}
+    fixed = {
+        "RUN_ROOT": str(begin.resolve()),
+        "SEED": "1",
+        "NUM_HEADS": "4",
+        "PYTHON": sys.executable,
+        **task.settings,
+    }
     own = ("DATA_DIR", "MODEL_PATH", "DIGITS_OPTIONS", "SFT_OPTIONS")
     inherited = {name: value for name, value in os.environ.items() if name not in own}
     subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)

@@ -1,4 +1,5 @@
-"""From runs to a page: a table with all seeds, their mean and an interval over seeds and prompts, and a figure."""
+"""From runs to a page: a table with all seeds, their mean and an interval over seeds and prompts, and a
+figure."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ MEANS = {
 
 
 def interval(shares: Sequence[float], prompts: int = PROMPTS, draws: int = 4000) -> tuple[float, float]:
-    """90 % bootstrap interval of the mean of ``shares``: seeds are drawn with replacement, then the prompts of each."""
+    """90 % bootstrap interval of the mean of ``shares``: seeds are drawn with replacement, then the prompts
+    of each."""
     rng = np.random.default_rng(0)
     seeds = rng.choice(np.asarray(shares), size=(draws, len(shares)))
     low, high = np.quantile(rng.binomial(prompts, seeds).mean(axis=1) / prompts, [0.05, 0.95])
@@ -38,7 +40,8 @@ def interval(shares: Sequence[float], prompts: int = PROMPTS, draws: int = 4000)
 
 
 def accuracies(run: Run) -> list[float]:
-    """Validation accuracy, in the order of the steps; empty for a run that failed before its first validation."""
+    """Validation accuracy, in the order of the steps; empty for a run that failed before its first
+    validation."""
     return [value for _, value in run.curves.get(ACCURACY, [])]
 
 
@@ -49,9 +52,13 @@ def has_collapsed(run: Run) -> bool:
 
 
 def steps_of_collapse(runs: Sequence[Run]) -> dict[int, int]:
-    """By the seed of each run that fell, the first validation from which on it stayed ``FALL`` below its best."""
+    """By the seed of each run that fell, the first validation from which on it stayed ``FALL`` below its
+    best."""
     curves = {run.seed: run.curves[ACCURACY] for run in runs if accuracies(run)}
-    below = {seed: [value < max(value for _, value in curve) - FALL for _, value in curve] for seed, curve in curves.items()}
+    below = {
+        seed: [value < max(value for _, value in curve) - FALL for _, value in curve]
+        for seed, curve in curves.items()
+    }
     return {
         seed: next(step for place, (step, _) in enumerate(curve) if all(below[seed][place:]))
         for seed, curve in curves.items()
@@ -77,13 +84,20 @@ def in_words(shares: Sequence[float]) -> str:
 
 
 def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
-    """The main result: accuracy by seed, with samples eight steps old, without correction and with it; none before its runs."""
+    """The main result: accuracy by seed, with samples eight steps old, without correction and with it; none
+    before its runs."""
     of_arm = dict(by_arm(staleness, runs))
-    without, weighed = (of_arm.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is"))
-    began = " or ".join(sorted({f"{found[0]:.3f}" for run in (*without, *weighed) if (found := accuracies(run))}))
+    without, weighed = (
+        of_arm.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is")
+    )
+    began = " or ".join(
+        sorted({f"{found[0]:.3f}" for run in (*without, *weighed) if (found := accuracies(run))})
+    )
     text = (
-        f"In short: with samples up to eight steps old, accuracy went from {began} to {in_words(last_accuracies(without))} (one "
-        f"number for each seed) without correction, and to {in_words(last_accuracies(weighed))} with sequence weights."
+        f"In short: with samples up to eight steps old, accuracy went from {began} to "
+        f"{in_words(last_accuracies(without))} (one "
+        f"number for each seed) without correction, and to {in_words(last_accuracies(weighed))} with "
+        "sequence weights."
     )
     return [textwrap.fill(text, 100)] if without and weighed else []
 
@@ -114,7 +128,8 @@ def _mean(runs: Sequence[Run], name: str) -> str:
 
 
 def draw(name: str, study: Study, runs: Mapping[tuple[str, int], Run], folder: Path) -> None:
-    """Accuracy over steps: a line for each seed, a colour for each arm, a picture for each of ``study.figures``."""
+    """Accuracy over steps: a line for each seed, a colour for each arm, a picture for each of
+    ``study.figures``."""
     for word in study.figures:
         arms = [(arm, found) for arm, found in by_arm(study, runs) if word in arm.split()]
         if arms:
@@ -128,7 +143,10 @@ def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
     panel.set_ylabel("share of right answers")
     panel.set_ylim(0, 1.03)
     for place, (arm, runs) in enumerate(arms):
-        style = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4]}
+        style = {
+            "color": COLOURS[place % len(COLOURS)],
+            "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4],
+        }
         for number, run in enumerate(runs):
             steps, values = zip(*run.curves.get(ACCURACY, []) or [(0, 0.0)], strict=True)
             panel.plot(steps, values, linewidth=1.2, label="_" if number else arm, **style)
@@ -136,7 +154,8 @@ def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
 
 
 def minutes_of(study: Study, runs: Mapping[tuple[str, int], Run]) -> tuple[float, float]:
-    """Minutes of one run, the median of ``runs`` or what was announced, and of the whole study on two cores."""
+    """Minutes of one run, the median of ``runs`` or what was announced, and of the whole study on two
+    cores."""
     each = float(np.median([run.seconds for run in runs.values()])) / 60 if runs else study.minutes
     return each, each * len(study.arms) * len(study.seeds) / runs_at_a_time(study)
 
@@ -147,11 +166,15 @@ def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: floa
     ends = {arm: accuracies(runs[arm, seed])[-1:] for arm in study.quick if (arm, seed) in runs}
     if len(ends) == len(study.quick):
         told = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
-        yield f"With `--quick`, some {minutes * len(ends) / runs_at_a_time(study):.0f} minutes, seed {seed} alone: {told}."
+        yield (
+            f"With `--quick`, some {minutes * len(ends) / runs_at_a_time(study):.0f} minutes, seed {seed} "
+            f"alone: {told}."
+        )
 
 
 def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
-    """The blocks of the page on one study: question, what was expected, what was found, how to run it again."""
+    """The blocks of the page on one study: question, what was expected, what was found, how to run it
+    again."""
     number = sum(len(found) for _, found in by_arm(study, runs))
     each, all_minutes = minutes_of(study, runs)
     all_runs = len(study.arms) * len(study.seeds)
@@ -168,7 +191,8 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
         f"Expected, before the first run: {study.expectation}",
         *([f"Found: {study.found}"] if runs else []),
         *([f"What would change this: {study.would_change}"] if runs and study.would_change else []),
-        f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: {number} of "
+        f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: "
+        f"{number} of "
         f"{all_runs} runs are here.{missing}{took}",
         *_quick_look(study, runs, each),
     )

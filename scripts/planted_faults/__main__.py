@@ -1,7 +1,8 @@
-"""Plant faults in short real runs and ask the doctor: python -m scripts.planted_faults [WORD …] [--seeds 1,2] [--judge]
+"""Plant faults in short real runs and ask the doctor: python -m scripts.planted_faults [WORD …] [--seeds 1,2]
+[--judge]
 
-Run folders are kept below --folder, so an interrupted matrix goes on, and a changed rule is judged without a run. Results are
-a file below docs/experiment_log and the table printed.
+Run folders are kept below --folder, so an interrupted matrix goes on, and a changed rule is judged without a
+run. Results are a file below docs/experiment_log and the table printed.
 """
 
 import argparse
@@ -29,10 +30,16 @@ def main() -> int:
     """Run what is missing, judge the runs that are there, and put them into the matrix."""
     parser = argparse.ArgumentParser(prog="python -m scripts.planted_faults", description=__doc__)
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
-    parser.add_argument("--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone")
+    parser.add_argument(
+        "--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone"
+    )
     parser.add_argument("--judge", action="store_true", help="run nothing")
-    parser.add_argument("--table", choices=TABLES, default="faults", help="which arms; healthy: 1,000 steps each")
-    parser.add_argument("--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet")
+    parser.add_argument(
+        "--table", choices=TABLES, default="faults", help="which arms; healthy: 1,000 steps each"
+    )
+    parser.add_argument(
+        "--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet"
+    )
     where = ROOT / "runs" / "planted_faults"
     parser.add_argument("--folder", type=Path, default=where, help="where models, data and runs are kept")
     given = parser.parse_args()

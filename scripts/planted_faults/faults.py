@@ -1,4 +1,5 @@
-"""The faults: what is planted, what it must be called, and the configuration of a run that it is planted in."""
+"""The faults: what is planted, what it must be called, and the configuration of a run that it is planted
+in."""
 
 import os
 from collections.abc import Mapping
@@ -37,11 +38,20 @@ class Fault:
 
 COMMON = (
     *("task=digits", "hardware=cpu", "correction=decoupled_token_is", "trainer.logger=[console]"),
-    *("trainer.total_training_steps=24", "trainer.save_freq=4", "trainer.test_freq=-1", "trainer.val_before_train=False"),
+    *(
+        "trainer.total_training_steps=24",
+        "trainer.save_freq=4",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+    ),
     *("trainer.resume_mode=disable", "trainer.report=never", "trainer.token_records.rows_per_step=64"),
     *("trainer.token_records.freq=4", f"{ACTOR}.optim.lr_scheduler_type=constant"),
     # The run's own guards note what they find and stop nothing: the doctor is to be asked.
-    *(f"{ROLLOUT}.sync_proof.gap_limit=50", f"{ROLLOUT}.sync_proof.canary_freq=0", "trainer.alerts.mismatch_limit=null"),
+    *(
+        f"{ROLLOUT}.sync_proof.gap_limit=50",
+        f"{ROLLOUT}.sync_proof.canary_freq=0",
+        "trainer.alerts.mismatch_limit=null",
+    ),
 )
 """Overrides of every run."""
 _FP8 = (f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8_per_channel")
@@ -70,7 +80,11 @@ ARMS: Mapping[str, Fault] = {
     "one sync skipped": Fault(8, _STALE, (*_BF16, "trainer.save_freq=1"), "skip_one_sync", replay_only=True),
     "every sync skipped": Fault(9, _STALE, _BF16, "skip_every_sync"),
     "half a tensor": Fault(
-        10, ("the engine had other prompts, sampling, cache or weights",), _BF16, "half_a_tensor", replay_only=True
+        10,
+        ("the engine had other prompts, sampling, cache or weights",),
+        _BF16,
+        "half_a_tensor",
+        replay_only=True,
     ),
     "tokens changed": Fault(
         12,
@@ -112,9 +126,11 @@ HEALTHY_FOR_LONG: Mapping[str, Fault] = {
     )
     for arm in ("healthy bf16", "healthy fp8", "healthy fp32")
 }
-"""Runs in which nothing may be found; small batches keep them short and are the harder case for what is counted in errors."""
+"""Runs in which nothing may be found; small batches keep them short and are the harder case for what is
+counted in errors."""
 LEFT_OUT = {
-    11: "prefix cache not reset: prompts of this task are shorter than a block of the cache; a test with longer ones plants it",
+    11: "prefix cache not reset: prompts of this task are shorter than a block of the cache; a test with "
+    "longer ones plants it",
     22: "fp8 cache: vLLM on a CPU has it for heads of 32 or 64 alone, the quickstart's model has heads of 48",
 }
 """Faults of the plan that are not planted, and why."""

@@ -15,8 +15,12 @@ SAMPLING = ("presence_penalty", "min_p", "repetition_penalty")
 """Sampling parameters of the engine that the trainer does not have; each is planted with its value."""
 START = 256
 """The id that begins and ends texts in the quickstart's tokenizer."""
-PREFIXES: Mapping[str, tuple[int, ...]] = {"second_start_token": (START,), "system_prompt": (50, 78, 81, 83, 13)}
-"""Ids that the engine sees before a prompt, by fault; the system prompt is "Sort." in the quickstart's tokenizer."""
+PREFIXES: Mapping[str, tuple[int, ...]] = {
+    "second_start_token": (START,),
+    "system_prompt": (50, 78, 81, 83, 13),
+}
+"""Ids that the engine sees before a prompt, by fault; the system prompt is "Sort." in the quickstart's
+tokenizer."""
 LINEAR = "_proj.weight"
 """End of the names of the weights of all linear layers but the output."""
 _LARGEST_INT8 = 127
@@ -42,18 +46,23 @@ def with_prefix(request: GenerationRequest, planted: Mapping[str, str]) -> Gener
 
 
 def misses_update(planted: Mapping[str, str], first_rank: int, version: int) -> bool:
-    """Whether an engine, whose first worker has ``first_rank`` in the transfer group, keeps its weights in this update."""
-    return ("skip_every_second_sync" in planted and version % 2 == 1) or ("stale_second_engine" in planted and first_rank > 1)
+    """Whether an engine, whose first worker has ``first_rank`` in the transfer group, keeps its weights in
+    this update."""
+    return ("skip_every_second_sync" in planted and version % 2 == 1) or (
+        "stale_second_engine" in planted and first_rank > 1
+    )
 
 
 def in_fp8(values: Tensor) -> Tensor:
-    """``values`` as a cache in fp8 (e4m3, scale 1) gives them back, in their own dtype; those beyond its range are cut."""
+    """``values`` as a cache in fp8 (e4m3, scale 1) gives them back, in their own dtype; those beyond its
+    range are cut."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     return values.clamp(-largest, largest).to(torch.float8_e4m3fn).to(values.dtype)
 
 
 def in_int8(weight: Tensor) -> Tensor:
-    """``weight`` ``[O, I]`` rounded to 255 equidistant values per output channel, the largest of which is its largest size."""
+    """``weight`` ``[O, I]`` rounded to 255 equidistant values per output channel, the largest of which is its
+    largest size."""
     step = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / _LARGEST_INT8
     return (torch.round(weight / step) * step).to(weight.dtype)
 

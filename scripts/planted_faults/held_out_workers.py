@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from planted_faults.faults import planted
-from planted_faults.held_out_hooks import LINEAR, in_int8, misses_update, other_parameters, with_prefix, without_adapters
+from planted_faults.held_out_hooks import (
+    LINEAR,
+    in_int8,
+    misses_update,
+    other_parameters,
+    with_prefix,
+    without_adapters,
+)
 from planted_faults.workers import PlantedEngine, PlantedPolicyWorker
 from torch import Tensor
 
@@ -37,7 +44,9 @@ class HeldOutEngine(PlantedEngine):
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         """Queue samples of other prompts."""
-        super().submit([replace(sample, request=with_prefix(sample.request, self._planted)) for sample in samples])
+        super().submit(
+            [replace(sample, request=with_prefix(sample.request, self._planted)) for sample in samples]
+        )
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         """Sample for other prompts."""
@@ -72,7 +81,9 @@ class HeldOutPolicyWorker(PlantedPolicyWorker):
         super().__init__(**arguments)
         if "packed_without_borders" in self._planted:
             pack = forward.packed_inputs
-            forward.packed_inputs = lambda ids, lengths, ranks=None: pack(ids, in_pairs(torch.as_tensor(lengths)), ranks)
+            forward.packed_inputs = lambda ids, lengths, ranks=None: pack(
+                ids, in_pairs(torch.as_tensor(lengths)), ranks
+            )
         if "bf16_logits" in self._planted:
             scale = logprobs._scaled
             logprobs._scaled = lambda logits, temperature: scale(logits.bfloat16(), temperature)

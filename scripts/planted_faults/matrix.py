@@ -64,7 +64,12 @@ def row_of(run: PlantedRun) -> dict[str, Any]:
     """One row of the matrix."""
     fault, data = PLANS[run.arm], read_run(run.folder)
     ended_with = _last_error(run.folder / "output.log") if run.exit_status else ""
-    row: dict[str, Any] = {"arm": run.arm, "fault": fault.number, "seed": run.seed, "exit_status": run.exit_status}
+    row: dict[str, Any] = {
+        "arm": run.arm,
+        "fault": fault.number,
+        "seed": run.seed,
+        "exit_status": run.exit_status,
+    }
     row |= {"seconds": run.seconds, "made_by": made_by(run.arm, run.seed)}
     row["without_replays"] = named_first(replace(data, replays=(), _finite={}), fault, ended_with).as_json()
     if data.replays:
@@ -84,13 +89,18 @@ def _last_error(log: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if "Error" in line and ":" in line), "")
 
 
-def write_matrix(path: Path, table: Collection[str], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Write rows in place of older ones of the same arms and seeds, with what was left out; return all rows of the file.
+def write_matrix(
+    path: Path, table: Collection[str], rows: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Write rows in place of older ones of the same arms and seeds, with what was left out; return all rows
+    of the file.
 
     Rows of other runs stay, as run folders do not, if today's arms of ``table`` would make them.
     """
     before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    before = [row for row in before if row["arm"] in table and row["made_by"] == made_by(row["arm"], row["seed"])]
+    before = [
+        row for row in before if row["arm"] in table and row["made_by"] == made_by(row["arm"], row["seed"])
+    ]
     of_runs = {(row["seed"], row["arm"]): row for row in (*before, *rows)}
     order = {arm: place for place, arm in enumerate(table)}
     known = [of_runs[run] for run in sorted(of_runs, key=lambda run: (run[0], order[run[1]]))]
@@ -110,9 +120,14 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         judged = [row for row in rows if kind in row and row["fault"]]
         outcomes = [row[kind]["outcome"] for row in judged]
         healthy = [row[kind]["outcome"] for row in rows if kind in row and not row["fault"]]
-        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("right", "not separable", "not seen", "wrong"))
-        lines.append(f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} false alarms of "
-                     f"{len(healthy)} healthy runs")  # fmt: skip
+        counts = ", ".join(
+            f"{outcomes.count(name)} {name}" for name in ("right", "not separable", "not seen", "wrong")
+        )
+        lines.append(
+            f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} "
+            "false alarms of "
+            f"{len(healthy)} healthy runs"
+        )
     return lines
 
 

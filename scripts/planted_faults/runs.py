@@ -42,7 +42,8 @@ def overrides_of(arm: str, seed: int) -> list[str]:
 
 
 def known_run(base: Path, arm: str, seed: int) -> PlantedRun | None:
-    """The run of an arm with a seed, if it was run with the overrides of today; None: it is still to be run."""
+    """The run of an arm with a seed, if it was run with the overrides of today; None: it is still to be
+    run."""
     folder = folder_of(base, arm, seed)
     try:
         done = json.loads((folder / DONE).read_text(encoding="utf-8"))
@@ -53,7 +54,8 @@ def known_run(base: Path, arm: str, seed: int) -> PlantedRun | None:
 
 
 def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start) -> Iterator[PlantedRun]:
-    """Run what is still to be run: all arms of a seed before the next seed. Models and data lie in ``base`` too."""
+    """Run what is still to be run: all arms of a seed before the next seed. Models and data lie in ``base``
+    too."""
     for seed in seeds:
         for arm in arms:
             if known_run(base, arm, seed) is not None:
@@ -61,7 +63,10 @@ def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start)
             folder = folder_of(base, arm, seed)
             overrides = overrides_of(arm, seed)
             places = (
-                *(f"actor_rollout_ref.model.path={base / 'sft_model'}", f"trainer.default_local_dir={folder}"),
+                *(
+                    f"actor_rollout_ref.model.path={base / 'sft_model'}",
+                    f"trainer.default_local_dir={folder}",
+                ),
                 *(f"data.{split}_files={base / 'data' / split}.parquet" for split in ("train", "val")),
             )
             began = time.time()
@@ -71,7 +76,12 @@ def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start)
             if not (folder / "metrics.jsonl").is_file():
                 continue  # it did not start, which says nothing of the fault: it is still to be run
             seconds = round(time.time() - began, 1)
-            done = {"exit_status": status, "seconds": seconds, "overrides": overrides, "planted": PLANS[arm].planted}
+            done = {
+                "exit_status": status,
+                "seconds": seconds,
+                "overrides": overrides,
+                "planted": PLANS[arm].planted,
+            }
             (folder / DONE).write_text(json.dumps(done) + "\n", encoding="utf-8")
             yield PlantedRun(arm, seed, folder, status, seconds)
 

@@ -1,4 +1,5 @@
-"""The real entry point with a fault planted: ``python -m scripts.planted_faults.start FAULT -- key=value …``."""
+"""The real entry point with a fault planted: ``python -m scripts.planted_faults.start FAULT -- key=value
+…``."""
 
 import os
 import sys
@@ -32,7 +33,9 @@ def shift_mask() -> None:
 if __name__ == "__main__":
     fault, overrides = sys.argv[1], sys.argv[sys.argv.index("--") + 1 :]
     os.environ["PLANTED_FAULT"] = fault
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", ""))
+    )
     EngineGroup.worker = "planted_faults.held_out_workers:HeldOutEngine"
     ActorGroup.worker = "planted_faults.held_out_workers:HeldOutPolicyWorker"
     if fault == "shifted_mask":

@@ -54,7 +54,8 @@ class PlantedEngine(RolloutEngine):
             self._loop.call(_report_raw)
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples with other options; a frozen engine samples from its first weights, and validates the newest."""
+        """Queue samples with other options; a frozen engine samples from its first weights, and validates the
+        newest."""
         if "frozen" in self._planted:
             self._hold(first=any(sample.options.temperature > 0 for sample in samples))
         super().submit([replace(sample, options=self._other(sample.options)) for sample in samples])
@@ -86,10 +87,15 @@ class PlantedEngine(RolloutEngine):
         return collected
 
     def _other(self, options: SamplingOptions) -> SamplingOptions:
-        factor, top_p = float(self._planted.get("temperature", 1.0)), float(self._planted.get("top_p", options.top_p))
+        factor, top_p = (
+            float(self._planted.get("temperature", 1.0)),
+            float(self._planted.get("top_p", options.top_p)),
+        )
         return replace(options, temperature=factor * options.temperature, top_p=top_p)
 
-    def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
+    def receive_weights(
+        self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int
+    ) -> list[dict[str, Any]]:
         """Acknowledge an update that may not be loaded, or by half."""
         if self._options.stages_updates:
             return super().receive_weights(manifest, bucket_bytes, version)
@@ -103,7 +109,9 @@ class PlantedEngine(RolloutEngine):
             self._first, self._holds_first = self._first or dict(self._held), False
 
     def _skips(self, version: int) -> bool:
-        return "skip_every_sync" in self._planted or ("skip_one_sync" in self._planted and version == SKIPPED_VERSION)
+        return "skip_every_sync" in self._planted or (
+            "skip_one_sync" in self._planted and version == SKIPPED_VERSION
+        )
 
     def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         skips = self._skips(version)
@@ -131,7 +139,8 @@ class PlantedEngine(RolloutEngine):
 
 
 def _round_cache() -> None:
-    # vLLM has attention over an fp8 cache on CPUs with AVX-512 or AMX alone. It writes here before it reads, prompts included.
+    # vLLM has attention over an fp8 cache on CPUs with AVX-512 or AMX alone. It writes here before it reads,
+    # prompts included.
     from vllm.v1.attention.backends import cpu_attn
 
     write = cpu_attn.ops.cpu_attn_reshape_and_cache

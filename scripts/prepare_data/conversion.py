@@ -31,11 +31,13 @@ class Benchmark:
     instruction: str
     """Follows the question: how to reason, and where to put the answer."""
     extract_answer: Callable[[str], str]
-    """From a worked solution to the ground truth. Raises ``ValueError`` saying what the solution must hold."""
+    """From a worked solution to the ground truth. Raises ``ValueError`` saying what the solution must hold.
+    """
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a parquet or JSON-lines file. Raises ``ValueError`` naming the file when it cannot be read."""
+    """The rows of a parquet or JSON-lines file. Raises ``ValueError`` naming the file when it cannot be
+    read."""
     try:
         if path.suffix == ".parquet":
             return pq.read_table(path).to_pylist()
@@ -49,8 +51,8 @@ def read_rows(path: Path) -> list[Row]:
 def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
     """The rows of every split found under ``path``; the rows of a single file are all called ``train``.
 
-    In a folder the names of files say which split they belong to: ``train*`` or ``test*``, at any depth. Raises
-    ``ValueError`` when ``path`` is not there or holds no such file.
+    In a folder the names of files say which split they belong to: ``train*`` or ``test*``, at any depth.
+    Raises ``ValueError`` when ``path`` is not there or holds no such file.
     """
     if path.is_file():
         return {"train": read_rows(path)}
@@ -61,19 +63,26 @@ def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
     named = {split: [file for file in files if file.stem.startswith(split)] for split in SPLITS}
     if not named["train"]:
         raise ValueError(
-            f"--local_dataset_path must hold files named train* and test* ({' or '.join(SUFFIXES)}), {root} holds "
+            f"--local_dataset_path must hold files named train* and test* ({' or '.join(SUFFIXES)}), {root} "
+            "holds "
             f"{[str(file.relative_to(root)) for file in files[:10]]}. Rename them, or name a single file."
         )
-    return {split: [row for file in chosen for row in read_rows(file)] for split, chosen in named.items() if chosen}
+    return {
+        split: [row for file in chosen for row in read_rows(file)]
+        for split, chosen in named.items()
+        if chosen
+    }
 
 
 def read_hub(benchmark: Benchmark) -> dict[str, list[Row]]:
-    """The rows of both splits from the Hugging Face hub. Raises ``ValueError`` when ``datasets`` is not installed."""
+    """The rows of both splits from the Hugging Face hub. Raises ``ValueError`` when ``datasets`` is not
+    installed."""
     try:
         import datasets
     except ModuleNotFoundError:
         raise ValueError(
-            f"to load {benchmark.data_source} from the hub the package `datasets` is needed: pip install datasets. "
+            f"to load {benchmark.data_source} from the hub the package `datasets` is needed: pip install "
+            "datasets. "
             "Or give a local copy with --local_dataset_path."
         ) from None
     loaded = datasets.load_dataset(benchmark.data_source, benchmark.subset)
@@ -81,10 +90,12 @@ def read_hub(benchmark: Benchmark) -> dict[str, list[Row]]:
 
 
 def hold_out(rows: list[Row], num_test: int | None, seed: int) -> dict[str, list[Row]]:
-    """Share out rows that came without a test split: ``num_test`` random ones become it, both keep their order."""
+    """Share out rows that came without a test split: ``num_test`` random ones become it, both keep their
+    order."""
     if num_test is None or not 0 < num_test < len(rows):
         raise ValueError(
-            f"the data has {len(rows)} rows and no test split: pass --num_test=<fewer rows, at least 1>, or give a "
+            f"the data has {len(rows)} rows and no test split: pass --num_test=<fewer rows, at least 1>, or "
+            "give a "
             f"folder with train* and test* files; got --num_test={num_test}."
         )
     held_out = set(random.Random(seed).sample(range(len(rows)), num_test))
@@ -95,17 +106,23 @@ def hold_out(rows: list[Row], num_test: int | None, seed: int) -> dict[str, list
 
 
 def convert_row(row: Row, benchmark: Benchmark, split: str, index: int) -> Row:
-    """One row in verl's format. Raises ``ValueError`` naming the row when a column is missing or holds no answer."""
+    """One row in verl's format. Raises ``ValueError`` naming the row when a column is missing or holds no
+    answer."""
     where = f"row {index} of the {split} split"
     columns = (benchmark.question_column, benchmark.solution_column)
     for column in columns:
         if not isinstance(row.get(column), str) or not row[column].strip():
-            raise ValueError(f"rows must have text in the columns {list(columns)}, {where} lacks {column!r}; it has {list(row)}.")
+            raise ValueError(
+                f"rows must have text in the columns {list(columns)}, {where} lacks {column!r}; it has "
+                f"{list(row)}."
+            )
     question, solution = (row[column] for column in columns)
     try:
         ground_truth = benchmark.extract_answer(solution)
     except ValueError as error:
-        raise ValueError(f"{error} This is {where}, whose {benchmark.solution_column} ends in {solution[-80:]!r}.") from None
+        raise ValueError(
+            f"{error} This is {where}, whose {benchmark.solution_column} ends in {solution[-80:]!r}."
+        ) from None
     return {
         "data_source": benchmark.data_source,
         "prompt": [{"role": "user", "content": f"{question} {benchmark.instruction}"}],
@@ -118,7 +135,9 @@ def convert_row(row: Row, benchmark: Benchmark, split: str, index: int) -> Row:
 def write_splits(splits: dict[str, Iterable[Row]], benchmark: Benchmark, output_dir: Path) -> None:
     """Convert every split before the first is written, so that a bad row leaves no half-made data set."""
     tables = {
-        split: pa.Table.from_pylist([convert_row(row, benchmark, split, index) for index, row in enumerate(rows)])
+        split: pa.Table.from_pylist(
+            [convert_row(row, benchmark, split, index) for index, row in enumerate(rows)]
+        )
         for split, rows in splits.items()
     }
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -130,18 +149,28 @@ def write_splits(splits: dict[str, Iterable[Row]], benchmark: Benchmark, output_
 
 def parse_arguments(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
-    parser.add_argument(
-        "--local_dataset_path", type=Path, default=None, help="folder with train* and test* files, or one file (default: the hub)"
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--num_test", type=int, default=None, help="rows to hold out when there is no test split")
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="folder to write to; made if missing"
+    )
+    parser.add_argument(
+        "--local_dataset_path",
+        type=Path,
+        default=None,
+        help="folder with train* and test* files, or one file (default: the hub)",
+    )
+    parser.add_argument(
+        "--num_test", type=int, default=None, help="rows to hold out when there is no test split"
+    )
     parser.add_argument("--seed", type=int, default=1, help="chooses the rows held out")
     return parser.parse_args(arguments)
 
 
 def prepare(benchmark: Benchmark, description: str | None, arguments: list[str] | None = None) -> None:
-    """Read the benchmark as the command line says and write both files; exits with one sentence when that cannot be."""
+    """Read the benchmark as the command line says and write both files; exits with one sentence when that
+    cannot be."""
     options = parse_arguments(description, arguments)
     try:
         if options.local_dataset_path is None:

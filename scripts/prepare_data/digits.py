@@ -1,6 +1,7 @@
 """Write the digit task of the quickstart: parquet files for RL (train, val) and for SFT (sft_train, sft_val).
 
-The four files share no problem, and the space of problems (ten to the power of the length) is larger than all of them.
+The four files share no problem, and the space of problems (ten to the power of the length) is larger than all
+of them.
 
 Example: python scripts/prepare_data/digits.py --output_dir data/digits --task sort --length 10
 """
@@ -40,7 +41,8 @@ def draw_problems(count: int, length: int, seed: int) -> list[str]:
     """
     if length < 1 or 2 * count > 10**length:
         raise ValueError(
-            f"--length must give at least twice as many problems as are asked for, got {count} problems of length "
+            f"--length must give at least twice as many problems as are asked for, got {count} problems of "
+            "length "
             f"{length}. Raise --length, or lower --num_train, --num_val or --num_sft."
         )
 
@@ -52,10 +54,18 @@ def draw_problems(count: int, length: int, seed: int) -> list[str]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
-    parser.add_argument("--task", choices=sorted(TASKS), default="sort", help="sort the digits, or add them up")
-    parser.add_argument("--length", type=int, default=None, help="digits per problem (default: 10 to sort, 5 to add)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="folder to write to; made if missing"
+    )
+    parser.add_argument(
+        "--task", choices=sorted(TASKS), default="sort", help="sort the digits, or add them up"
+    )
+    parser.add_argument(
+        "--length", type=int, default=None, help="digits per problem (default: 10 to sort, 5 to add)"
+    )
     parser.add_argument("--num_train", type=int, default=20480, help="RL training problems")
     parser.add_argument("--num_val", type=int, default=256, help="RL validation problems")
     parser.add_argument("--num_sft", type=int, default=8192, help="worked examples to train on")

@@ -12,7 +12,8 @@ _NUMBER = re.compile(r"-?[0-9]*\.?[0-9]+")
 
 
 def extract_answer(solution: str) -> str:
-    """The number after the last ``####``, without thousands separators. Raises ``ValueError`` when there is none."""
+    """The number after the last ``####``, without thousands separators. Raises ``ValueError`` when there is
+    none."""
     _, marker, answer = solution.rpartition("####")
     number = answer.strip().replace(",", "")
     if not marker or not _NUMBER.fullmatch(number):

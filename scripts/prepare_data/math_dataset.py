@@ -1,8 +1,9 @@
 """Write MATH (arXiv:2103.03874), competition problems whose solutions box the answer, in verl's format.
 
-Example: python scripts/prepare_data/math_dataset.py --local_dataset_path ~/datasets/MATH-lighteval --output_dir data/math
-Without --local_dataset_path the data comes from the Hugging Face hub (pip install datasets).
-The file is not called math.py: as a script it would stand before the standard library's module of that name.
+Example: python scripts/prepare_data/math_dataset.py --local_dataset_path ~/datasets/MATH-lighteval
+--output_dir data/math Without --local_dataset_path the data comes from the Hugging Face hub (pip install
+datasets). The file is not called math.py: as a script it would stand before the standard library's module of
+that name.
 """
 
 import re
@@ -13,7 +14,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)")
 
 
 def extract_answer(solution: str) -> str:
-    r"""What stands in the last ``\boxed{}``, or after a ``\boxed`` without braces up to the end of the formula.
+    r"""What stands in the last ``\boxed{}``, or after a ``\boxed`` without braces up to the end of the
+    formula.
 
     Raises ``ValueError`` when there is none, it is empty, or its braces do not close.
     """

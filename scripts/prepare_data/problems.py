@@ -12,7 +12,8 @@ Row = dict[str, Any]
 
 
 def distinct_problems(draw: Callable[[random.Random], str], count: int, seed: int) -> list[str]:
-    """``count`` different problems as ``draw`` makes them, in random order; there must be more than ``count``."""
+    """``count`` different problems as ``draw`` makes them, in random order; there must be more than
+    ``count``."""
     generator = random.Random(seed)
     problems: dict[str, None] = {}
     while len(problems) < count:
@@ -21,7 +22,8 @@ def distinct_problems(draw: Callable[[random.Random], str], count: int, seed: in
 
 
 def rl_row(data_source: str, ability: str, problem: str, answer: str, place: tuple[str, int]) -> Row:
-    """One row of an RL file: the prompt as chat messages and the answer as ground truth; ``place``: split and row number."""
+    """One row of an RL file: the prompt as chat messages and the answer as ground truth; ``place``: split and
+    row number."""
     split, index = place
     return {
         "data_source": data_source,

@@ -1,8 +1,10 @@
-"""Write the task of the tools recipe: sums that a tiny model cannot add up, but can copy into a call of the calculator.
+"""Write the task of the tools recipe: sums that a tiny model cannot add up, but can copy into a call of the
+calculator.
 
-A problem is "37+58+4+91". The files for RL (train, val) hold problems and their sums. Of the worked examples for SFT
-(sft_train), a share teaches the call <tool>37+58+4+91</tool> and the answer that follows the tool's; the rest teaches to
-answer at once. sft_val holds calls only, so its accuracy is that of copying. The four files share no problem.
+A problem is "37+58+4+91". The files for RL (train, val) hold problems and their sums. Of the worked examples
+for SFT (sft_train), a share teaches the call <tool>37+58+4+91</tool> and the answer that follows the tool's;
+the rest teaches to answer at once. sft_val holds calls only, so its accuracy is that of copying. The four
+files share no problem.
 
 Example: python scripts/prepare_data/sums.py --output_dir data/sums --terms 4
 """
@@ -24,7 +26,8 @@ def draw_problems(count: int, terms: int, largest: int, seed: int) -> list[str]:
     """
     if 2 * count > largest**terms:
         raise ValueError(
-            f"--terms and --largest must give at least twice as many problems as are asked for, got {count} problems and "
+            f"--terms and --largest must give at least twice as many problems as are asked for, got {count} "
+            "problems and "
             f"{largest}**{terms} sums. Raise them, or lower --num_train, --num_val or --num_sft."
         )
 
@@ -55,15 +58,25 @@ def sft_rows(problem: str, with_tool: bool) -> list[Row]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="folder to write to; made if missing"
+    )
     parser.add_argument("--terms", type=int, default=4, help="numbers of one sum")
     parser.add_argument("--largest", type=int, default=99, help="largest number of a sum")
-    parser.add_argument("--tool_share", type=float, default=0.5, help="share of SFT problems that are solved with the tool")
+    parser.add_argument(
+        "--tool_share", type=float, default=0.5, help="share of SFT problems that are solved with the tool"
+    )
     parser.add_argument("--num_train", type=int, default=8192, help="RL training problems")
     parser.add_argument("--num_val", type=int, default=256, help="RL validation problems")
-    parser.add_argument("--num_sft", type=int, default=8192, help="problems of the worked examples to train on")
-    parser.add_argument("--num_sft_val", type=int, default=256, help="problems of the calls that say when to stop")
+    parser.add_argument(
+        "--num_sft", type=int, default=8192, help="problems of the worked examples to train on"
+    )
+    parser.add_argument(
+        "--num_sft_val", type=int, default=256, help="problems of the calls that say when to stop"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of all problems")
     options = parser.parse_args(arguments)
     if options.terms < 2 or options.largest < 1 or not 0 <= options.tool_share <= 1:
@@ -77,7 +90,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Draw the problems, share them out and write the files."""
     options = parse_arguments(arguments)
-    sizes = {"val": options.num_val, "sft_val": options.num_sft_val, "sft_train": options.num_sft, "train": options.num_train}
+    sizes = {
+        "val": options.num_val,
+        "sft_val": options.num_sft_val,
+        "sft_train": options.num_sft,
+        "train": options.num_train,
+    }
     try:
         problems = iter(draw_problems(sum(sizes.values()), options.terms, options.largest, options.seed))
     except ValueError as error:
@@ -88,9 +106,14 @@ def main(arguments: list[str] | None = None) -> None:
             rows = [call_row(problem) for problem in chosen]
         elif split == "sft_train":
             with_tool = round(options.tool_share * size)
-            rows = [row for index, problem in enumerate(chosen) for row in sft_rows(problem, index < with_tool)]
+            rows = [
+                row for index, problem in enumerate(chosen) for row in sft_rows(problem, index < with_tool)
+            ]
         else:
-            rows = [rl_row(DATA_SOURCE, "sum", problem, solve(problem), (split, index)) for index, problem in enumerate(chosen)]
+            rows = [
+                rl_row(DATA_SOURCE, "sum", problem, solve(problem), (split, index))
+                for index, problem in enumerate(chosen)
+            ]
         path = options.output_dir / f"{split}.parquet"
         write_rows(rows, path)
         print(f"{path}: {len(rows)} rows of {size} problems")

@@ -9,7 +9,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "verl_rc"
 PURE_PACKAGES = ("advantage", "correction", "data", "losses", "ppo", "rewards", "tensor_ops")
-TEXT_SUFFIXES = {".cfg", ".cpu", ".gpu", ".ini", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
+TEXT_SUFFIXES = {
+    ".cfg",
+    ".cpu",
+    ".gpu",
+    ".ini",
+    ".json",
+    ".md",
+    ".py",
+    ".sh",
+    ".toml",
+    ".txt",
+    ".yaml",
+    ".yml",
+    "",
+}
 
 
 def package_files(*packages: str) -> list[Path]:
@@ -48,7 +62,8 @@ def project_files() -> tuple[Path, ...]:
 
 
 def texts(*suffixes: str) -> Iterator[tuple[str, str]]:
-    """``(path from the root, text)`` of the project's files with one of these suffixes, or of all text files."""
+    """``(path from the root, text)`` of the project's files with one of these suffixes, or of all text
+    files."""
     for path in project_files():
         if not suffixes or path.suffix in suffixes:
             yield relative(path), path.read_text(encoding="utf-8")

@@ -18,14 +18,18 @@ def undocumented_fields(tree: ast.AST, path: str) -> list[str]:
             if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
                 continue
             name = ast.unparse(field.target)
-            documented = isinstance(successor, ast.Expr) and isinstance(getattr(successor.value, "value", None), str)
+            documented = isinstance(successor, ast.Expr) and isinstance(
+                getattr(successor.value, "value", None), str
+            )
             if not documented and not name.startswith(("_", "model_config")):
                 violations.append(f"{path}:{field.lineno} {owner.name}.{name} has no docstring below it")
     return violations
 
 
 def test_every_field_has_a_docstring():
-    violations = [v for path in package_files("config") for v in undocumented_fields(parse(path), relative(path))]
+    violations = [
+        v for path in package_files("config") for v in undocumented_fields(parse(path), relative(path))
+    ]
     assert not violations, listed(violations)
 
 

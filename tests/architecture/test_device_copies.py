@@ -1,4 +1,5 @@
-"""What runs on the device never waits for it, but for announced copies: found by running it, whatever the spelling."""
+"""What runs on the device never waits for it, but for announced copies: found by running it, whatever the
+spelling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from verl_rc.advantage import advantage_estimator_names, apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithms import LOSS_MODES
@@ -30,7 +35,10 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", READS)
 def test_the_mode_refuses_every_way_to_read(way: str) -> None:
-    with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException, RuntimeError)):
+    with (
+        FakeTensorMode(),
+        pytest.raises((DataDependentOutputException, DynamicOutputShapeException, RuntimeError)),
+    ):
         READS[way](torch.ones(3))
 
 
@@ -47,7 +55,9 @@ def test_policy_losses(name: str) -> None:
     with FakeTensorMode():
         log_probs = grid().requires_grad_()
         config = {"dro_beta": 0.5}
-        loss, _ = compute_policy_loss(name, grid(), log_probs, grid(), mask(), rollout_is_weights=grid().exp(), config=config)
+        loss, _ = compute_policy_loss(
+            name, grid(), log_probs, grid(), mask(), rollout_is_weights=grid().exp(), config=config
+        )
         loss.backward()
     assert log_probs.grad is not None
 

@@ -10,7 +10,9 @@ from architecture.source_tree import PACKAGE, ROOT, listed, parse, texts
 from verl_rc.metrics.catalog import CATALOG
 
 TOP_LEVEL = ("verl_rc", "scripts", "tests", "docs", "configs", "recipes", "docker", "requirements", r"\.ci")
-_PATH = re.compile(rf"(?<![\w/.<{{$-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*\w\.(?:py|sh|md|yaml|yml|json|toml|txt))\b")
+_PATH = re.compile(
+    rf"(?<![\w/.<{{$-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*\w\.(?:py|sh|md|yaml|yml|json|toml|txt))\b"
+)
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
 _MODULE = re.compile(r"(?<![\w./])verl_rc(?:\.\w+)+")
 _METRIC = re.compile(
@@ -21,13 +23,21 @@ _METRIC = re.compile(
 
 def missing_paths(text: str, where: str) -> list[str]:
     """Files named from the root of the repository that are not there."""
-    return [f"{where}: {name} does not exist" for name in sorted(set(_PATH.findall(text))) if not (ROOT / name).exists()]
+    return [
+        f"{where}: {name} does not exist"
+        for name in sorted(set(_PATH.findall(text)))
+        if not (ROOT / name).exists()
+    ]
 
 
 def dead_links(text: str, where: str) -> list[str]:
     """Relative Markdown links that lead nowhere."""
     folder = (ROOT / where).parent
-    return [f"{where}: link to {target} is dead" for target in _LINK.findall(text) if not (folder / target).exists()]
+    return [
+        f"{where}: link to {target} is dead"
+        for target in _LINK.findall(text)
+        if not (folder / target).exists()
+    ]
 
 
 def _defines(module: Path, name: str) -> bool:
@@ -52,20 +62,34 @@ def unknown_modules(text: str, where: str) -> list[str]:
         if rest and (place / f"{rest[0]}.py").exists():
             place /= f"{rest.pop(0)}.py"
         module = place / "__init__.py" if place.is_dir() else place
-        if rest and rest[0] not in ("__version__", "__all__") and not (module.exists() and _defines(module, rest[0])):
+        if (
+            rest
+            and rest[0] not in ("__version__", "__all__")
+            and not (module.exists() and _defines(module, rest[0]))
+        ):
             violations.append(f"{where}: {dotted} does not exist")
     return violations
 
 
 def unknown_metrics(text: str, where: str) -> list[str]:
     """Metric names in backticks that have no entry in the catalogue."""
-    names = (name for name in sorted(set(_METRIC.findall(text))) if not name.endswith((".py", ".md", ".json", ".yaml")))
+    names = (
+        name
+        for name in sorted(set(_METRIC.findall(text)))
+        if not name.endswith((".py", ".md", ".json", ".yaml"))
+    )
     known = {spec.name for spec in CATALOG}
-    return [f"{where}: metric {name} has no entry" for name in names if name not in known and CATALOG.find(name) is None]
+    return [
+        f"{where}: metric {name} has no entry"
+        for name in names
+        if name not in known and CATALOG.find(name) is None
+    ]
 
 
 def test_files_that_are_named_exist():
-    violations = [v for where, text in texts() if "architecture" not in where for v in missing_paths(text, where)]
+    violations = [
+        v for where, text in texts() if "architecture" not in where for v in missing_paths(text, where)
+    ]
     assert not violations, listed(violations)
 
 
@@ -83,9 +107,17 @@ def test_documents_name_what_exists(check):
         (missing_paths, "writes runs/x/metrics.jsonl and <dir>/docs/ghost.md", 0),
         (dead_links, "[a](metrics.md) [b](https://example.com) [c](#here) [d](metrics.md#sync)", 0),
         (dead_links, "[a](ghost.md) [b](../ghost/x.py#part)", 2),
-        (unknown_modules, "`verl_rc.metrics.sinks.open_tracker`, `verl_rc.metrics`, verl_rc.metrics.record.Metric.", 0),
+        (
+            unknown_modules,
+            "`verl_rc.metrics.sinks.open_tracker`, `verl_rc.metrics`, verl_rc.metrics.record.Metric.",
+            0,
+        ),
         (unknown_modules, "`verl_rc.ghost`, `verl_rc.metrics.ghost`, verl_rc.metrics.record.Ghost", 3),
-        (unknown_metrics, "`actor/pg_loss`, `rollout_corr/rollout_rs_{rule}_max`, `val-core/digits/acc/mean@1`", 0),
+        (
+            unknown_metrics,
+            "`actor/pg_loss`, `rollout_corr/rollout_rs_{rule}_max`, `val-core/digits/acc/mean@1`",
+            0,
+        ),
         (unknown_metrics, "`actor/pg_los`, `sync/ghost`", 2),
     ],
 )

@@ -13,11 +13,16 @@ Check = Callable[[ast.AST, str, str], list[str]]
 def prints(tree: ast.AST, source: str, path: str) -> list[str]:
     """Output goes through a sink, a logger or an explicit stream."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [f"{path}:{call.lineno} print" for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+    return [
+        f"{path}:{call.lineno} print"
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "print"
+    ]
 
 
 def blind_excepts(tree: ast.AST, source: str, path: str) -> list[str]:
-    """``except:`` and ``except Exception:`` hide bugs, unless they raise again, or send the error to the process that asked."""
+    """``except:`` and ``except Exception:`` hide bugs, unless they raise again, or send the error to the
+    process that asked."""
 
     def names(node: ast.expr | None) -> set[str]:
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
@@ -28,7 +33,10 @@ def blind_excepts(tree: ast.AST, source: str, path: str) -> list[str]:
         f"{path}:{handler.lineno} blind except"
         for handler in handlers
         if names(handler.type) & {"Exception", "BaseException"}
-        and not any(isinstance(node, ast.Raise) or ast.unparse(node).startswith("pipe.send(") for node in ast.walk(handler))
+        and not any(
+            isinstance(node, ast.Raise) or ast.unparse(node).startswith("pipe.send(")
+            for node in ast.walk(handler)
+        )
     ]
 
 
@@ -36,9 +44,17 @@ def config_lookups(tree: ast.AST, source: str, path: str) -> list[str]:
     """``config.get("key", default)`` gives a key a second default; fields are read as attributes."""
     violations = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and node.args
+        ):
             owner = ast.unparse(node.func.value)
-            if "config" in owner.rpartition(".")[2].lower() or owner.split(".")[0].lower() in ("config", "cfg"):
+            if "config" in owner.rpartition(".")[2].lower() or owner.split(".")[0].lower() in (
+                "config",
+                "cfg",
+            ):
                 violations.append(f"{path}:{node.lineno} {owner}.get(")
     return violations
 
@@ -58,23 +74,40 @@ def unexplained_inner_imports(tree: ast.AST, source: str, path: str) -> list[str
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    return [f"{path}:{line} import inside a function, without a reason" for line in sorted(imports) if not is_explained(line)]
+    return [
+        f"{path}:{line} import inside a function, without a reason"
+        for line in sorted(imports)
+        if not is_explained(line)
+    ]
 
 
 def missing_docstrings(tree: ast.AST, source: str, path: str) -> list[str]:
     """Modules, public classes and public functions say what they are."""
     violations = [] if ast.get_docstring(tree) else [f"{path}:1 module without a docstring"]
-    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))]
+    scopes = [
+        tree,
+        *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")),
+    ]
     for scope in scopes:
         for node in scope.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                overload = any("overload" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
+            if isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ) and not node.name.startswith("_"):
+                overload = any(
+                    "overload" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])
+                )
                 if not ast.get_docstring(node) and not overload:
                     violations.append(f"{path}:{node.lineno} {node.name} without a docstring")
     return violations
 
 
-EVERYWHERE: list[Check] = [prints, blind_excepts, config_lookups, unexplained_inner_imports, missing_docstrings]
+EVERYWHERE: list[Check] = [
+    prints,
+    blind_excepts,
+    config_lookups,
+    unexplained_inner_imports,
+    missing_docstrings,
+]
 
 
 @pytest.mark.parametrize("check", EVERYWHERE)
@@ -84,7 +117,9 @@ def test_whole_package(check: Check):
 
 
 def test_no_package_is_a_drawer():
-    names = {path.stem for path in package_files()} | {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
+    names = {path.stem for path in package_files()} | {
+        path.name for path in PACKAGE.rglob("*") if path.is_dir()
+    }
     assert not names & REFUSED_PACKAGE_NAMES
 
 

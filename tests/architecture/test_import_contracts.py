@@ -11,7 +11,10 @@ import pytest
 from architecture.source_tree import PACKAGE, ROOT
 
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-LINT = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(is_debug_mode=False, show_timings=False))"
+LINT = (
+    "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(is_debug_mode=False, "
+    "show_timings=False))"
+)
 
 FAULTS = {
     "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),
@@ -28,7 +31,9 @@ FAULTS = {
 
 
 def lint_imports(folder: Path) -> tuple[int, str]:
-    result = subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, check=False
+    )
     return result.returncode, result.stdout + result.stderr
 
 

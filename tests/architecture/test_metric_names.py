@@ -1,4 +1,5 @@
-"""Every metric name that the code spells out has an entry in the catalogue, and every entry is reported somewhere."""
+"""Every metric name that the code spells out has an entry in the catalogue, and every entry is reported
+somewhere."""
 
 import ast
 import re
@@ -19,8 +20,11 @@ _ENTRIES = tuple(spec.name for spec in CATALOG)
 
 
 def names_without_entry(tree: ast.AST, path: str) -> list[str]:
-    """Whole string literals only; ``critic/score``, completed to ``critic/score/mean`` elsewhere, counts as known."""
-    inside_f_strings = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    """Whole string literals only; ``critic/score``, completed to ``critic/score/mean`` elsewhere, counts as
+    known."""
+    inside_f_strings = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+    }
     literals = (
         node
         for node in ast.walk(tree)
@@ -36,8 +40,11 @@ def names_without_entry(tree: ast.AST, path: str) -> list[str]:
 
 
 def stages(tree: ast.AST) -> dict[str, int]:
-    """Stages of a step, which become ``timing_s/<stage>`` and ``timing_busy_s/<stage>``, and the lines they stand in."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    """Stages of a step, which become ``timing_s/<stage>`` and ``timing_busy_s/<stage>``, and the lines they
+    stand in."""
+    calls = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    )
     rooms = {"stage": "timing_s", "add_busy": "timing_busy_s"}
     return {
         f"{rooms[call.func.attr]}/{call.args[0].value}": call.lineno
@@ -48,11 +55,16 @@ def stages(tree: ast.AST) -> dict[str, int]:
 
 def stages_without_entry(tree: ast.AST, path: str) -> list[str]:
     found = stages(tree).items()
-    return [f"{path}:{line} {name} has no entry in verl_rc/metrics/catalog" for name, line in found if CATALOG.find(name) is None]
+    return [
+        f"{path}:{line} {name} has no entry in verl_rc/metrics/catalog"
+        for name, line in found
+        if CATALOG.find(name) is None
+    ]
 
 
 def unreported_entries(trees: Iterable[ast.AST], catalog: Catalog) -> list[str]:
-    """Entries whose name nobody spells out: neither whole, nor as an f-string, nor as a beginning that one completes."""
+    """Entries whose name nobody spells out: neither whole, nor as an f-string, nor as a beginning that one
+    completes."""
     texts: set[str] = set()
     templates: list[str] = []
     for tree in trees:
@@ -61,10 +73,16 @@ def unreported_entries(trees: Iterable[ast.AST], catalog: Catalog) -> list[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.add(node.value)
             elif isinstance(node, ast.JoinedStr):
-                templates.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+                templates.append(
+                    "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                )
     templates = [text for text in templates if not text.startswith(("timing_s/", "timing_busy_s/"))]
     whole = [text for text in templates if "/" in text.partition("\0")[0]]
-    endings = [re.compile(re.escape(text[1:]).replace("\0", ".+")) for text in templates if text[:2] in ("\0/", "\0_")]
+    endings = [
+        re.compile(re.escape(text[1:]).replace("\0", ".+"))
+        for text in templates
+        if text[:2] in ("\0/", "\0_")
+    ]
 
     def is_completed(name: str) -> bool:
         cuts = (cut for cut in range(1, len(name)) if name[:cut] in texts)
@@ -80,7 +98,11 @@ def unreported_entries(trees: Iterable[ast.AST], catalog: Catalog) -> list[str]:
             or is_completed(name)
         )
 
-    return [f"{spec.name} is reported by nobody: drop it from the catalogue" for spec in catalog if not is_reported(spec)]
+    return [
+        f"{spec.name} is reported by nobody: drop it from the catalogue"
+        for spec in catalog
+        if not is_reported(spec)
+    ]
 
 
 def test_every_entry_is_reported():
@@ -106,7 +128,9 @@ def test_the_check_of_entries_itself(name, code, count):
 
 
 def test_stages_of_the_driver_have_entries():
-    violations = [v for path in package_files("driver") for v in stages_without_entry(parse(path), relative(path))]
+    violations = [
+        v for path in package_files("driver") for v in stages_without_entry(parse(path), relative(path))
+    ]
     assert not violations, listed(violations)
 
 

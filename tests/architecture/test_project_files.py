@@ -13,12 +13,15 @@ _MACHINE_PATH = re.compile(rf"(?<![\w.$}}~-]){_SLASH}(?:work|root|home|Users|mnt
 _HOST = re.compile(r"https?://([\w.-]+)")
 _INSTALLS = ("pyproject.toml", "requirements/", "scripts/", "docker/", ".ci/", "recipes/")
 _PUBLIC_HOSTS = {"download.pytorch.org", "github.com", "arxiv.org", "localhost", "127.0.0.1"}
-_REGISTRY = re.compile(r"(?:index-url|find-links|registry)[ =]+[\"']?(?:file:|https?://(?![\w.]*\.example\b))", re.IGNORECASE)
+_REGISTRY = re.compile(
+    r"(?:index-url|find-links|registry)[ =]+[\"']?(?:file:|https?://(?![\w.]*\.example\b))", re.IGNORECASE
+)
 """An index given as an option; hosts below .example are reserved for documents and tests."""
 
 
 def machine_paths(text: str, where: str) -> list[str]:
-    """Absolute paths below a home folder, or of the place where this was written; an image may have its own."""
+    """Absolute paths below a home folder, or of the place where this was written; an image may have its
+    own."""
     if where.startswith("docker/"):
         return []
     return [f"{where}: {match.group()}…" for match in _MACHINE_PATH.finditer(text)]
@@ -35,16 +38,27 @@ def registries(text: str, where: str) -> list[str]:
 def unsafe_shell(text: str, where: str) -> list[str]:
     """Scripts that go on after an error."""
     head = [line for line in text.splitlines() if line and not line.startswith("#")][:1]
-    return [] if head == ["set -euo pipefail"] else [f"{where}: the first command must be `set -euo pipefail`"]
+    return (
+        [] if head == ["set -euo pipefail"] else [f"{where}: the first command must be `set -euo pipefail`"]
+    )
 
 
 def shell_scripts() -> list[tuple[str, str]]:
-    return [(where, text) for where, text in texts(".sh", "") if text.startswith("#!/usr/bin/env bash") or where.endswith(".sh")]
+    return [
+        (where, text)
+        for where, text in texts(".sh", "")
+        if text.startswith("#!/usr/bin/env bash") or where.endswith(".sh")
+    ]
 
 
 @pytest.mark.parametrize("check", [machine_paths, registries])
 def test_no_trace_of_one_machine(check):
-    violations = [v for where, text in texts() if where != "tests/architecture/test_project_files.py" for v in check(text, where)]
+    violations = [
+        v
+        for where, text in texts()
+        if where != "tests/architecture/test_project_files.py"
+        for v in check(text, where)
+    ]
     assert not violations, listed(violations)
 
 
@@ -83,7 +97,12 @@ def test_there_is_something_to_look_at():
     [
         (machine_paths, "data in /home/anna/data and /home/bob/main", "README.md", 2),
         (machine_paths, "COPY . /opt/app", "docker/Dockerfile.cpu", 0),
-        (machine_paths, "see verl_rc/work/ and https://a.b/home/x, ~/.cache, /tmp/x, /dev/shm", "README.md", 0),
+        (
+            machine_paths,
+            "see verl_rc/work/ and https://a.b/home/x, ~/.cache, /tmp/x, /dev/shm",
+            "README.md",
+            0,
+        ),
         (registries, "pip install --index-url https://mirror.test/simple x", "docs/x.md", 1),
         (registries, "PIP_FIND_LINKS=/path; --index-url $INDEX", "docs/x.md", 0),
         (registries, "https://pypi.test/simple", "scripts/install.sh", 1),

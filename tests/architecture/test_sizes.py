@@ -26,17 +26,25 @@ def oversized_functions(tree: ast.AST, path: str) -> list[str]:
     for function in functions(tree):
         lines = function.end_lineno - function.lineno + 1
         if lines > MAX_FUNCTION_LINES:
-            violations.append(f"{path}:{function.lineno} {function.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+            violations.append(
+                f"{path}:{function.lineno} {function.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+            )
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         count = sum(argument.arg not in ("self", "cls") for argument in arguments)
         if count > MAX_ARGUMENTS and function.name not in PUBLIC_BY_DESIGN | SIGNATURE_OF_ANOTHER_LIBRARY:
-            violations.append(f"{path}:{function.lineno} {function.name} takes {count} arguments, at most {MAX_ARGUMENTS}")
+            violations.append(
+                f"{path}:{function.lineno} {function.name} takes {count} arguments, at most {MAX_ARGUMENTS}"
+            )
     return violations
 
 
 def test_files_fit():
     sizes = {relative(path): len(path.read_text().splitlines()) for path in package_files()}
-    too_long = [f"{path} has {lines} lines, at most {MAX_FILE_LINES}" for path, lines in sizes.items() if lines > MAX_FILE_LINES]
+    too_long = [
+        f"{path} has {lines} lines, at most {MAX_FILE_LINES}"
+        for path, lines in sizes.items()
+        if lines > MAX_FILE_LINES
+    ]
     assert not too_long, listed(too_long)
 
 

@@ -1,4 +1,5 @@
-"""A small model and task, a run that saves every one of its six steps, and that run when nothing disturbs it."""
+"""A small model and task, a run that saves every one of its six steps, and that run when nothing disturbs
+it."""
 
 from pathlib import Path
 
@@ -22,7 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def overrides(task: dict[str, Path], folder: Path) -> list[str]:
     return [
-        *(item for item in run_overrides(task, folder) if not item.startswith(("trainer.default", "trainer.rollout_data_dir"))),
+        *(
+            item
+            for item in run_overrides(task, folder)
+            if not item.startswith(("trainer.default", "trainer.rollout_data_dir"))
+        ),
         f"reward.custom_reward_function.path={folder / 'reward.py'}",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.actor.shuffle=True",

@@ -36,7 +36,9 @@ def overrides_of(task: dict[str, Path], folder: Path, reward: str, *further: str
     ]
 
 
-def test_a_reward_that_collapses_ends_the_run_before_its_update(task: dict[str, Path], tmp_path: Path) -> None:
+def test_a_reward_that_collapses_ends_the_run_before_its_update(
+    task: dict[str, Path], tmp_path: Path
+) -> None:
     alerts = ("trainer.alerts.reward_collapse=save_and_stop", "trainer.alerts.reward_window=1")
     overrides = overrides_of(task, tmp_path, NOTHING_FROM_STEP_3, *alerts)
     ended = train(overrides)
@@ -52,12 +54,17 @@ def test_a_reward_that_collapses_ends_the_run_before_its_update(task: dict[str, 
     assert "3 steps are done" in resumed.stdout
 
 
-def test_a_mismatch_in_bypass_mode_ends_the_run_after_its_update(task: dict[str, Path], tmp_path: Path) -> None:
+def test_a_mismatch_in_bypass_mode_ends_the_run_after_its_update(
+    task: dict[str, Path], tmp_path: Path
+) -> None:
     alerts = ("trainer.alerts.mismatch=save_and_stop", "trainer.alerts.mismatch_limit=1e-30")
     bypass = "algorithm.rollout_correction.preset=bypass_ppo_clip"
     ended = train(overrides_of(task, tmp_path, SHARE_OF_DIGITS, *alerts, bypass))
     assert ended.returncode == 1, ended.stderr[-3000:]
-    assert "rollout and trainer disagree too much at step 1: rollout_corr/k3_kl is " in ended.stderr.strip().splitlines()[-1]
+    assert (
+        "rollout and trainer disagree too much at step 1: rollout_corr/k3_kl is "
+        in ended.stderr.strip().splitlines()[-1]
+    )
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_1"]
     metrics = metrics_of(tmp_path / "run")[1]
     assert metrics["alerts/mismatch"] == 1

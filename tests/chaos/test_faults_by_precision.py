@@ -1,4 +1,5 @@
-"""Which planted faults are found with which engine, after a step at a usual learning rate (docs/troubleshooting.md)."""
+"""Which planted faults are found with which engine, after a step at a usual learning rate
+(docs/troubleshooting.md)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,10 @@ LEARNING_RATE = 5e-5
 ENGINES = {
     "float32": [],
     "bfloat16": ["actor_rollout_ref.rollout.dtype=bfloat16"],
-    "fp8": ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.quantization=fp8_per_channel"],
+    "fp8": [
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.rollout.quantization=fp8_per_channel",
+    ],
 }
 ALWAYS_FOUND = {
     "one_tensor_not_sent",
@@ -47,7 +51,9 @@ def calibrated_run(
 
 
 @pytest.mark.parametrize("fault", sorted(ALWAYS_FOUND | set(BY_THE_GAP)))
-def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tuple[str, RealRun], fault: str) -> None:
+def test_what_finds_a_fault_depends_on_the_engines_precision(
+    calibrated_run: tuple[str, RealRun], fault: str
+) -> None:
     engine, run = calibrated_run
     weights.publish(run.services, run.state, run.state.step, StepRecord())
     move_weights(run, LEARNING_RATE)
@@ -62,5 +68,7 @@ def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tup
         found = f"found: {str(error).partition('.')[0]}"
     finally:
         plant(run, None)
-    print(f"{engine} | {fault} | {found} | limits {run.state.rollout_gap_limit}, {run.state.canary_gap_limit}")
+    print(
+        f"{engine} | {fault} | {found} | limits {run.state.rollout_gap_limit}, {run.state.canary_gap_limit}"
+    )
     assert found.startswith("found") == (fault in FOUND[engine])

@@ -1,4 +1,5 @@
-"""A disk that fills up in the middle of a save, and a newest checkpoint that is cut short: what was there before is used.
+"""A disk that fills up in the middle of a save, and a newest checkpoint that is cut short: what was there
+before is used.
 
 The disk is a tmpfs, which takes root to mount. Results are in docs/experiment_log.md.
 """
@@ -13,7 +14,10 @@ import pytest
 from compared_runs import committed, differences
 from real_runs import of_folder, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk of a given size takes root")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk of a given size takes root"),
+]
 
 
 def bytes_of(folder: Path) -> int:
@@ -24,7 +28,9 @@ def bytes_of(folder: Path) -> int:
 def disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
     yield disk

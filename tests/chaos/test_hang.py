@@ -1,4 +1,5 @@
-"""A trainer rank that hangs in the middle of an update: who waits for whom is told, the run ends in bounded time, and goes on."""
+"""A trainer rank that hangs in the middle of an update: who waits for whom is told, the run ends in bounded
+time, and goes on."""
 
 import subprocess
 import time
@@ -36,12 +37,17 @@ def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     ]
 
 
-def assert_told_who_waits_for_whom(result: "subprocess.CompletedProcess[str]", report: Path, condition: str) -> None:
+def assert_told_who_waits_for_whom(
+    result: "subprocess.CompletedProcess[str]", report: Path, condition: str
+) -> None:
     assert result.returncode == 1, result.stderr[-3000:]
     assert time.time() - report.stat().st_mtime < BOUND_SECONDS
     assert not left_over_processes()
     last = result.stderr.rpartition("HangError: ")[2]
-    assert f"did not answer within {HANG_TIMEOUT_SECONDS:.0f} s: actor rank 0 (update), actor rank 1 (update)." in last
+    assert (
+        f"did not answer within {HANG_TIMEOUT_SECONDS:.0f} s: actor rank 0 (update), actor rank 1 (update)."
+        in last
+    )
     assert "  actor rank 0: waits in a collective for its peers, at " in last
     assert f"  actor rank 1: {condition}" in last
     assert str(report) in last

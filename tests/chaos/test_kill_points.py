@@ -1,8 +1,9 @@
-"""kill -9 at points spread over driver, trainer rank and engine, over a step and over a save: what is resumed equals what never
-died, to the last bit.
+"""kill -9 at points spread over driver, trainer rank and engine, over a step and over a save: what is resumed
+equals what never died, to the last bit.
 
-One run lives many times: each life goes on from the newest checkpoint and ends at the next point. Run by hand, all in order:
-``pytest tests/chaos/test_kill_points.py -m slow -v``; results are in docs/experiment_log.md.
+One run lives many times: each life goes on from the newest checkpoint and ends at the next point. Run by
+hand, all in order: ``pytest tests/chaos/test_kill_points.py -m slow -v``; results are in
+docs/experiment_log.md.
 """
 
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ LIVES_WITH_ASYNC_SAVE = (
     Life("driver", f"{STORE}:CheckpointStore.commit", 1, "before", 1),
     Life("driver", f"{STORE}:sync_tree", 1, "after", 1),
 )
-"""The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of it."""
+"""The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of
+it."""
 ENGINE_LOSSES = (
     ("SIGSTOP", f"{SAMPLE}:generate", "1", "0.02"),
     ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
@@ -86,7 +88,9 @@ def test_a_life_that_ends_leaves_only_what_never_died_would_have(
     live(life, overrides, folder / "lives", whole_run)
 
 
-def test_the_last_life_ends_as_the_run_that_never_died(overrides: list[str], folder: Path, whole_run: Path) -> None:
+def test_the_last_life_ends_as_the_run_that_never_died(
+    overrides: list[str], folder: Path, whole_run: Path
+) -> None:
     live_to_the_end(overrides, folder / "lives", whole_run)
 
 
@@ -100,24 +104,32 @@ ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save=True"
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("life", LIVES_WITH_ASYNC_SAVE, ids=str)
-def test_a_life_that_saves_beside_its_steps(life: Life, overrides: list[str], folder: Path, whole_run: Path) -> None:
+def test_a_life_that_saves_beside_its_steps(
+    life: Life, overrides: list[str], folder: Path, whole_run: Path
+) -> None:
     live(life, [*overrides, ASYNC_SAVE], folder / "async", whole_run)
 
 
 @pytest.mark.usefixtures("slow_disk")
-def test_the_last_life_that_saves_beside_its_steps(overrides: list[str], folder: Path, whole_run: Path) -> None:
+def test_the_last_life_that_saves_beside_its_steps(
+    overrides: list[str], folder: Path, whole_run: Path
+) -> None:
     live_to_the_end([*overrides, ASYNC_SAVE], folder / "async", whole_run)
 
 
 def live(life: Life, overrides: list[str], lives: Path, whole_run: Path) -> None:
     done = len(committed(lives)) + life.gain
-    result = train([*overrides, *of_folder(lives)], life.victim, "SIGKILL", life.function, str(life.call), life.when)
+    result = train(
+        [*overrides, *of_folder(lives)], life.victim, "SIGKILL", life.function, str(life.call), life.when
+    )
     assert f"disturbance: SIGKILL to the {life.victim}" in result.stderr
     if life.victim == "driver":
         assert result.returncode == -9, result.stderr[-3000:]
     else:
         assert result.returncode == 1, result.stderr[-3000:]
-        assert "actor rank 0 died while it was to" in result.stderr.strip().rpartition("Error: ")[2], result.stderr[-3000:]
+        assert "actor rank 0 died while it was to" in result.stderr.strip().rpartition("Error: ")[2], (
+            result.stderr[-3000:]
+        )
     assert committed(lives) == list(range(1, done + 1))
     assert differences(whole_run, lives, done) == []
 
@@ -134,7 +146,10 @@ def live_to_the_end(overrides: list[str], lives: Path, whole_run: Path) -> None:
 
 def test_engines_that_are_lost_change_nothing(overrides: list[str], folder: Path, whole_run: Path) -> None:
     words = [word for loss in ENGINE_LOSSES for word in ("engine", *loss)]
-    result = train([*overrides, *of_folder(folder / "engines"), "actor_rollout_ref.rollout.engine_timeout_seconds=20"], *words)
+    result = train(
+        [*overrides, *of_folder(folder / "engines"), "actor_rollout_ref.rollout.engine_timeout_seconds=20"],
+        *words,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("disturbance: ") == len(ENGINE_LOSSES)
     assert differences(whole_run, folder / "engines", committed(whole_run)[-1]) == []

@@ -1,7 +1,9 @@
-"""kill -9 at ten points of an asynchronous run, of the driver and of an engine: samples that were under way are resumed with it.
+"""kill -9 at ten points of an asynchronous run, of the driver and of an engine: samples that were under way
+are resumed with it.
 
-As in test_kill_points.py, one run lives many times, for whole responses and for responses that publications cut. A lost engine is
-replaced while the run lives. Run by hand, all in order: ``pytest tests/chaos/test_kill_points_ahead.py -m slow -v``.
+As in test_kill_points.py, one run lives many times, for whole responses and for responses that publications
+cut. A lost engine is replaced while the run lives. Run by hand, all in order: ``pytest
+tests/chaos/test_kill_points_ahead.py -m slow -v``.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,11 @@ pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
 SUPPLY = "verl_rc.driver.supply:AsynchronousSupply"
-CHECKPOINTS, STORE, RECORD = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store", "verl_rc.driver.step_record"
+CHECKPOINTS, STORE, RECORD = (
+    "verl_rc.driver.checkpoints",
+    "verl_rc.checkpoint.store",
+    "verl_rc.driver.step_record",
+)
 STEPS = 6
 AHEAD = (
     "algorithm.rollout_correction.preset=decoupled_token_is",
@@ -41,7 +47,8 @@ KILLS = (  # function, number of the call, when, and the steps that this life co
     (f"{RECORD}:StepRecord.log", 1, "before", 0),
 )
 NOTICED_AT_ONCE = ((f"{SUPPLY}.take", 1, "0.02"),)
-"""The trainer waits for samples and still holds the weights that the engine had: they are sampled again by these."""
+"""The trainer waits for samples and still holds the weights that the engine had: they are sampled again by
+these."""
 AT_ANY_TIME = (
     (
         (f"{SUPPLY}.take", 1, "0.02"),
@@ -92,7 +99,9 @@ def test_the_driver_is_killed(
     assert differences(whole, lives, done) == []
 
 
-def test_the_last_life_ends_as_the_run_that_never_died(mode: str, of_mode: list[str], whole: Path, folder: Path) -> None:
+def test_the_last_life_ends_as_the_run_that_never_died(
+    mode: str, of_mode: list[str], whole: Path, folder: Path
+) -> None:
     result = train([*of_mode, *of_folder(folder / f"{mode}_lives")])
     assert result.returncode == 0, result.stderr[-3000:]
     assert differences(whole, folder / f"{mode}_lives", STEPS) == []
@@ -111,19 +120,27 @@ def test_an_engine_lost_while_the_trainer_waits_changes_nothing(
 
 @pytest.mark.parametrize("losses", AT_ANY_TIME, ids=["before_updates", "after_updates"])
 def test_an_engine_lost_at_any_time_costs_no_sample(
-    mode: str, of_mode: list[str], folder: Path, losses: tuple[tuple[str, int, str], ...], request: pytest.FixtureRequest
+    mode: str,
+    of_mode: list[str],
+    folder: Path,
+    losses: tuple[tuple[str, int, str], ...],
+    request: pytest.FixtureRequest,
 ) -> None:
     there = folder / f"{mode}_{request.node.callspec.id}"
     lose_engines([*of_mode, *of_folder(there)], losses)
     assert len(set(prompts_in_order(there, STEPS))) == 4 * STEPS
     metrics = metrics_of(there)
     assert sum(metrics[step]["recovery/engines_replaced"] for step in range(1, STEPS + 1)) >= len(losses) - 1
-    ages = [metrics[step]["training/off_policy/trajectory_staleness_worst/min"] for step in range(1, STEPS + 1)]
+    ages = [
+        metrics[step]["training/off_policy/trajectory_staleness_worst/min"] for step in range(1, STEPS + 1)
+    ]
     assert min(ages) >= 0, "tokens of a version that was not published"
 
 
 def lose_engines(overrides: list[str], losses: tuple[tuple[str, int, str], ...]) -> None:
-    words = [word for function, call, when in losses for word in ("engine", "SIGKILL", function, str(call), when)]
+    words = [
+        word for function, call, when in losses for word in ("engine", "SIGKILL", function, str(call), when)
+    ]
     result = train([*overrides, "actor_rollout_ref.rollout.engine_timeout_seconds=60"], *words)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("disturbance: ") == len(losses)

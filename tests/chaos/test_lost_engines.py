@@ -1,4 +1,5 @@
-"""Engines of several that die or hang in the middle of generation, and one of two processes: nothing that is trained changes."""
+"""Engines of several that die or hang in the middle of generation, and one of two processes: nothing that is
+trained changes."""
 
 from pathlib import Path
 
@@ -20,10 +21,16 @@ PER_ENGINE = 16
 
 @pytest.fixture(scope="module")
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Long responses, so that half a tenth of a second after the beginning none is complete; a checkpoint of every step."""
+    """Long responses, so that half a tenth of a second after the beginning none is complete; a checkpoint of
+    every step."""
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(SHARE_OF_DIGITS)
-    mine = ("data.max_response_length", "trainer.default_local_dir", "trainer.rollout_data_dir", "actor_rollout_ref.rollout.n=")
+    mine = (
+        "data.max_response_length",
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "actor_rollout_ref.rollout.n=",
+    )
     return [
         *(item for item in run_overrides(task, reward.parent) if not item.startswith(mine)),
         "data.max_response_length=64",
@@ -53,12 +60,17 @@ def assert_same_training(whole: Path, other: Path) -> None:
     assert differences(whole, other, STEPS) == []
     prompts = prompts_in_order(other, STEPS)
     assert len(set(prompts)) == len(prompts) == 4 * STEPS
-    trained = [sum(line.get("ledger/trained_tokens", 0.0) for line in metrics_of(run).values()) for run in (whole, other)]
+    trained = [
+        sum(line.get("ledger/trained_tokens", 0.0) for line in metrics_of(run).values())
+        for run in (whole, other)
+    ]
     assert trained[0] == trained[1] > 0
     assert not left_over_processes()
 
 
-def test_one_of_two_engines_dies_one_stops_then_both_die(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
+def test_one_of_two_engines_dies_one_stops_then_both_die(
+    overrides: list[str], whole_run: Path, tmp_path: Path
+) -> None:
     result = train([*overrides, *of_folder(tmp_path)], *ONE_DIES, *ONE_STOPS, *BOTH_DIE)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("disturbance: ") == 4

@@ -1,8 +1,10 @@
-"""An asynchronous run of an hour with faults: an engine killed every minute, a tool that now and then raises or never answers.
+"""An asynchronous run of an hour with faults: an engine killed every minute, a tool that now and then raises
+or never answers.
 
-Run by hand: ``SOAK_MINUTES=60 pytest tests/chaos/test_soak.py -m slow -s``; without the variable it takes six minutes. On a busy
-machine, where an engine takes longer to start, ``SOAK_KILL_SECONDS=120`` leaves more time between two kills than a minute.
-``SUMS`` may name a folder with ``data`` and ``sft_model`` of recipes/digits_cpu_tools.sh; else they are made.
+Run by hand: ``SOAK_MINUTES=60 pytest tests/chaos/test_soak.py -m slow -s``; without the variable it takes six
+minutes. On a busy machine, where an engine takes longer to start, ``SOAK_KILL_SECONDS=120`` leaves more time
+between two kills than a minute. ``SUMS`` may name a folder with ``data`` and ``sft_model`` of
+recipes/digits_cpu_tools.sh; else they are made.
 """
 
 import json
@@ -27,7 +29,7 @@ from verl_rc.ppo.admission import NumberRanges
 pytestmark = pytest.mark.slow
 MINUTES = float(os.environ.get("SOAK_MINUTES", "6"))
 SECONDS_BETWEEN_KILLS = int(os.environ.get("SOAK_KILL_SECONDS", "60"))
-FAULTY_TOOL = '''
+FAULTY_TOOL = """
 import random
 import time
 
@@ -44,7 +46,7 @@ def calculate(expression: str) -> str:
 
 
 CALCULATOR = Tool("calculator", "Evaluates an expression.", {"expression": "What to evaluate."}, calculate)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,11 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sums")
     data, python = folder / "data", sys.executable
     fits = [f"data.{part}_files={data / f'sft_{part}.parquet'}" for part in ("train", "val")]
-    model = [f"model.path={folder / 'base_model'}", f"trainer.output_dir={folder / 'sft_model'}", "trainer.stop_at_accuracy=0.6"]
+    model = [
+        f"model.path={folder / 'base_model'}",
+        f"trainer.output_dir={folder / 'sft_model'}",
+        "trainer.stop_at_accuracy=0.6",
+    ]
     for command in (
         [python, "scripts/prepare_data/sums.py", "--output_dir", str(data)],
         [python, "scripts/make_tiny_model.py", "--output_dir", str(folder / "base_model")],
@@ -89,7 +95,12 @@ def test_faults_lose_nothing_and_memory_stays_flat(sums: Path, tmp_path: Path) -
     overrides = [
         f"trainer.total_training_steps={10**6}",
         "trainer.total_epochs=1000",
-        *("trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.save_freq=25", "trainer.max_actor_ckpt_to_keep=1"),
+        *(
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=False",
+            "trainer.save_freq=25",
+            "trainer.max_actor_ckpt_to_keep=1",
+        ),
         "trainer.logger=[console]",
         "trainer.report=never",
         "async_training.group_timeout_seconds=120",
@@ -129,7 +140,11 @@ def test_faults_lose_nothing_and_memory_stays_flat(sums: Path, tmp_path: Path) -
     assert lost >= 0.5 * MINUTES * 60 / SECONDS_BETWEEN_KILLS
     assert "failed and is sampled once more" in said
 
-    (checkpoint,) = [path for path in CheckpointStore(folder, None).newest_first() if path.name == f"global_step_{steps[-1]}"]
+    (checkpoint,) = [
+        path
+        for path in CheckpointStore(folder, None).newest_first()
+        if path.name == f"global_step_{steps[-1]}"
+    ]
     ledger = SavedRun.load(checkpoint).state.supply.ledger
     ended = [number for ranges in ledger.ended.values() for number in NumberRanges(ranges)]
     waiting = [group["number"] for group in SavedRun.load(checkpoint).state.supply.groups["groups"]]
@@ -140,5 +155,9 @@ def test_faults_lose_nothing_and_memory_stays_flat(sums: Path, tmp_path: Path) -
     half = [size for minutes, size in memory if memory[-1][0] / 3 < minutes < 2 * memory[-1][0] / 3]
     late = [size for minutes, size in memory if minutes > 2 * memory[-1][0] / 3]
     growth = statistics.median(late) / statistics.median(half)
-    print(json.dumps({"minutes": MINUTES, "steps": steps[-1], "lost": lost, "failed_groups": failed, "growth": growth}))
+    print(
+        json.dumps(
+            {"minutes": MINUTES, "steps": steps[-1], "lost": lost, "failed_groups": failed, "growth": growth}
+        )
+    )
     assert growth < 1.05, f"memory grew {growth:.3f} times from the second third of the run to the last"

@@ -1,4 +1,5 @@
-"""A tiny model and task on disk, one Ray for small processes, and one real run (Ray, an fp32 vLLM engine, an FSDP2 rank)."""
+"""A tiny model and task on disk, one Ray for small processes, and one real run (Ray, an fp32 vLLM engine, an
+FSDP2 rank)."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from verl_rc.config.run import RayInitConfig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process holds one Ray at a time, and starting one takes seconds: tests that share one run in succession, and last."""
+    """A process holds one Ray at a time, and starting one takes seconds: tests that share one run in
+    succession, and last."""
 
     def turn(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
@@ -48,7 +50,8 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and 4."""
+    """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and
+    4."""
     folder = tmp_path_factory.mktemp("whole")
     result = train([*overrides, *of_folder(folder), "trainer.report=at_end"], reads=reads)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -64,7 +67,8 @@ def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[set[tuple[str, str]]]:
-    """A Ray in this process, with room for three processes; its value are the sockets that listened here before.
+    """A Ray in this process, with room for three processes; its value are the sockets that listened here
+    before.
 
     Its first start fails when its servers are up, as on a machine that is too busy.
     """

@@ -1,4 +1,5 @@
-"""A real run one step off: ages, metrics in the catalogue, and kill -9 in the middle of a step, to the last bit."""
+"""A real run one step off: ages, metrics in the catalogue, and kill -9 in the middle of a step, to the last
+bit."""
 
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def test_ages_are_those_of_the_rule(whole_ahead: Path) -> None:
 def test_two_steps_a_publication_by_completion_and_without_prompts_that_tell_nothing(
     overrides: list[str], tmp_path: Path
 ) -> None:
-    mode = ["async_training.trigger_parameter_sync_step=2", "async_training.order=ready", "algorithm.filter_groups.enable=True"]
+    mode = [
+        "async_training.trigger_parameter_sync_step=2",
+        "async_training.order=ready",
+        "algorithm.filter_groups.enable=True",
+    ]
     result = train([*overrides, *AHEAD, *mode, "async_training.max_token_age=2", *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]
     metrics = metrics_of(tmp_path)
@@ -76,13 +81,17 @@ def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
     assert prompts_in_order(tmp_path, 4) == prompts_in_order(whole_ahead, 4)
     assert len(set(prompts_in_order(tmp_path, 4))) == 16
 
+
 STAGED = [*AHEAD, "async_training.staleness_threshold=2", "trainer.save_freq=4"]
 STAGE = "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True"
 
 
 @pytest.mark.slow
-def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(overrides: list[str], tmp_path: Path) -> None:
-    """Whole responses, steps 1 and 3 published beside what runs; and with an engine that is lost in such a publication."""
+def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    """Whole responses, steps 1 and 3 published beside what runs; and with an engine that is lost in such a
+    publication."""
     waiting, beside, lost = tmp_path / "waiting", tmp_path / "beside", tmp_path / "lost"
     assert train([*overrides, *STAGED, *of_folder(waiting)]).returncode == 0
     result = train([*overrides, *STAGED, STAGE, *of_folder(beside)])
@@ -92,7 +101,9 @@ def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(ove
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     for step in (1, 2, 3, 4):
-        assert (waiting / "rollouts" / f"{step}.jsonl").read_bytes() == (beside / "rollouts" / f"{step}.jsonl").read_bytes()
+        assert (waiting / "rollouts" / f"{step}.jsonl").read_bytes() == (
+            beside / "rollouts" / f"{step}.jsonl"
+        ).read_bytes()
     point = ("verl_rc.driver.supply:weights.publish_beside", "2", "0.005")
     result = train([*overrides, *STAGED, STAGE, *of_folder(lost)], "engine", "SIGKILL", *point)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""``doctor --gpu`` rehearsed on a CPU: an actor's rank trains, and an engine beside it loads its weights and agrees with it."""
+"""``doctor --gpu`` rehearsed on a CPU: an actor's rank trains, and an engine beside it loads its weights and
+agrees with it."""
 
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def test_a_rank_trains_and_an_engine_samples_from_its_weights(task: dict[str, Pa
 
 @pytest.mark.gpu
 def test_all_stages_on_a_gpu(task: dict[str, Path], tmp_path: Path) -> None:
-    config = load_run_config([*run_overrides(task, tmp_path), "trainer.device=cuda", "trainer.n_gpus_per_node=1"])
+    config = load_run_config(
+        [*run_overrides(task, tmp_path), "trainer.device=cuda", "trainer.n_gpus_per_node=1"]
+    )
     found = list(bring_up(config, tmp_path / "doctor_gpu.json", STAGES))
     assert [finding for finding in found if finding.status == "failed"] == []

@@ -1,4 +1,5 @@
-"""A run over two Ray nodes, each in namespaces of its own: equal to that of one node, also after a node was lost."""
+"""A run over two Ray nodes, each in namespaces of its own: equal to that of one node, also after a node was
+lost."""
 
 import json
 import subprocess
@@ -16,7 +17,12 @@ from small_runs import SHARE_OF_DIGITS, run_overrides
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-SIZES = ["trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=3", "trainer.hang_timeout_seconds=300"]
+SIZES = [
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+    "trainer.test_freq=3",
+    "trainer.hang_timeout_seconds=300",
+]
 ON_ONE_NODE = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2"]
 ON_TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_kwargs.ray_init.address=auto"]
 PORT = "6379"
@@ -64,7 +70,9 @@ def start_ray(node: Node, *arguments: str) -> None:
 def driver(node: Node, options: list[str], folder: Path) -> "subprocess.Popen[str]":
     """A run on the cluster, started on a node."""
     command = [sys.executable, "-m", "verl_rc.main_ppo", *options, *ON_TWO_NODES, *of_folder(folder)]
-    return node.start(on_core(0, *command), marked_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return node.start(
+        on_core(0, *command), marked_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def assert_equal(folder: Path, expected: Path) -> None:
@@ -75,7 +83,9 @@ def assert_equal(folder: Path, expected: Path) -> None:
         found, wanted = (saved_tensors(run / f"global_step_{step}" / "actor") for run in (folder, expected))
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            assert torch.allclose(found[name], tensor, rtol=0, atol=1e-5 * max(1e-3, float(tensor.abs().max()))), name
+            assert torch.allclose(
+                found[name], tensor, rtol=0, atol=1e-5 * max(1e-3, float(tensor.abs().max()))
+            ), name
 
 
 def test_two_nodes_train_as_one(

@@ -1,4 +1,5 @@
-"""Conversations with tools on a real engine: the trainer gets the tokens that were sampled, and agrees on their log-probs."""
+"""Conversations with tools on a real engine: the trainer gets the tokens that were sampled, and agrees on
+their log-probs."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -23,14 +24,24 @@ def converse(run: RealRun, config: MultiTurnConfig | None) -> None:
     wait_for_all([engine.call("converse", config) for engine in run.services.engines._engines])
 
 
-def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_computes(faulty_run: RealRun) -> None:
+def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_computes(
+    faulty_run: RealRun,
+) -> None:
     run = faulty_run.services
     weights.publish(run, faulty_run.state, VERSION, StepRecord())
-    stops = (run.tokenizer.eos_token_id, *range(0, 258, 2))  # half of the vocabulary: turns of two tokens on average
+    stops = (
+        run.tokenizer.eos_token_id,
+        *range(0, 258, 2),
+    )  # half of the vocabulary: turns of two tokens on average
     rollout = run.config.actor_rollout_ref.rollout
     options = replace(SamplingOptions.for_training(rollout, run.stop_token_ids), stop_token_ids=stops)
-    requests = [GenerationRequest(row.prompt_token_ids, request_seed({"row": row.row_index})) for row in run.validation_rows]
-    converse(faulty_run, MultiTurnConfig(enable=True, tools=["calculator"], format="tag", max_assistant_turns=3))
+    requests = [
+        GenerationRequest(row.prompt_token_ids, request_seed({"row": row.row_index}))
+        for row in run.validation_rows
+    ]
+    converse(
+        faulty_run, MultiTurnConfig(enable=True, tools=["calculator"], format="tag", max_assistant_turns=3)
+    )
     try:
         completions = run.engines.generate(requests, options).result
     finally:
@@ -38,13 +49,17 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     rollouts = as_rollouts(run, requests, completions)
 
     mask, lengths = rollouts.response_mask, rollouts.tokens.response_lengths
-    turns = [[key for key, _ in groupby(row[:length])] for row, length in zip(mask.tolist(), lengths.tolist(), strict=True)]
+    turns = [
+        [key for key, _ in groupby(row[:length])]
+        for row, length in zip(mask.tolist(), lengths.tolist(), strict=True)
+    ]
     assert rollouts.num_turns.tolist() == [1 + len(row) for row in turns]
     assert max(len(row) for row in turns) == 5  # three turns of the policy, two answers
     for row, tokens in enumerate(unpadded(rollouts.tokens.responses, lengths)):
         ends = [i for i in range(len(tokens) - 1) if mask[row, i] and not mask[row, i + 1]]
         assert all(tokens[i] in stops for i in ends)
-    # The trainer computes them over prompt and response as they are: other tokens in any turn's prompt would show.
+    # The trainer computes them over prompt and response as they are: other tokens in any turn's prompt would
+    # show.
     scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config)).result
     torch.testing.assert_close(scores.log_probs[mask], rollouts.rollout_log_probs[mask], rtol=0, atol=1e-4)
     assert rollouts.policy_versions[mask].unique().tolist() == [VERSION]

@@ -1,4 +1,5 @@
-"""The doctor passes a run that can start, names each planted fault with what to do, and its exit code says which it was."""
+"""The doctor passes a run that can start, names each planted fault with what to do, and its exit code says
+which it was."""
 
 import os
 import shutil
@@ -22,7 +23,9 @@ def examined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 def test_a_run_that_can_start(task: dict[str, Path], tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "verl_rc.cli", "doctor", *run_overrides(task, tmp_path / "run")]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("The run can start.\n")
     assert "FAIL" not in result.stdout
@@ -56,7 +59,9 @@ def without_chat_template(task: dict[str, Path], folder: Path) -> list[str]:
 
 def with_a_reward_that_raises(task: dict[str, Path], folder: Path) -> list[str]:
     path = folder / "reward.py"
-    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n"
+    )
     return [f"reward.custom_reward_function.path={path}"]
 
 
@@ -80,7 +85,11 @@ FAULTS = {
     "no such data": (lambda task, folder: ["data.val_files=nowhere.parquet"], "data.val_files", "must exist"),
     "no such model": (lambda task, folder: ["actor_rollout_ref.model.path=./nowhere"], "model", "nowhere"),
     "no chat template": (without_chat_template, "tokenizer", "chat template"),
-    "prompts too long": (lambda task, folder: ["data.max_prompt_length=5"], "data.train_files", "100.0% are longer"),
+    "prompts too long": (
+        lambda task, folder: ["data.max_prompt_length=5"],
+        "data.train_files",
+        "100.0% are longer",
+    ),
     "sequences too long": (
         lambda task, folder: [
             "data.max_response_length=2000",
@@ -90,7 +99,11 @@ FAULTS = {
         "model",
         "1024 positions",
     ),
-    "too few prompts": (lambda task, folder: ["data.train_batch_size=128"], "data.train_files, size", "64 prompts"),
+    "too few prompts": (
+        lambda task, folder: ["data.train_batch_size=128"],
+        "data.train_files, size",
+        "64 prompts",
+    ),
     "a reward that raises": (with_a_reward_that_raises, "reward", "ZeroDivisionError"),
     "a reward that hangs": (with_a_reward_that_hangs, "reward", "it took longer than 0.5 s"),
     "a reward that exits": (with_a_reward_that_exits, "reward", "its process ended with exit code 0"),
@@ -113,7 +126,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_every_fault_is_named(fault: str, task: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_fault_is_named(
+    fault: str, task: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plant, subject, found = FAULTS[fault]
     overrides = [*run_overrides(task, tmp_path / "run"), *plant(task, tmp_path)]
     status, text = examined(capsys, *overrides)
@@ -128,7 +143,9 @@ def test_every_fault_is_named(fault: str, task: dict[str, Path], tmp_path: Path,
     assert "stand in the way" in lines[-1]
 
 
-def test_contradictions_are_the_loaders(task: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_the_loaders(
+    task: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = [
         *run_overrides(task, tmp_path / "run"),
         "data.train_batch_size=3",

@@ -1,4 +1,5 @@
-"""Every estimator and every policy loss takes two steps of the real loop: finite numbers, and weights of its own."""
+"""Every estimator and every policy loss takes two steps of the real loop: finite numbers, and weights of its
+own."""
 
 import json
 import math
@@ -22,7 +23,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     digits = sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10
     return {"score": digits + len(solution_str) / 100, "digits": digits, "length": len(solution_str), "acc": float(digits > 0)}
-"""
+"""  # noqa: E501
 OF_ONES_OWN = """
 def signs(inputs):
     rewards = inputs.token_level_rewards
@@ -58,7 +59,11 @@ FURTHER = {
 }
 VECTORIZED = ("grpo_vectorized", "rloo_vectorized")
 CHOICES = [
-    *(f"{ESTIMATOR}={name}" for name in (*ADVANTAGE_ESTIMATORS, "of_ones_own:signs") if name not in (*VECTORIZED, "grpo")),
+    *(
+        f"{ESTIMATOR}={name}"
+        for name in (*ADVANTAGE_ESTIMATORS, "of_ones_own:signs")
+        if name not in (*VECTORIZED, "grpo")
+    ),
     *(f"{LOSS}={name}" for name in (*LOSS_MODES, "of_ones_own:log_prob_loss") if name != "vanilla"),
 ]
 
@@ -73,11 +78,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(task: dict[str, Path], folder: Path, run_folder: Path, *overrides: str) -> list[dict[str, float]]:
     """The metrics of every step that was taken."""
-    kept = [item for item in run_overrides(task, run_folder) if not item.startswith("trainer.rollout_data_dir")]
+    kept = [
+        item for item in run_overrides(task, run_folder) if not item.startswith("trainer.rollout_data_dir")
+    ]
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
     command = [sys.executable, "-m", "verl_rc.main_ppo", *kept, reward, *TRAINING, *overrides]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["step"] > 0]
@@ -95,7 +104,9 @@ def vanilla_grpo(task: dict[str, Path], folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_two_steps(task: dict[str, Path], folder: Path, tmp_path: Path, vanilla_grpo: torch.Tensor, choice: str) -> None:
+def test_two_steps(
+    task: dict[str, Path], folder: Path, tmp_path: Path, vanilla_grpo: torch.Tensor, choice: str
+) -> None:
     steps = train(task, folder, tmp_path, choice, *FURTHER.get(choice.rpartition("=")[2], []))
     assert [line["step"] for line in steps] == [1, 2]
     check_names({name for line in steps for name in line} - {"step"})
@@ -108,7 +119,9 @@ def test_two_steps(task: dict[str, Path], folder: Path, tmp_path: Path, vanilla_
     assert float((found - vanilla_grpo).norm() / vanilla_grpo.norm()) > 1e-6
 
 
-def test_dynamic_sampling_goes_on_as_if_nothing_had_happened(task: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_dynamic_sampling_goes_on_as_if_nothing_had_happened(
+    task: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
     """Prompts that were drawn, trained on or not, are used up; a resumed run draws the ones after them."""
     options = [
         "algorithm.filter_groups.enable=True",
@@ -124,5 +137,7 @@ def test_dynamic_sampling_goes_on_as_if_nothing_had_happened(task: dict[str, Pat
     found = train(task, folder, tmp_path / "again", *options)
     assert [line["step"] for line in found] == [3, 4]
     for one, other in zip(found, expected[2:], strict=True):
-        different = [name for name in other if one[name] != other[name] and not name.startswith(("timing_", "perf/"))]
+        different = [
+            name for name in other if one[name] != other[name] and not name.startswith(("timing_", "perf/"))
+        ]
         assert not different

@@ -1,4 +1,5 @@
-"""Every key is read where it acts, which a real run shows: each of its processes writes down what it reads, and where."""
+"""Every key is read where it acts, which a real run shows: each of its processes writes down what it reads,
+and where."""
 
 from pathlib import Path
 
@@ -8,11 +9,17 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 
 SAYS_WHAT_HAPPENS_ANYWAY = {
-    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy", "actor_rollout_ref.rollout.name"),
+    *(
+        "actor_rollout_ref.actor.strategy",
+        "actor_rollout_ref.ref.strategy",
+        "critic.strategy",
+        "actor_rollout_ref.rollout.name",
+    ),
     *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
 }
-"""Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same."""
+"""Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same.
+"""
 
 TURNS, JUDGE = "actor_rollout_ref.rollout.multi_turn", "reward.reward_model"
 PENALTY, GROUPS = "reward.reward_kwargs", "algorithm.filter_groups"
@@ -26,24 +33,30 @@ SHOWN_ELSEWHERE = {
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # features that the run has turned off
-    "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds async_training.max_off_policy_strategy "
+    "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
+    "async_training.max_off_policy_strategy "
     "async_training.partial_rollout async_training.order async_training.max_off_policy_threshold",
     "tests/unit/driver/test_setup.py": "async_training.kv_cache_on_update",
     "tests/unit/data/test_records.py": "data.custom_cls.name",
-    "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules "
+    "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
+    "actor_rollout_ref.model.target_modules "
     "actor_rollout_ref.model.exclude_modules",
-    "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type",
+    "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
+    "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
-    "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns {TURNS}.max_user_turns "
+    "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
+    f"{TURNS}.max_user_turns "
     f"{TURNS}.max_parallel_calls {TURNS}.max_tool_response_length {TURNS}.tool_timeout_seconds "
     f"{TURNS}.tool_response_truncate_side",
-    "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu {JUDGE}.max_length "
+    "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
+    f"{JUDGE}.max_length "
     f"{JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
     "tests/unit/driver/test_sample.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
     f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
-    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse trainer.alerts.cause "
+    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "
+    "trainer.alerts.cause "
     "trainer.alerts.gap",
     # W&B, which the run does without
     "tests/unit/driver/test_report_at_end.py": "trainer.wandb_text",

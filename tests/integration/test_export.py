@@ -32,14 +32,18 @@ def exported(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == f"{folder / 'merged'}: Qwen2ForCausalLM after step 3, float32\n"
     assert result.stderr == ""
-    assert main(["export", str(folder / "global_step_3"), "--output", str(folder / "adapter"), "--adapter"]) == 0
+    assert (
+        main(["export", str(folder / "global_step_3"), "--output", str(folder / "adapter"), "--adapter"]) == 0
+    )
     return {"base": task["model"], "merged": folder / "merged", "adapter": folder / "adapter"}
 
 
 def served_tokens(model: Path, adapter: Path | None = None) -> tuple[list[int], list[int]]:
     """Token ids of the prompt, and of its greedy continuation by a vLLM in a process of its own."""
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    process = OtherProcess("plain_engine:PlainEngine", environment, model=str(model), adapter=adapter and str(adapter))
+    process = OtherProcess(
+        "plain_engine:PlainEngine", environment, model=str(model), adapter=adapter and str(adapter)
+    )
     try:
         prompt, tokens = process.call("continue_greedily", PROMPT, NUM_TOKENS)
         return prompt, tokens
@@ -48,7 +52,8 @@ def served_tokens(model: Path, adapter: Path | None = None) -> tuple[list[int], 
 
 
 def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
-    """The same continuation by transformers, with every choice clear enough to survive another order of additions."""
+    """The same continuation by transformers, with every choice clear enough to survive another order of
+    additions."""
     tokens = list(prompt)
     for _ in range(NUM_TOKENS):
         with torch.no_grad():

@@ -16,13 +16,17 @@ ARGUMENTS = {
 
 
 def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
-    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS)
+    options = EngineOptions(
+        str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS
+    )
     environment = engine_environment(1, "cpu", one_node=True)
     engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
     try:
         assert engine.call("describe")["fp8_products"].startswith("PyTorch's emulation (")
         requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
-        sampling = SamplingOptions(1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True)
+        sampling = SamplingOptions(
+            1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True
+        )
         log_probs, slow_products = engine.call("log_probs", requests, sampling)
         assert slow_products == 0
         engine.call("become_fast")
@@ -33,9 +37,14 @@ def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> N
 
 
 def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> None:
-    """C3: not the scales that quantisation derives, also those with another name: a block's is ``weight_scale_inv``."""
-    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS)
-    engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options)
+    """C3: not the scales that quantisation derives, also those with another name: a block's is
+    ``weight_scale_inv``."""
+    options = EngineOptions(
+        str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS
+    )
+    engine = OtherProcess(
+        "slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options
+    )
     try:
         engine.call("rename_scales", "weight_scale_inv")
         engine.call("begin_update")

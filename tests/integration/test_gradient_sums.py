@@ -1,4 +1,5 @@
-"""Gradients that are reduced after every micro-batch equal those that each rank adds up whole, and take less memory."""
+"""Gradients that are reduced after every micro-batch equal those that each rank adds up whole, and take less
+memory."""
 
 import json
 import os
@@ -32,7 +33,9 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def gradients(rank: int, folder: Path, port: int, once: bool, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def gradients(
+    rank: int, folder: Path, port: int, once: bool, overrides: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
     """Of three micro-batches a rank, one of them empty on the second rank."""
     config = small_run_config(folder, "trainer.n_gpus_per_node=2", f"{KEY}={once}", *overrides)
     torch.manual_seed(3)
@@ -77,8 +80,8 @@ def test_both_ways_give_the_same_gradients(found: Any, case: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "sharing"), [(16_384, 1), (32_768, 4)])
 def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(tokens: int, sharing: int) -> None:
-    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory; with ``sharing``, rows of
-    32,768 tokens that four ranks share."""
+    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory; with
+    ``sharing``, rows of 32,768 tokens that four ranks share."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, str(ROOT / "tests" / "fake_update.py"), "4", str(tokens), str(sharing)]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -91,5 +94,7 @@ def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(tokens: in
         assert expected <= found["between"] - found["at rest"] <= 1.02 * expected
         given: Given = {KEY: once, SHARED: sharing, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens // sharing}
         config = config_of({**ON_8_GPUS, **given})
-        actor = next(role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor")
+        actor = next(
+            role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor"
+        )
         assert 0.9 * found["peak"] <= actor.model - actor.optimizer <= 1.1 * found["peak"]

@@ -1,4 +1,5 @@
-"""Weights that groups of ranks share, each group a copy: the numbers of one group of all ranks, on four gloo ranks."""
+"""Weights that groups of ranks share, each group a copy: the numbers of one group of all ranks, on four gloo
+ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,16 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def updated(
-    rank: int, model: Path, port: int, size: int, options: tuple[str, ...], folder: Path, other: Path | None = None
+    rank: int,
+    model: Path,
+    port: int,
+    size: int,
+    options: tuple[str, ...],
+    folder: Path,
+    other: Path | None = None,
 ) -> dict[str, Any]:
-    """What one rank holds after an update of two micro-batches, some of them empty; ``other``: a checkpoint to begin with."""
+    """What one rank holds after an update of two micro-batches, some of them empty; ``other``: a checkpoint
+    to begin with."""
     options, groups_of = (*options, f"{SIZE}={size}"), RANKS if size == -1 else size
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.process_group import RankAddress
@@ -33,7 +41,9 @@ def updated(
     from verl_rc.workers.policy_worker import PolicyWorker
     from verl_rc.workers.updates import UpdateRequest
 
-    config = small_run_config(model, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=0.01", *options)
+    config = small_run_config(
+        model, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=0.01", *options
+    )
     torch.manual_seed(3 + rank // groups_of)  # groups draw different adapters, and take those of the first
     worker = PolicyWorker(config, RankAddress(rank, RANKS, "127.0.0.1", port), total_steps=10)
     if other is not None:
@@ -44,11 +54,14 @@ def updated(
     share = MiniBatchShare(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
     report = worker.update(batch, UpdateRequest(RolloutCorrectionConfig(), 0, [share]))
     module, weights = worker.model.module, worker._sender._weights
-    # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first step blows up.
+    # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first
+    # step blows up.
     moved = [parameter for name, parameter in module.named_parameters() if not name.endswith("k_proj.bias")]
     names = [name for name in weights.shapes() if not name.endswith("k_proj.bias")]
     found = {
-        "norms": torch.tensor([metric.value for metric in report.metrics if metric.name == "actor/grad_norm"]),
+        "norms": torch.tensor(
+            [metric.value for metric in report.metrics if metric.name == "actor/grad_norm"]
+        ),
         "weights": flat(whole(parameter) for parameter in moved),
         "sent": flat(weights.gather(names, torch.float32)),
         "log-probs": worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3], [4, 5, 6, 7]])[0],
@@ -71,7 +84,9 @@ def run_rank(rank: int, model: Path, ports: list[int], folder: Path) -> None:
             found[name, size] = updated(rank, model, ports.pop(), size, options, folder / f"{name} {size}")
     for size, other in ((-1, 2), (2, -1), (2, 1)):
         saved = folder / f"all weights {other}"
-        found["loaded", size, other] = updated(rank, model, ports.pop(), size, (), folder / f"{size} {other}", saved)
+        found["loaded", size, other] = updated(
+            rank, model, ports.pop(), size, (), folder / f"{size} {other}", saved
+        )
     torch.save(found, folder / f"found_{rank}.pt")
 
 
@@ -102,7 +117,9 @@ def test_a_rank_holds_its_share_of_one_copy(ranks: Any, size: int) -> None:
     everything = ranks[0]["all weights", -1]["weights"].numel()
     held = [of_rank["all weights", size]["here"] for of_rank in ranks]
     group = RANKS if size == -1 else size
-    assert [sum(held[first : first + group]) for first in range(0, RANKS, group)] == [everything] * (RANKS // group)
+    assert [sum(held[first : first + group]) for first in range(0, RANKS, group)] == [everything] * (
+        RANKS // group
+    )
 
 
 @pytest.mark.parametrize(("size", "other"), [(-1, 2), (2, -1), (2, 1)])

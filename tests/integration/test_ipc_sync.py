@@ -32,16 +32,25 @@ BUCKET_BYTES = 20 << 10
 # Longer than one block of 32 tokens, so that a second request finds a cached prefix.
 PROMPT = [5 + index % 7 for index in range(40)]
 WIDTH = 40
-GREEDY = SamplingOptions(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=(), ignore_eos=True)
+GREEDY = SamplingOptions(
+    temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=(), ignore_eos=True
+)
 
 
 @pytest.fixture(scope="module")
 def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
     """A RolloutEngine in fp32 in a process of its own, without Ray."""
-    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32, "skip_tokenizer_init": True}
+    arguments = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 32 << 20,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+    }
     # As on every CPU, see driver/setup.py: a prompt that is cut in two cannot be sampled from with a seed.
     arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, response_width=WIDTH, arguments=arguments)
+    options = EngineOptions(
+        str(task["model"]), "float32", max_model_len=96, response_width=WIDTH, arguments=arguments
+    )
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
     yield process
@@ -56,7 +65,9 @@ def model(task: dict[str, Path]) -> Any:
 @pytest.fixture
 def sender(model: Any) -> Iterator[WeightSender]:
     with nothing_left_behind():
-        yield WeightSender(ModelWeights(model), 0, torch.device("cpu"), wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
+        yield WeightSender(
+            ModelWeights(model), 0, torch.device("cpu"), wire_dtype="float32", bucket_bytes=BUCKET_BYTES
+        )
 
 
 def receipts(answer: list[dict[str, Any]]) -> list[LoadReceipt]:
@@ -129,8 +140,11 @@ def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, en
     assert gap_to_model(model, engine, 7) < 1e-4
 
 
-def test_a_staged_update_pauses_nothing_while_it_is_received(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
-    """All samples end before the first bucket is sent; those that come later have the new weights, and only these."""
+def test_a_staged_update_pauses_nothing_while_it_is_received(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
+    """All samples end before the first bucket is sent; those that come later have the new weights, and only
+    these."""
     change(model, seed=8)
     publish(sender, engine, 8)
     join(sender, engine)
@@ -149,7 +163,8 @@ def test_a_staged_update_pauses_nothing_while_it_is_received(model: Any, sender:
 def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
     model: Any, sender: WeightSender, engine: OtherProcess
 ) -> None:
-    """What was submitted before it has the old weights alone, what comes later the new ones; cancelled ones are no obstacle."""
+    """What was submitted before it has the old weights alone, what comes later the new ones; cancelled ones
+    are no obstacle."""
     change(model, seed=10)
     publish(sender, engine, 10)
     join(sender, engine)
@@ -182,7 +197,12 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     engine.call("load_bucket", sender.offer(0, True))
     engine.call("load_bucket", sender.offer(1, True))
     vanished = sender.offer(2, True)
-    assert [spec.name.split(".")[-2] for spec in vanished.tensors[:4]] == ["k_proj", "k_proj", "v_proj", "v_proj"]
+    assert [spec.name.split(".")[-2] for spec in vanished.tensors[:4]] == [
+        "k_proj",
+        "k_proj",
+        "v_proj",
+        "v_proj",
+    ]
     sender.release()
     with pytest.raises(RuntimeError, match="No such file"):
         engine.call("load_bucket", vanished)
@@ -190,7 +210,9 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     change(model, seed=4)
     publish(sender, engine, 4)
     assert gap_to_model(model, engine, 4) < 1e-4
-    assert {version for row in collect(engine, 2).values() for version in row.policy_versions.unique().tolist()} <= {-1, 4}
+    assert {
+        version for row in collect(engine, 2).values() for version in row.policy_versions.unique().tolist()
+    } <= {-1, 4}
 
 
 def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
@@ -206,7 +228,9 @@ def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, en
 
 def samples(count: int, first: int = 0) -> list[QueuedSample]:
     """Of different lengths and seeds, on eight prompts of which the longest fills more than one block."""
-    sampling = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=WIDTH, stop_token_ids=(), ignore_eos=True)
+    sampling = SamplingOptions(
+        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=WIDTH, stop_token_ids=(), ignore_eos=True
+    )
 
     def request(number: int) -> GenerationRequest:
         return GenerationRequest(PROMPT[: 5 + 5 * (number % 8)], seed=number, max_tokens=WIDTH - number % 11)
@@ -223,7 +247,9 @@ def collect(engine: OtherProcess, count: int) -> dict[int, Completions]:
     return rows
 
 
-def test_when_samples_come_and_with_which_others_changes_no_bit(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+def test_when_samples_come_and_with_which_others_changes_no_bit(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
     change(model, seed=8)
     publish(sender, engine, 8)
     wanted = samples(48)
@@ -238,7 +264,9 @@ def test_when_samples_come_and_with_which_others_changes_no_bit(model: Any, send
         assert torch.equal(getattr(whole, field), getattr(apart, field)), field
 
 
-def test_validation_beside_samples_equals_validation_alone(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+def test_validation_beside_samples_equals_validation_alone(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
     """T22: to the bit, and the samples end as they would have without it."""
     change(model, seed=12)
     publish(sender, engine, 12)
@@ -294,7 +322,8 @@ def cutting_engine(engine: OtherProcess) -> Iterator[OtherProcess]:
 def test_an_update_under_running_samples_goes_on_with_the_new_weights(
     model: Any, sender: WeightSender, cutting_engine: OtherProcess
 ) -> None:
-    """T5, T7, T9: nothing is lost, and every token fits the weights whose version it has, behind cached blocks too."""
+    """T5, T7, T9: nothing is lost, and every token fits the weights whose version it has, behind cached
+    blocks too."""
     engine, before, wanted = cutting_engine, copy.deepcopy(model), samples(16)
     change(before, seed=20)
     change(model, seed=20)
@@ -306,7 +335,9 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
     interrupted = engine.call("interrupted")
     parts = interrupted.completions
     assert interrupted.numbers == list(range(16))
-    assert interrupted.recomputed_tokens == sum(len(sample.request.prompt_token_ids) + 12 for sample in wanted)
+    assert interrupted.recomputed_tokens == sum(
+        len(sample.request.prompt_token_ids) + 12 for sample in wanted
+    )
     assert interrupted.pause_seconds > 0
     assert parts.response_lengths.unique().tolist() == [12]
     assert parts.policy_versions[:, :12].unique().tolist() == [20]
@@ -320,13 +351,17 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
         assert torch.equal(row.responses[0, :12], parts.responses[number, :12])
         response = row.responses[0, :length].tolist()
         gaps = [
-            (log_probs_by(weights, sample.request.prompt_token_ids, response) - row.rollout_log_probs[0, :length]).abs()
+            (
+                log_probs_by(weights, sample.request.prompt_token_ids, response)
+                - row.rollout_log_probs[0, :length]
+            ).abs()
             for weights in (before, model)
         ]
         assert max(gaps[0][:12].max(), gaps[1][12:].max()) < 1e-4
         assert min(gaps[0][12:].max(), gaps[1][:12].max()) > 0.01
     again = [
-        replace(sample, request=replace(sample.request, parts=row_parts(parts, sample.number))) for sample in wanted
+        replace(sample, request=replace(sample.request, parts=row_parts(parts, sample.number)))
+        for sample in wanted
     ]
     engine.call("submit", again)  # as after a loss or in a resumed run: the same tokens, to the bit
     engine.call("after_steps", 100)
@@ -339,7 +374,8 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
 def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
     model: Any, sender: WeightSender, cutting_engine: OtherProcess
 ) -> None:
-    """T5 with ``keep``: log-probs after the update are of new weights behind old keys and values; other requests see none."""
+    """T5 with ``keep``: log-probs after the update are of new weights behind old keys and values; other
+    requests see none."""
     engine, wanted = cutting_engine, samples(8)
     engine.call("act_on_update", "keep")
     change(model, seed=30)
@@ -348,7 +384,9 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
     engine.call("after_steps", 12)
     change(model, seed=31)
     publish(sender, engine, 31)
-    assert gap_to_model(model, engine, 31) < 1e-4  # its prompt is in the cache, with keys and values of version 30
+    assert (
+        gap_to_model(model, engine, 31) < 1e-4
+    )  # its prompt is in the cache, with keys and values of version 30
     interrupted = engine.call("interrupted")
     parts = interrupted.completions
     assert interrupted.numbers == list(range(8))
@@ -366,7 +404,9 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
 
 
 @pytest.mark.slow
-def test_thirty_updates_under_running_samples(model: Any, sender: WeightSender, cutting_engine: OtherProcess) -> None:
+def test_thirty_updates_under_running_samples(
+    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+) -> None:
     """T25, with the real engine."""
     engine = cutting_engine
     publish(sender, engine, 100)

@@ -1,4 +1,5 @@
-"""A Ray of our own: it comes up at the second attempt, runs workers at normal priority, and listens on loopback alone."""
+"""A Ray of our own: it comes up at the second attempt, runs workers at normal priority, and listens on
+loopback alone."""
 
 import os
 import socket

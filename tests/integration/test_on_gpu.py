@@ -1,4 +1,5 @@
-"""Actor, critic, losses and correction on a CUDA device give what they give on a CPU: python -m pytest -m gpu."""
+"""Actor, critic, losses and correction on a CUDA device give what they give on a CPU: python -m pytest -m
+gpu."""
 
 import json
 from pathlib import Path
@@ -62,10 +63,16 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
                 torch.nn.init.constant_(worker.model.module.score.weight, 0.1)
                 values = torch.zeros(len(LENGTHS), 7)
                 critic_batch = CriticBatch(
-                    tokens=batch.tokens, response_mask=batch.response_mask, old_values=values, returns=values + 1, batch_size=[6]
+                    tokens=batch.tokens,
+                    response_mask=batch.response_mask,
+                    old_values=values,
+                    returns=values + 1,
+                    batch_size=[6],
                 )
                 worker.accumulate(critic_batch, share, totals)
-            found[device] = torch.cat([p.grad.full_tensor().flatten().cpu() for p in worker.model.module.parameters()])
+            found[device] = torch.cat(
+                [p.grad.full_tensor().flatten().cpu() for p in worker.model.module.parameters()]
+            )
         worker.close()
     return found
 
@@ -93,7 +100,9 @@ def test_golden_policy_losses(case: dict[str, Any]) -> None:
     )
     loss.backward()
     assert float(loss.detach()) == pytest.approx(case["expected"]["loss"], rel=1e-5, abs=1e-7)
-    torch.testing.assert_close(log_probs.grad.cpu(), torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        log_probs.grad.cpu(), torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -103,7 +112,9 @@ def test_correction(case: dict[str, Any]) -> None:
     corrected = correct_current(batch, log_probs, config, measure_current(batch, log_probs, config, 0))
     keep = torch.tensor(case["expected"]["keep_mask"]).bool()
     assert torch.equal(corrected.loss_mask.cpu(), keep & batch.response_mask.cpu())
-    found = compute_rollout_correction(log_probs, batch.rollout_log_probs, batch.response_mask, config).metrics()
+    found = compute_rollout_correction(
+        log_probs, batch.rollout_log_probs, batch.response_mask, config
+    ).metrics()
     for name, value in case["expected"]["metrics"].items():
         if name.startswith("rollout_corr/"):
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7)
@@ -115,7 +126,9 @@ def test_packed_attention_without_padding(monkeypatch: pytest.MonkeyPatch) -> No
     for in_one_kernel in (True, False):
         generator = torch.Generator("cuda").manual_seed(0)
         parts = [
-            torch.randn(1, heads, 408, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+            torch.randn(
+                1, heads, 408, 64, device="cuda", dtype=torch.bfloat16, generator=generator
+            ).requires_grad_()
             for heads in (4, 2, 2)
         ]
         assert attention.runs_flash_kernels(parts[0]), "this GPU has no such kernel"

@@ -27,16 +27,28 @@ SHARED_ROWS = [[0, 1, 2], [3, 4, 5]]
 
 
 def run_rank(number: int, folder: Path, ports: list[int]) -> None:
-    """A rank of the actor alone, of the critic alone, or of all roles, for each number of these pairs of processes."""
+    """A rank of the actor alone, of the critic alone, or of all roles, for each number of these pairs of
+    processes."""
     torch.set_num_threads(1)
     rank, roles = number % 2, CASES[number // 2]
-    meshes = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-              "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=1", "critic.fsdp_config.fsdp_size=1",
-              "critic.fsdp_config.ulysses_sequence_parallel_size=1")  # fmt: skip
-    learns = ("critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=0.01")
+    meshes = (
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=1",
+        "critic.fsdp_config.fsdp_size=1",
+        "critic.fsdp_config.ulysses_sequence_parallel_size=1",
+    )
+    learns = (
+        "critic.enable=True",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+    )
     saving = ("actor_rollout_ref.actor.checkpoint.async_save=True", "critic.checkpoint.async_save=True")
     config = small_run_config(folder, "trainer.n_gpus_per_node=2", *meshes, *learns, *saving)
-    arguments = {"config": config, "address": RankAddress(rank, 2, "127.0.0.1", ports[number // 2]), "total_steps": 10}
+    arguments = {
+        "config": config,
+        "address": RankAddress(rank, 2, "127.0.0.1", ports[number // 2]),
+        "total_steps": 10,
+    }
     if len(roles) == 1:
         workers = {role: KINDS[role](**arguments) for role in roles}
     else:
@@ -54,21 +66,31 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         batch.ref_log_prob = batch.old_log_probs
         counts = (int(batch.response_mask.sum()), 6, int(batch.loss_mask.sum()))
         values = CriticBatch(
-            batch.tokens, batch.response_mask, torch.zeros_like(batch.returns), 1.0 * batch.response_mask, batch_size=[6]
+            batch.tokens,
+            batch.response_mask,
+            torch.zeros_like(batch.returns),
+            1.0 * batch.response_mask,
+            batch_size=[6],
         )
         for role, worker in workers.items():
             score = worker.compute_values if role == "critic" else worker.compute_log_probs
-            found[f"{role} {step}"] = score(batch.tokens, SHARED_ROWS if role == "actor" else OWN_ROWS[rank])[0]
+            found[f"{role} {step}"] = score(batch.tokens, SHARED_ROWS if role == "actor" else OWN_ROWS[rank])[
+                0
+            ]
         if "critic" in workers:
             workers["critic"].update(values, [MiniBatchShare(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
             request = UpdateRequest(RolloutCorrectionConfig(), 0, [MiniBatchShare(SHARED_ROWS, *counts)])
             workers["actor"].update(batch, request)
         if step == 0:
-            for role in [role for role in workers if role != "reference"]:  # collective: in the same order on both ranks
+            for role in [
+                role for role in workers if role != "reference"
+            ]:  # collective: in the same order on both ranks
                 workers[role].save(folder / role)
     for role, worker in workers.items():
-        found[f"{role}'s weights"] = torch.cat([whole(each).flatten() for each in worker.model.module.parameters()])
+        found[f"{role}'s weights"] = torch.cat(
+            [whole(each).flatten() for each in worker.model.module.parameters()]
+        )
         if role != "reference":
             assert worker.has_saved(True)
     return found

@@ -1,4 +1,5 @@
-"""The real loop by its other ways: bypass mode, LoRA with its own reference, lent memory, two engines; ended by Ctrl-C."""
+"""The real loop by its other ways: bypass mode, LoRA with its own reference, lent memory, two engines; ended
+by Ctrl-C."""
 
 import json
 import os
@@ -75,7 +76,9 @@ def steps(interrupted_run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (interrupted_run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(steps: list[dict[str, float]]) -> None:
+def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(
+    steps: list[dict[str, float]],
+) -> None:
     check_names({name for line in steps for name in line} - {"step"})
     for line in steps[1:]:
         assert "timing_s/old_log_prob" not in line
@@ -91,7 +94,9 @@ def test_the_reference_is_the_actor_before_training(steps: list[dict[str, float]
     assert "timing_s/ref" in steps[1]
 
 
-def test_validation_with_two_samples_and_tensorboard(interrupted_run: Path, steps: list[dict[str, float]]) -> None:
+def test_validation_with_two_samples_and_tensorboard(
+    interrupted_run: Path, steps: list[dict[str, float]]
+) -> None:
     assert {"val-core/digits/acc/mean@2", "val-core/digits/acc/best@2/mean"} <= steps[0].keys()
     assert list((interrupted_run / "tensorboard").iterdir())
 

@@ -1,4 +1,5 @@
-"""Real runs in which weights change under running responses: versions, metrics, and kill -9, to the last bit."""
+"""Real runs in which weights change under running responses: versions, metrics, and kill -9, to the last
+bit."""
 
 from pathlib import Path
 
@@ -25,7 +26,8 @@ DETERMINISTIC = [*PARTIAL, "async_training.deterministic_steps=5"]
 def whole_partial(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of four steps with five engine steps for each version.
 
-    Two of three batches have room in the engine: those of the last two steps begin with version 1 and end with version 2.
+    Two of three batches have room in the engine: those of the last two steps begin with version 1 and end
+    with version 2.
     """
     folder = tmp_path_factory.mktemp("partial")
     result = train([*overrides, *DETERMINISTIC, *of_folder(folder)])
@@ -39,7 +41,12 @@ def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: 
     metrics = metrics_of(whole_partial)
     check_names({name for line in metrics.values() for name in line} - {"step"})
     assert [metrics[step]["async/group_age/max"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
-    assert [metrics[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    assert [metrics[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3, 4)] == [
+        1,
+        1,
+        2,
+        2,
+    ]
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3, 4))
     assert all(metrics[step]["sync/canary_max_gap"] < 1e-4 for step in range(5))
     assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
@@ -69,11 +76,14 @@ def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_loses_no_sample(overrides: list[str], tmp_path: Path) -> None:
-    """T7, T8: its responses go on from what the last update brought; every version is one that was published."""
+    """T7, T8: its responses go on from what the last update brought; every version is one that was
+    published."""
     point = ("verl_rc.driver.supply:weights.collect_parts", "2", "before")
     result = train([*overrides, *PARTIAL, *of_folder(tmp_path)], "engine", "SIGKILL", *point)
     assert result.returncode == 0, result.stderr[-3000:]
     metrics = metrics_of(tmp_path)
     assert sum(line["recovery/engines_replaced"] for line in metrics.values()) == 1
     assert len(set(prompts_in_order(tmp_path, 4))) == 16
-    assert all(metrics[step]["training/off_policy/trajectory_staleness_worst/min"] >= 0 for step in (1, 2, 3, 4))
+    assert all(
+        metrics[step]["training/off_policy/trajectory_staleness_worst/min"] >= 0 for step in (1, 2, 3, 4)
+    )

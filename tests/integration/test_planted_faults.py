@@ -1,4 +1,5 @@
-"""Faults planted in the real loop: each is named before an optimizer step is taken on what it spoilt; what alerts do there."""
+"""Faults planted in the real loop: each is named before an optimizer step is taken on what it spoilt; what
+alerts do there."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -50,7 +51,11 @@ def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: RealRun) -> 
     assert weights_of(stepped_run) != before
     assert metrics["sync/canary_max_gap"] < 1e-4
     assert metrics["sync/rollout_gap_max"] < 1e-4
-    assert metrics["ledger/trained_tokens"] + metrics["ledger/rejected_tokens"] == metrics["ledger/sampled_tokens"] > 0
+    assert (
+        metrics["ledger/trained_tokens"] + metrics["ledger/rejected_tokens"]
+        == metrics["ledger/sampled_tokens"]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,14 +65,28 @@ def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: RealRun) -> 
         ("half_loaded_tensor", SyncProofError, CANARY),
         ("one_tensor_not_sent", SyncProofError, r"all 2[0-9] tensors must be sent, missing"),
         ("stale_prefix_cache", SyncProofError, CANARY),
-        ("older_version", RuntimeError, r"must come from weight version [0-9]+, but [0-9]+ tokens come from version \["),
-        ("nan_log_prob", ValueError, r"the log-prob of a sampled token must be a number <= 0, .* rows \[9\] of the rollouts"),
-        ("missing_log_prob", RemoteError, r"every one of the [0-9]+ tokens of request 9 needs a log-prob, .* returned none"),
+        (
+            "older_version",
+            RuntimeError,
+            r"must come from weight version [0-9]+, but [0-9]+ tokens come from version \[",
+        ),
+        (
+            "nan_log_prob",
+            ValueError,
+            r"the log-prob of a sampled token must be a number <= 0, .* rows \[9\] of the rollouts",
+        ),
+        (
+            "missing_log_prob",
+            RemoteError,
+            r"every one of the [0-9]+ tokens of request 9 needs a log-prob, .* returned none",
+        ),
         ("shifted_log_probs", SyncProofError, CANARY),
         ("nan_log_probs", NonFiniteLogProbError, r"may have a log-prob that is NaN or infinite, got 100.00%"),
     ],
 )
-def test_a_worker_that_goes_wrong(stepped_run: RealRun, fault: str, error: type[Exception], message: str) -> None:
+def test_a_worker_that_goes_wrong(
+    stepped_run: RealRun, fault: str, error: type[Exception], message: str
+) -> None:
     before = weights_of(stepped_run)
     plant(stepped_run, fault)
     with pytest.raises(error, match=message):
@@ -75,8 +94,12 @@ def test_a_worker_that_goes_wrong(stepped_run: RealRun, fault: str, error: type[
     assert weights_of(stepped_run) == before
 
 
-@pytest.mark.parametrize("fault", ["skipped_sync", "half_loaded_tensor", "other_temperature", "shifted_log_probs"])
-def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(stepped_run: RealRun, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["skipped_sync", "half_loaded_tensor", "other_temperature", "shifted_log_probs"]
+)
+def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(
+    stepped_run: RealRun, fault: str
+) -> None:
     before = weights_of(stepped_run)
     plant(stepped_run, fault)
     with pytest.raises(SyncProofError, match=OWN_ROLLOUTS):
@@ -115,10 +138,22 @@ def shifted(mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (other_token, TokensChangedError, r"the token ids that were sampled, .* 1 of 16 rows have changed .* \[5\]"),
+        (
+            other_token,
+            TokensChangedError,
+            r"the token ids that were sampled, .* 1 of 16 rows have changed .* \[5\]",
+        ),
         (exchanged_rows, TokensChangedError, r"2 of 16 rows have changed .* \[3, 7\]"),
-        (shifted_response, LedgerError, r"must hold the [0-9]+ sampled tokens that have no account yet, it holds [0-9]+"),
-        (shifted_loss, LedgerError, r"the loss must look at the sampled tokens that .* its mask differs in 16 of 16 rows"),
+        (
+            shifted_response,
+            LedgerError,
+            r"must hold the [0-9]+ sampled tokens that have no account yet, it holds [0-9]+",
+        ),
+        (
+            shifted_loss,
+            LedgerError,
+            r"the loss must look at the sampled tokens that .* its mask differs in 16 of 16 rows",
+        ),
     ],
 )
 def test_a_batch_that_is_spoilt_between_sampling_and_update(
@@ -147,7 +182,9 @@ def alerting(run: RealRun, action: str, kind: str) -> RealRun:
     """The run with an alert that every step sets off, and a stop request of its own."""
     values = {f"trainer.alerts.{kind}": action}
     if kind == "mismatch":
-        return with_values(run, {**NO_CANARY, **values, "trainer.alerts.mismatch_limit": 1e-30}, stop=StopRequest())
+        return with_values(
+            run, {**NO_CANARY, **values, "trainer.alerts.mismatch_limit": 1e-30}, stop=StopRequest()
+        )
     state = replace(run.state, rewards=RewardHistory().with_scores(torch.full((16,), 100.0), window=1))
     alert = with_values(run, {**NO_CANARY, **values, "trainer.alerts.reward_window": 1}, stop=StopRequest())
     return replace(alert, state=state)
@@ -175,10 +212,15 @@ def test_what_an_alert_does(stepped_run: RealRun, kind: str, action: str) -> Non
     assert metrics[f"alerts/{kind}"] == 1
     withheld = metrics["ledger/sampled_tokens"] if action != "warn" else 0
     assert metrics["ledger/withheld_tokens"] == withheld
-    assert cache_resets(run) == [count + 2 for count in resets]  # the engines got weights before the step and after it
+    assert cache_resets(run) == [
+        count + 2 for count in resets
+    ]  # the engines got weights before the step and after it
     alert = alerts_of(run)[-1]
     assert alert["step"] == step
-    cause = {"mismatch": "rollout_corr/k3_kl is ", "reward_collapse": "the mean score of the last 1 steps is "}
+    cause = {
+        "mismatch": "rollout_corr/k3_kl is ",
+        "reward_collapse": "the mean score of the last 1 steps is ",
+    }
     assert alert["text"].startswith(cause[kind])
 
 
@@ -190,6 +232,8 @@ def test_gradients_that_are_not_finite_are_left_out_counted_and_end_the_run(step
     assert metrics["actor/nonfinite_gradients"] == 1
     assert metrics["ledger/nonfinite_tokens"] == metrics["ledger/sampled_tokens"]
     assert metrics["ledger/trained_tokens"] == 0
-    with pytest.raises(NonFiniteGradientsError, match="the actor's gradients must be finite, but those of 2 optimizer steps"):
+    with pytest.raises(
+        NonFiniteGradientsError, match="the actor's gradients must be finite, but those of 2 optimizer steps"
+    ):
         real_step(run)
     assert weights_of(run) == before

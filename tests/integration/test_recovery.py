@@ -21,8 +21,13 @@ def engine_pid(run: RealRun) -> int:
 
 
 def sample(run: RealRun, record: StepRecord | None = None) -> tuple[torch.Tensor, ...]:
-    requests = [GenerationRequest(run.services.validation_rows[row % 8].prompt_token_ids, seed=row) for row in range(24)]
-    options = SamplingOptions.for_training(run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids)
+    requests = [
+        GenerationRequest(run.services.validation_rows[row % 8].prompt_token_ids, seed=row)
+        for row in range(24)
+    ]
+    options = SamplingOptions.for_training(
+        run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids
+    )
     answer = weights.generate(run.services, run.state, requests, options, 0, record or StepRecord()).result
     return answer.responses, answer.response_lengths, answer.rollout_log_probs, answer.policy_versions
 
@@ -38,7 +43,9 @@ def published_run(faulty_run: RealRun) -> RealRun:
     return faulty_run
 
 
-def test_an_engine_that_hangs_while_it_samples(published_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_while_it_samples(
+    published_run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, old, replace_engines = sample(published_run), engine_pid(published_run), weights.replace_engines
 
     def replace_with_patience(*given: Any) -> None:
@@ -66,7 +73,9 @@ def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
         return send()
 
     monkeypatch.setattr(services.actor, "send_weights", send_to_the_dead)
-    with pytest.raises(RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"):
+    with pytest.raises(
+        RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"
+    ):
         weights.publish(services, state, 0, StepRecord(engines_replaced=3))
     weights.publish(services, state, 0, StepRecord())
     assert engine_pid(published_run) != old

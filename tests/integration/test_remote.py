@@ -9,7 +9,9 @@ from verl_rc.cluster.remote import RemoteError, RemoteProcess, wait_for_all
 @pytest.mark.usefixtures("ray_here")
 def test_every_kind_of_failure_names_who_and_what() -> None:
     (process,) = start_small_processes("worker 3")
-    with pytest.raises(RemoteError, match=r"worker 3 failed to complain:[\s\S]*ValueError: not like this$") as caught:
+    with pytest.raises(
+        RemoteError, match=r"worker 3 failed to complain:[\s\S]*ValueError: not like this$"
+    ) as caught:
         wait_for_all([process.call("complain", "not like this")])
     assert isinstance(caught.value.cause, ValueError)
     assert str(caught.value.cause) == "not like this"

@@ -1,4 +1,5 @@
-"""Replays by real engines: what another vLLM engine sampled behind a prefix cache of old weights is named, with those weights."""
+"""Replays by real engines: what another vLLM engine sampled behind a prefix cache of old weights is named,
+with those weights."""
 
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def train_log_probs(folder: Path, responses: list[list[int]]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 4 was sampled with a cache of its own weights, steps 5 and 6 with one of the weights that the run began with."""
+    """Step 4 was sampled with a cache of its own weights, steps 5 and 6 with one of the weights that the run
+    began with."""
     place = tmp_path_factory.mktemp("replayed")
     base, folder, later = write_tiny_model(place / "base"), place / "run", place / "later"
     store = CheckpointStore(folder, keep=None)

@@ -22,12 +22,16 @@ NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary")
 def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        line["step"]: {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)} for line in lines
+        line["step"]: {
+            name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)
+        }
+        for line in lines
     }
 
 
 def assert_equal_runs(folder: Path, whole_run: Path) -> None:
-    """Metrics, weights and optimizer steps of ``folder`` after step 2 are those of ``whole_run``, and something was learned."""
+    """Metrics, weights and optimizer steps of ``folder`` after step 2 are those of ``whole_run``, and
+    something was learned."""
     expected, found = metrics_by_step(whole_run), metrics_by_step(folder)
     assert list(expected) == [0, 1, 2, 3, 4]
     assert {3, 4} <= found.keys()
@@ -45,7 +49,9 @@ def assert_equal_runs(folder: Path, whole_run: Path) -> None:
 WAITING = "actor_rollout_ref.actor.checkpoint.async_save=False"
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
+    overrides: list[str], whole_run: Path, tmp_path: Path
+) -> None:
     shutil.copytree(whole_run / "global_step_2", tmp_path / "again" / "global_step_2")
     resumed = train([*overrides, *of_folder(tmp_path / "again"), WAITING, "trainer.save_freq=100"])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
@@ -55,7 +61,9 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], 
 
 
 @pytest.mark.slow
-def test_a_terminated_run_finishes_its_step_and_goes_on(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
+def test_a_terminated_run_finishes_its_step_and_goes_on(
+    overrides: list[str], whole_run: Path, tmp_path: Path
+) -> None:
     again = [*overrides, *of_folder(tmp_path / "again"), WAITING, "trainer.save_freq=100"]
     terminated = train(again, "driver", "SIGTERM", "verl_rc.driver.stages:update_critic", "2", "before")
     assert terminated.returncode == 143, terminated.stderr[-3000:]
@@ -100,9 +108,20 @@ def test_a_resumed_run_notices_a_collapse_of_the_reward_as_the_undisturbed_one_d
     overrides: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "collapse.py").write_text(COLLAPSING)
-    alert = ["trainer.alerts.reward_collapse=skip", "trainer.alerts.reward_window=1", "trainer.critic_warmup=0"]
+    alert = [
+        "trainer.alerts.reward_collapse=skip",
+        "trainer.alerts.reward_window=1",
+        "trainer.critic_warmup=0",
+    ]
     reward = f"reward.custom_reward_function.path={tmp_path / 'collapse.py'}"
-    options = [*overrides, reward, *alert, "data.shuffle=False", "trainer.save_freq=1", "algorithm.adv_estimator=grpo"]
+    options = [
+        *overrides,
+        reward,
+        *alert,
+        "data.shuffle=False",
+        "trainer.save_freq=1",
+        "algorithm.adv_estimator=grpo",
+    ]
     runs = [tmp_path / "whole", tmp_path / "again"]
     for folder in runs:
         if folder.name == "again":
@@ -119,11 +138,15 @@ def test_a_resumed_run_notices_a_collapse_of_the_reward_as_the_undisturbed_one_d
 
 def test_a_checkpoint_that_is_not_there_is_named(overrides: list[str], tmp_path: Path) -> None:
     options = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"]
-    assert "there is no folder '/nowhere'" in refusal([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
+    assert "there is no folder '/nowhere'" in refusal(
+        [*overrides, f"trainer.default_local_dir={tmp_path}", *options]
+    )
 
 
 @pytest.mark.slow
-def test_a_mistake_that_a_rank_finds_is_one_message_and_nothing_stays_behind(overrides: list[str], tmp_path: Path) -> None:
+def test_a_mistake_that_a_rank_finds_is_one_message_and_nothing_stays_behind(
+    overrides: list[str], tmp_path: Path
+) -> None:
     options = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"]
     result = train([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
     assert result.returncode == 2, result.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Ranks that share the tokens of their micro-batches compute what one rank computes: scores, losses, gradients, statistics."""
+"""Ranks that share the tokens of their micro-batches compute what one rank computes: scores, losses,
+gradients, statistics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from verl_rc.workers.policy_worker import PolicyWorker, ReferenceWorker
 from verl_rc.workers.updates import UpdateRequest
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
-"""Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all predictions of the third."""
+"""Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all
+predictions of the third."""
 REJECTED = (2, 6)
 SPLITS = {1: [[[0, 1, 2], [3], [4], [5, 6, 7]]], 2: [[[0, 1], [2, 3]], [[4, 5, 6, 7], []]]}
 """Micro-batches of each share of the rows."""
@@ -72,13 +74,20 @@ def gradients(module: torch.nn.Module) -> torch.Tensor:
 
 def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShare:
     counted = batch.response_mask.sum(-1)
-    return MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
+    return MiniBatchShare(
+        micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
+    )
 
 
 def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     """What actor, critic and reference compute on one of the ranks."""
     sizes = [f"{role}.{KEY}={case.sharing}" for role in (ACTOR, "critic")]
-    learns = ("critic.enable=True", f"{ACTOR}.entropy_coeff=0.05", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.optim.lr=0.01")
+    learns = (
+        "critic.enable=True",
+        f"{ACTOR}.entropy_coeff=0.05",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.optim.lr=0.01",
+    )
     precision = [f"{role}.fsdp_config.dtype=float32" for role in ("critic", "actor_rollout_ref.ref")]
     full = "algorithm.rollout_correction.diagnostics=full"
     ranks = f"trainer.n_gpus_per_node={case.ranks}"
@@ -109,7 +118,9 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
 def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found:
     tokens = make_train_batch(LENGTHS).tokens
     scores = worker.compute_log_probs(tokens, micro_batches)
-    found: Found = dict(zip(("log-probs", "entropies", "sums of squares", "varentropies"), scores, strict=True))
+    found: Found = dict(
+        zip(("log-probs", "entropies", "sums of squares", "varentropies"), scores, strict=True)
+    )
     if any(".lora_" in name for name, _ in worker.model.module.named_parameters()):
         found["without adapters"] = worker.compute_reference_log_probs(tokens, micro_batches)[0]
     everything = worker.compute_log_probs(tokens, [list(range(len(LENGTHS)))])[0]  # the same on all ranks
@@ -125,7 +136,9 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         batch.ref_log_prob = torch.where(batch.response_mask, near, 0.0)
         if bypass:
             batch.rollout_log_probs = batch.old_log_probs = batch.ref_log_prob
-        correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
+        correction = (
+            ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
+        )
         totals = ObjectiveTotals("actor", 1)
         worker.accumulate(batch, share_of(batch, micro_batches), totals, correction)
         found[f"{name}: gradients"] = gradients(worker.model.module)
@@ -190,7 +203,11 @@ def test_numbers_equal_those_of_one_rank(
         else:
             found = reduce_metrics([metric for rank in ranks[:: case.sharing] for metric in rank[what]])
             once: dict[str, float] = reduce_metrics(numbers)
-            assert found.keys() == once.keys() >= {"critic/vf_loss" if what.startswith("values") else "actor/pg_loss"}
+            assert (
+                found.keys()
+                == once.keys()
+                >= {"critic/vf_loss" if what.startswith("values") else "actor/pg_loss"}
+            )
             differences = [relative(torch.tensor([*found.values()]), torch.tensor([*once.values()]))]
         if max(differences) > 1e-5:
             wrong[what] = differences

@@ -1,4 +1,5 @@
-"""Two real gloo ranks that read their shards alone hold, to the bit, those of a model loaded whole, in half its memory."""
+"""Two real gloo ranks that read their shards alone hold, to the bit, those of a model loaded whole, in half
+its memory."""
 
 import threading
 import time
@@ -50,7 +51,11 @@ class Case:
         torch.manual_seed(0)  # adapters start at random
         module = load(str(root / self.folder), self.dtype, mesh=mesh)
         torch.manual_seed(0)
-        return module if self.is_critic else add_adapters(module, ModelConfig(path="m", lora_rank=self.lora_rank))
+        return (
+            module
+            if self.is_critic
+            else add_adapters(module, ModelConfig(path="m", lora_rank=self.lora_rank))
+        )
 
 
 CASES = {
@@ -68,7 +73,9 @@ def write_models(root: Path) -> None:
     torch.manual_seed(0)
     Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(root / "plain")
     tied = {**small_model_config(VOCABULARY).to_dict(), "tie_word_embeddings": True}
-    Qwen2ForCausalLM(Qwen2Config(**tied)).save_pretrained(root / "tied", max_shard_size="20KB")  # in several files
+    Qwen2ForCausalLM(Qwen2Config(**tied)).save_pretrained(
+        root / "tied", max_shard_size="20KB"
+    )  # in several files
     Qwen2ForCausalLM(small_model_config(VOCABULARY)).bfloat16().save_pretrained(root / "bf16")
     critic = Qwen2ForTokenClassification(small_model_config(VOCABULARY, num_labels=1))
     nn.init.normal_(critic.score.bias)
@@ -79,7 +86,8 @@ def write_models(root: Path) -> None:
 
 
 def shards_and_scores(module: nn.Module, mesh: DeviceMesh, case: Case) -> dict[str, torch.Tensor]:
-    """Every parameter's shard, each once, which of them learn, every buffer, and what the model says of some tokens."""
+    """Every parameter's shard, each once, which of them learn, every buffer, and what the model says of some
+    tokens."""
     shard_model(module, mesh, case.dtype)
     found = {name: parameter.to_local().clone() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
     found["learns"] = torch.tensor([parameter.requires_grad for parameter in module.parameters()])
@@ -104,8 +112,12 @@ def merged_weights(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
     whole = {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
     expected = []
     for name in weights.shapes():
-        plain = next(own for own in whole if own.removeprefix("base_model.model.").replace(".base_layer.", ".") == name)
-        first, second = (whole.get(plain.replace(".base_layer.", f".lora_{factor}.default.")) for factor in "AB")
+        plain = next(
+            own for own in whole if own.removeprefix("base_model.model.").replace(".base_layer.", ".") == name
+        )
+        first, second = (
+            whole.get(plain.replace(".base_layer.", f".lora_{factor}.default.")) for factor in "AB"
+        )
         is_adapted = ".base_layer." in plain and first is not None and second is not None
         expected.append((whole[plain] + 3.0 * second @ first if is_adapted else whole[plain]).bfloat16())
     return weights.gather(list(weights.shapes()), torch.bfloat16), expected
@@ -144,7 +156,9 @@ def run_rank(rank: int, root: Path, port: int) -> None:
         found[name] = shards_and_scores(module, mesh, case)
         if case.lora_rank:
             found["merged"], found["merged, whole"] = merged_weights(module)
-        found["weights in files"] = found.get("weights in files", 0) + Path("/proc/self/maps").read_text().count(".safetensors")
+        found["weights in files"] = found.get("weights in files", 0) + Path(
+            "/proc/self/maps"
+        ).read_text().count(".safetensors")
         del module
         found[f"{name}, whole"] = shards_and_scores(case.load(root, None), mesh, case)
     kept = []  # to the end: memory that one gives back, the next would take without adding any
@@ -199,11 +213,14 @@ def test_no_weights_lie_in_mapped_files(found: list[Found]) -> None:
 def test_a_rank_never_holds_more_than_its_shards_and_two_layers(found: list[Found]) -> None:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(LARGE)
-    whole, layer = (4 * sum(p.numel() for p in part.parameters()) for part in (model, transformer_layers(model)[0]))
+    whole, layer = (
+        4 * sum(p.numel() for p in part.parameters()) for part in (model, transformer_layers(model)[0])
+    )
     assert whole > 350 * MIB
     for rank in found:
         sizes = {name: size for name, size in rank.items() if name.startswith("bytes of")}
         assert len(sizes) == 3
         for name, size in sizes.items():
-            # One layer is being read; memory of the one before may not be given back yet. Whole models take 1.06 times whole.
+            # One layer is being read; memory of the one before may not be given back yet. Whole models take
+            # 1.06 times whole.
             assert 0.4 * whole < size < whole / 2 + 2 * layer, name

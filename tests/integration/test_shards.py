@@ -93,11 +93,15 @@ class Trainer:
     def save(self, folder: Path, **options: Any) -> "Trainer":
         with torch.no_grad():
             self.model(torch.zeros(1, 1, dtype=torch.long))  # leaves parameters whole, as scoring does
-        save_shards(folder, self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}, **options)
+        save_shards(
+            folder, self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}, **options
+        )
         return self
 
     def save_beside(self, writer: BackgroundWriter, folder: Path) -> None:
-        writer.start(folder, collect_shards(self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}))
+        writer.start(
+            folder, collect_shards(self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)})
+        )
 
     def load(self, folder: Path) -> "Trainer":
         resume_schedule(self.scheduler, load_shards(folder, self.model, self.optimizer)["scheduler"])
@@ -109,7 +113,9 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"{name}:{key}"] = gather_full_tensor(value).clone()
-        found["lr"] = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float64)
+        found["lr"] = torch.tensor(
+            [group["lr"] for group in self.optimizer.param_groups], dtype=torch.float64
+        )
         return found
 
 
@@ -131,7 +137,9 @@ def on_two_ranks(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
     trainer = Trainer(mesh, seed=3).save(folder / "unstepped")
     found["unstepped: state after saving"] = len(trainer.optimizer.state)
     found["unstepped: straight on"] = trainer.train(2).snapshot()
-    found["unstepped: resumed"] = Trainer(mesh, seed=4).train(1).load(folder / "unstepped").train(2).snapshot()
+    found["unstepped: resumed"] = (
+        Trainer(mesh, seed=4).train(1).load(folder / "unstepped").train(2).snapshot()
+    )
 
     trainer = Trainer(mesh, seed=5, frozen=True).train(2).save(folder / "frozen", leave_out_frozen=True)
     found["frozen: straight on"] = trainer.train(2).snapshot()
@@ -141,7 +149,9 @@ def on_two_ranks(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
     other = Trainer(mesh, seed=6, value_head=False)
     before = other.snapshot()
     found["other: additional"] = message_of(other.load, folder / "saved_by_2")
-    found["other: untouched"] = all(torch.equal(before[name], value) for name, value in other.snapshot().items())
+    found["other: untouched"] = all(
+        torch.equal(before[name], value) for name, value in other.snapshot().items()
+    )
     other.train(1).save(folder / "no_value_head")
     found["other: missing"] = message_of(Trainer(mesh, seed=6).load, folder / "no_value_head")
     found["other: wider"] = message_of(Trainer(mesh, seed=6, width=6).load, folder / "saved_by_2")
@@ -149,12 +159,15 @@ def on_two_ranks(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == 1:
-            patch.setattr(shards_module, "save_random_state", lambda *_: (folder / "nowhere" / "x").read_text())
+            patch.setattr(
+                shards_module, "save_random_state", lambda *_: (folder / "nowhere" / "x").read_text()
+            )
         found["one rank cannot write"] = message_of(other.save, folder / "unwritten")
 
 
 def beside_the_training(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
-    """Ranks learn, in a group of their own, while other threads of theirs write; then the second of them cannot."""
+    """Ranks learn, in a group of their own, while other threads of theirs write; then the second of them
+    cannot."""
     writer, trainer = BackgroundWriter(pin_memory=False), Trainer(mesh, seed=10).train(3)
     with waiting_disk():
         trainer.save_beside(writer, folder / "beside")
@@ -204,7 +217,9 @@ def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
     scenarios = (on_two_ranks, on_one_rank, on_two_ranks_again, beside_the_training)
     for scenario, world_size, port in zip(scenarios, (2, 1, 2, 2), ports, strict=True):
         if rank < world_size:
-            mesh = join_trainer_group(RankAddress(rank, world_size, "127.0.0.1", port), torch.device("cpu"), 600)
+            mesh = join_trainer_group(
+                RankAddress(rank, world_size, "127.0.0.1", port), torch.device("cpu"), 600
+            )
             scenario(mesh, folder, found)
             leave_trainer_group()
     torch.save(found, folder / f"found_{rank}.pt")
@@ -245,7 +260,9 @@ def test_bit_for_bit(found: list[dict[str, Any]], one: str, other: str) -> None:
     for rank in found:
         if one in rank and other in rank:
             assert rank[one].keys() == rank[other].keys()
-            different = [name for name, value in rank[one].items() if not torch.equal(value, rank[other][name])]
+            different = [
+                name for name, value in rank[one].items() if not torch.equal(value, rank[other][name])
+            ]
             assert not different
 
 
@@ -275,7 +292,10 @@ def test_a_rank_that_was_not_saved_keeps_its_random_state(found: list[dict[str, 
         ("other: additional", "has in addition value.bias, value.weight;"),
         ("other: missing", "lacks value.bias, value.weight;"),
         ("other: wider", "has in another shape blocks.0.adapter.weight [5, 5] instead of [6, 6]"),
-        ("frozen: trained whole", "lacks blocks.0.mix.bias, blocks.0.mix.weight, blocks.1.mix.bias, blocks.1.mix.weight"),
+        (
+            "frozen: trained whole",
+            "lacks blocks.0.mix.bias, blocks.0.mix.weight, blocks.1.mix.bias, blocks.1.mix.weight",
+        ),
         ("other: no folder", "shards.json is missing"),
         ("one rank cannot write", "No such file or directory"),
         ("beside: one rank cannot write", "1 failed, first rank 1 with FileNotFoundError"),
@@ -302,8 +322,10 @@ def test_whole_tensors_without_a_group(folder: Path, found: list[dict[str, Any]]
     assert whole.keys() == model.keys() - {"head.weight"}
     assert all(torch.equal(whole[name], model[name]) for name in whole)
     assert load_full_state_dict(folder / "frozen").keys() == {
-        "blocks.0.adapter.weight", "blocks.1.adapter.weight", "scale"
-    }  # fmt: skip
+        "blocks.0.adapter.weight",
+        "blocks.1.adapter.weight",
+        "scale",
+    }
 
 
 def test_shards_of_two_ranks_are_whole(folder: Path) -> None:

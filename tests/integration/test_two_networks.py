@@ -1,4 +1,5 @@
-"""Ranks on two nodes whose hostnames resolve to 127.0.1.1 find each other, in the trainer's group and in a transfer group."""
+"""Ranks on two nodes whose hostnames resolve to 127.0.1.1 find each other, in the trainer's group and in a
+transfer group."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""Ranks and engines on a cluster of two Ray nodes: placement alone, with processes that only tell where they are."""
+"""Ranks and engines on a cluster of two Ray nodes: placement alone, with processes that only tell where they
+are."""
 
 import json
 import os
@@ -17,9 +18,13 @@ pytestmark = pytest.mark.slow
 def report():
     """What ``tests/two_nodes.py`` says about each of its cases."""
     settings = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # tests that ran Ray here kept it to the loopback interface
+    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+        "1"  # tests that ran Ray here kept it to the loopback interface
+    )
     command = [sys.executable, str(ROOT / "tests" / "two_nodes.py")]
-    result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900, check=False
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -44,7 +49,12 @@ def test_a_node_holds_a_rank_and_the_engine_that_shares_its_device(report):
 def test_engines_with_devices_of_their_own_fill_both_nodes(report):
     by_node = parts_by_node(report["own devices"])
     assert set(by_node) == set(report["nodes"])
-    assert sorted(part for parts in by_node.values() for part in parts) == ["engine 0", "engine 1", "rank 0", "rank 1"]
+    assert sorted(part for parts in by_node.values() for part in parts) == [
+        "engine 0",
+        "engine 1",
+        "rank 0",
+        "rank 1",
+    ]
     assert {len(parts) for parts in by_node.values()} == {2}
 
 

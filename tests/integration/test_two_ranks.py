@@ -1,4 +1,5 @@
-"""Two real gloo ranks give the update of one, with uneven token counts and a rank of which everything is rejected."""
+"""Two real gloo ranks give the update of one, with uneven token counts and a rank of which everything is
+rejected."""
 
 import multiprocessing
 from collections.abc import Mapping
@@ -30,9 +31,18 @@ CORRECTIONS: dict[str, Mapping[str, object]] = {
     "bypass_no_rule": {**BYPASS},
     "kl_cov": {},
     "clip_cov": {},
-    "kl_cov_in_bypass_mode": {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
+    "kl_cov_in_bypass_mode": {
+        "bypass_mode": True,
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": "0.8_1.2",
+    },
 }
-COVARIANCE: Mapping[str, object] = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0, "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}
+COVARIANCE: Mapping[str, object] = {
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 1.0,
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": 0.0,
+}
 LOSSES: dict[str, Mapping[str, object]] = {
     "kl_cov": {**COVARIANCE, "loss_mode": "kl_cov"},
     "clip_cov": {**COVARIANCE, "loss_mode": "clip_cov"},
@@ -44,7 +54,8 @@ Gradients = dict[tuple[str, str], torch.Tensor]
 
 
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
-    """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the ranks knows them."""
+    """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the
+    ranks knows them."""
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.process_group import RankAddress
@@ -55,29 +66,40 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     from verl_rc.workers.updates import UpdateRequest
 
     torch.set_num_threads(1)
-    config = small_run_config(folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
+    config = small_run_config(
+        folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01"
+    )
     worker = PolicyWorker(config, RankAddress(rank, world_size, "127.0.0.1", port), total_steps=10)
     found: Gradients = {}
     for name, fields in CORRECTIONS.items():
         worker._correction = RolloutCorrectionConfig.model_validate(fields)
         bypass = worker._correction.bypass_mode
         batch = make_train_batch(LENGTHS, () if bypass or name in LOSSES else REJECTED)
-        if bypass:  # all rows of the second rank are beyond every threshold, save for losses that look at both ranks' tokens
+        # all rows of the second rank are beyond every threshold, save for losses that look at both ranks'
+        # tokens
+        if bypass:
             current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
             near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
             batch.rollout_log_probs = batch.old_log_probs = torch.where(batch.response_mask, near, 0.0)
         counted = batch.response_mask.sum(-1)
-        share = MiniBatchShare(SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
+        share = MiniBatchShare(
+            SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
+        )
         for mode in MODES:
             policy_loss = PolicyLossConfig.model_validate(LOSSES.get(name, {}))
-            worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode, "policy_loss": policy_loss})
-            correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh) if bypass else None
+            worker._actor = worker._actor.model_copy(
+                update={"loss_agg_mode": mode, "policy_loss": policy_loss}
+            )
+            correction = (
+                ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh) if bypass else None
+            )
             worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.discard_gradients()
     worker._actor = worker._actor.model_copy(update={"policy_loss": PolicyLossConfig()})
-    # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first step blows up.
+    # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first
+    # step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
     worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
@@ -93,7 +115,10 @@ def flat(tensors: Any) -> torch.Tensor:
 def gradients(folder: Path, world_size: int) -> Gradients:
     context = multiprocessing.get_context("spawn")
     port = free_port()
-    others = [context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port)) for rank in range(1, world_size)]
+    others = [
+        context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port))
+        for rank in range(1, world_size)
+    ]
     for process in others:
         process.start()
     found = gradients_of_rank(folder, 0, world_size, port)  # here, where torch is loaded already
@@ -118,24 +143,34 @@ def test_two_ranks_equal_one(both: tuple[Gradients, Gradients], correction: str,
 
 
 def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
-    """Its first step divides each element by its own size, which magnifies the rounding of the smallest: hence 1e-4."""
+    """Its first step divides each element by its own size, which magnifies the rounding of the smallest:
+    hence 1e-4."""
     one, two = (found["adamw", "step"] for found in both)
     assert float((two - one).norm() / one.norm()) <= 1e-4
 
 
 @pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
-def test_losses_that_look_at_the_mini_batch_are_no_other_loss(both: tuple[Gradients, Gradients], loss: str) -> None:
+def test_losses_that_look_at_the_mini_batch_are_no_other_loss(
+    both: tuple[Gradients, Gradients], loss: str
+) -> None:
     one, other = both[1][loss, "token-mean"], both[1]["decoupled", "token-mean"]
     assert float((one - other).norm() / other.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_in_bypass_mode_every_setting_changes_the_gradient(both: tuple[Gradients, Gradients], mode: str) -> None:
+def test_in_bypass_mode_every_setting_changes_the_gradient(
+    both: tuple[Gradients, Gradients], mode: str
+) -> None:
     """Rule, threshold, loss type, normalisation and denominator all reach the loss in real worker processes.
 
-    Under ``token-sum`` and the row means a denominator of kept tokens is refused or equal only where nothing is rejected.
+    Under ``token-sum`` and the row means a denominator of kept tokens is refused or equal only where nothing
+    is rejected.
     """
-    names = [name for name in CORRECTIONS if name.startswith("bypass") and (name, mode) != ("bypass_kept", "token-sum")]
+    names = [
+        name
+        for name in CORRECTIONS
+        if name.startswith("bypass") and (name, mode) != ("bypass_kept", "token-sum")
+    ]
     found = [both[1][name, mode] for name in names]
     for first in range(len(names)):
         for second in range(first):

@@ -22,7 +22,8 @@ def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
             assert handles[0].by_device == {}
             received |= copied_tensors(BucketHandle.merged(handles))
         receipts = _call_together(started, "release", [(), ()])
-        # D2: a collective a bucket, in the precision of the wire. Of 4 x 6, 4, 3 x 4 and 3 weights a rank gives half, whole rows.
+        # D2: a collective a bucket, in the precision of the wire. Of 4 x 6, 4, 3 x 4 and 3 weights a rank
+        # gives half, whole rows.
         assert _call_together(started, "gathers", [(), ()]) == [[2 * (12 + 2), 2 * (8 + 2)]] * 2
     finally:
         for rank in started:
@@ -36,7 +37,8 @@ def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
 def _start_together(folder: Path) -> list[OtherProcess]:
     environment, store = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, str(folder / "store")
     ranks = [
-        OtherProcess("sharded_sender:ShardedRank", environment, wait=False, rank=rank, store_path=store) for rank in range(2)
+        OtherProcess("sharded_sender:ShardedRank", environment, wait=False, rank=rank, store_path=store)
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.answer()

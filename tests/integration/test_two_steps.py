@@ -44,9 +44,16 @@ def test_the_resolved_configuration_loads_back(whole_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_fails_ends_the_run_with_its_sample(task: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def compute_score(**kwargs):\n    raise KeyError('no such answer')\n")
-    custom = [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.val_before_train=False"]
+def test_a_reward_function_that_fails_ends_the_run_with_its_sample(
+    task: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(**kwargs):\n    raise KeyError('no such answer')\n"
+    )
+    custom = [
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "trainer.val_before_train=False",
+    ]
     result = train([*run_overrides(task, tmp_path), *custom])
     assert result.returncode == 1
     assert "the reward function raised KeyError" in result.stderr[-1500:]
@@ -58,8 +65,15 @@ def test_a_reward_function_that_fails_ends_the_run_with_its_sample(task: dict[st
     ("override", "message"),
     [
         ("data.max_prompt_length=5", "data.max_prompt_length"),
-        ("data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=128", "data.train_batch_size"),
-        ("trainer.n_gpus_per_node=64 data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64", "needs a core"),
+        (
+            "data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=128",
+            "data.train_batch_size",
+        ),
+        (
+            "trainer.n_gpus_per_node=64 data.train_batch_size=64 "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            "needs a core",
+        ),
     ],
 )
 def test_impossible_data_or_resources_exit_with_2(

@@ -1,4 +1,5 @@
-"""Processes that hang, for real: one sleeps, one is stopped, one waits in a collective for a peer that never comes."""
+"""Processes that hang, for real: one sleeps, one is stopped, one waits in a collective for a peer that never
+comes."""
 
 import time
 from pathlib import Path
@@ -37,7 +38,9 @@ def is_finished(pid: int) -> bool:
 
 @pytest.mark.usefixtures("ray_here")
 def test_a_hang_is_reported_with_stacks_and_ends_the_processes(tmp_path: Path) -> None:
-    processes = sleeper, stopped, well = start_small_processes("actor rank 0", "rollout engine 1", "actor rank 1")
+    processes = sleeper, stopped, well = start_small_processes(
+        "actor rank 0", "rollout engine 1", "actor rank 1"
+    )
     pids = wait_for_all([process.call("pid") for process in processes])
     calls = [sleeper.call("nap"), stopped.call("stop"), well.call("pid")]
     wait_for_all(calls[2:])
@@ -76,5 +79,9 @@ def test_who_blocks_in_a_collective_is_told_from_who_does_not_come(tmp_path: Pat
     with pytest.raises(HangError) as caught, WATCHDOG.watching(1.0, tmp_path):
         wait_for_all(calls)
     lines = str(caught.value).splitlines()
-    assert [line for line in lines if line.startswith("  actor rank 0: waits in a collective for its peers, at all_reduce (")]
+    assert [
+        line
+        for line in lines
+        if line.startswith("  actor rank 0: waits in a collective for its peers, at all_reduce (")
+    ]
     assert [line for line in lines if line.startswith("  actor rank 1: at nap (")]

@@ -1,7 +1,9 @@
-"""Writes down which keys of a run's configuration are read, and by which modules, in every process of the run.
+"""Writes down which keys of a run's configuration are read, and by which modules, in every process of the
+run.
 
-Python imports this by itself where ``PYTHONPATH`` names its folder; ``RECORDED_READS`` names the folder to write to: a file a
-process, a line ``key module`` for each read that is new. Loading and checking a configuration, and printing it, are no reads.
+Python imports this by itself where ``PYTHONPATH`` names its folder; ``RECORDED_READS`` names the folder to
+write to: a file a process, a line ``key module`` for each read that is new. Loading and checking a
+configuration, and printing it, are no reads.
 """
 
 import os
@@ -11,7 +13,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 SCHEMA = "verl_rc.config.schema"
-NO_READERS = ("verl_rc.config.load", "verl_rc.config.checks", "verl_rc.report", "verl_rc.cli", "verl_rc.main_ppo")
+NO_READERS = (
+    "verl_rc.config.load",
+    "verl_rc.config.checks",
+    "verl_rc.report",
+    "verl_rc.cli",
+    "verl_rc.main_ppo",
+)
 
 
 class Recorder:
@@ -21,7 +29,8 @@ class Recorder:
         self.folder = folder
         self.written: set[str] = set()
         self.paths: dict[int, tuple[Any, str]] = {}
-        """Sections by their ids, kept alive so that no other object gets one, and where they lie in the tree."""
+        """Sections by their ids, kept alive so that no other object gets one, and where they lie in the tree.
+        """
 
     def read(self, section: Any, name: str, value: Any, frame: FrameType | None) -> None:
         """Note that ``section.name`` was read in ``frame``."""
@@ -72,7 +81,9 @@ class Patched(PathFinder):
     """Finds the schema as ever, and lets its sections record."""
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         spec = super().find_spec(fullname, path, target) if fullname == SCHEMA else None
         if spec is None or spec.loader is None:
             return None

@@ -33,7 +33,11 @@ def command(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]"
 
 
 def imported_by(result: "subprocess.CompletedProcess[str]") -> set[str]:
-    return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    return {
+        line.rpartition("|")[2].strip()
+        for line in result.stderr.splitlines()
+        if line.startswith("import time:")
+    }
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["export", "--help"], 0)])
@@ -55,7 +59,9 @@ def test_explain_loads_no_torch(tmp_path: Path) -> None:
     assert not imported & {"torch", "tensordict", "transformers", "numpy", "ray", "vllm"}
 
 
-def test_export_says_what_it_wrote(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_says_what_it_wrote(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint, output = str(run_folder / f"global_step_{STEP}"), str(tmp_path / "out")
     assert main(["export", checkpoint, "--output", output, "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out == f"{output}: Qwen2ForCausalLM after step {STEP}, bfloat16\n"
@@ -72,10 +78,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_the_output_folder_is_never_overwritten(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_folder_is_never_overwritten(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "precious").touch()
     checkpoint = str(run_folder / f"global_step_{STEP}")
-    assert "--output must name a new or an empty folder" in refused(capsys, checkpoint, "--output", str(tmp_path))
+    assert "--output must name a new or an empty folder" in refused(
+        capsys, checkpoint, "--output", str(tmp_path)
+    )
     assert "is neither" in refused(capsys, checkpoint, "--output", str(tmp_path / "precious"))
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
@@ -89,7 +99,10 @@ def test_the_output_folder_is_never_overwritten(run_folder: Path, tmp_path: Path
         ([f"global_step_{STEP}", "--critic"], "--critic needs a run that trains a critic"),
         ([f"global_step_{STEP}", "--adapter"], "--adapter needs a run that trains LoRA adapters"),
         ([f"global_step_{STEP}", "--model", "./moved"], "./moved is not a model folder or hub id"),
-        ([f"global_step_{STEP}", "--model", "nobody/no-such-model"], "If it moved, say where it is with --model"),
+        (
+            [f"global_step_{STEP}", "--model", "nobody/no-such-model"],
+            "If it moved, say where it is with --model",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -109,9 +122,15 @@ def lose_shards(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint / "actor")
 
 
-@pytest.mark.parametrize(("damage", "message"), [(cut_shards, "reading the shards in"), (lose_shards, "a folder of shards")])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(cut_shards, "reading the shards in"), (lose_shards, "a folder of shards")]
+)
 def test_a_damaged_checkpoint_is_one_line(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], message: str
+    run_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
     checkpoint = shutil.copytree(run_folder / f"global_step_{STEP}", tmp_path / "global_step_9")
     damage(checkpoint)
@@ -136,9 +155,17 @@ def test_migrate_prints_overrides_and_says_what_changed(capsys: pytest.CaptureFi
     assert all(line.startswith("# ") for line in printed.err.splitlines())
 
 
-def test_migrate_writes_a_recipe_that_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = "actor_rollout_ref.model.path=org/model data.train_files=a.parquet data.val_files=b.parquet trainer.n_gpus_per_node=2"
-    more = "actor_rollout_ref.actor.use_dynamic_bsz=True +actor_rollout_ref.actor.tis_imp_ratio_cap=2.5 trainer.device=cpu"
+def test_migrate_writes_a_recipe_that_explain_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (
+        "actor_rollout_ref.model.path=org/model data.train_files=a.parquet data.val_files=b.parquet "
+        "trainer.n_gpus_per_node=2"
+    )
+    more = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=True +actor_rollout_ref.actor.tis_imp_ratio_cap=2.5 "
+        "trainer.device=cpu"
+    )
     (tmp_path / "verl.sh").write_text(f"python3 -m verl.trainer.main_ppo {keys} \\\n  {more} $@\n")
     assert main(["migrate", "--recipe", str(tmp_path / "verl.sh")]) == 0
     (tmp_path / "recipe.sh").write_text(capsys.readouterr().out)
@@ -149,7 +176,9 @@ def test_migrate_writes_a_recipe_that_explain_reads(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("arguments", [["migrate", "nowhere.yaml"], ["presets", "decoupled_sq_is"]])
-def test_mistakes_of_other_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_other_commands_are_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"verl-rc {arguments[0]}: ")
@@ -160,5 +189,7 @@ def test_presets_are_printed_as_their_fields(capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     rules = "rollout_rs=seq_sum_k1, rollout_rs_threshold=0.5_2.0"
     assert lines[0] == f"decoupled_seq_is_rs: rollout_is=sequence, rollout_is_threshold=2.0, {rules}"
-    assert lines[1].startswith("    sequence weights; sequences with a ratio outside [0.5, 2] are rejected (verl")
+    assert lines[1].startswith(
+        "    sequence weights; sequences with a ratio outside [0.5, 2] are rejected (verl"
+    )
     assert lines[2] == "disabled: measures only"

@@ -20,11 +20,20 @@ GIVEN = ["data.train_files=a.parquet", "data.val_files=a.parquet"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.train_file=a.parquet"], "data.train_file is not a known key; the nearest is data.train_files"),
+        (
+            ["data.train_file=a.parquet"],
+            "data.train_file is not a known key; the nearest is data.train_files",
+        ),
         (GIVEN, "model"),
-        ([*GIVEN, "model.path=m", "trainer.output_dir=o", "trainer.stop_at_accuracy=20"], "trainer.stop_at_accuracy"),
+        (
+            [*GIVEN, "model.path=m", "trainer.output_dir=o", "trainer.stop_at_accuracy=20"],
+            "trainer.stop_at_accuracy",
+        ),
         ([*GIVEN, "model.path=./nowhere", "trainer.output_dir=o"], "there is no such folder"),
-        ([*GIVEN, "model.path=m", "trainer.output_dir=a.parquet/model"], "trainer.output_dir must be a folder"),
+        (
+            [*GIVEN, "model.path=m", "trainer.output_dir=a.parquet/model"],
+            "trainer.output_dir must be a folder",
+        ),
     ],
 )
 def test_mistakes_end_with_2_and_a_message(overrides, message, monkeypatch, capsys, tmp_path):

@@ -31,9 +31,9 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns of a whole batch, without gradient.
 
-    Both are 0 outside the response; NaN in any input outside the response is harmless. A finite reward outside the
-    response (tool output after the last token of the policy) is credited to the response token before it. Rows
-    without a response token (padding) are ignored.
+    Both are 0 outside the response; NaN in any input outside the response is harmless. A finite reward
+    outside the response (tool output after the last token of the policy) is credited to the response token
+    before it. Rows without a response token (padding) are ignored.
 
     Args:
         name: a registered estimator (`advantage_estimator_names`) or ``module:function``.
@@ -42,8 +42,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         group_ids: the prompt of each row; B strings or integers, or an integer tensor [B].
         values: [B, T], in units of reward; needed by ``gae``.
         reward_baselines: [B], in units of reward; score of the greedy answer; needed by ``remax``.
-        included_rows: [B], bool; rows that enter baselines and whitening; all when None. The others get 0. Only for
-            estimators that compare groups.
+        included_rows: [B], bool; rows that enter baselines and whitening; all when None. The others get 0.
+            Only for estimators that compare groups.
         gamma: discount per response token, in [0, 1].
         lam: decay of GAE per response token, in [0, 1].
         norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation.
@@ -59,14 +59,17 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     Raises:
         ValueError: for an unknown name, unequal shapes, a missing input, or discounts outside [0, 1].
     """
-    _check_shapes(token_level_rewards, response_mask, values, old_log_probs, sum_pi_squared, rollout_is_weights)
+    _check_shapes(
+        token_level_rewards, response_mask, values, old_log_probs, sum_pi_squared, rollout_is_weights
+    )
     for key, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"algorithm.{key} must be in [0, 1], got {number}")
     spec = ADVANTAGE_ESTIMATORS.get(name)
     if included_rows is not None and (group_ids is None or (spec is not None and not spec.compares_groups)):
         raise ValueError(
-            f"included_rows leaves rows out of a group's baseline and needs group_ids and an estimator that compares "
+            "included_rows leaves rows out of a group's baseline and needs group_ids and an estimator that "
+            "compares "
             f"groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "
             f"algorithm.rollout_correction.rejected_in_group_baseline=include"
         )

@@ -1,4 +1,5 @@
-"""Group-relative advantage estimators: a baseline per group of responses to one prompt, or per position of a group."""
+"""Group-relative advantage estimators: a baseline per group of responses to one prompt, or per position of a
+group."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.inputs import AdvantageInputs, Groups, register_advantage_estimator, required, required_groups
+from verl_rc.advantage.inputs import (
+    AdvantageInputs,
+    Groups,
+    register_advantage_estimator,
+    required,
+    required_groups,
+)
 from verl_rc.advantage.returns import ResponseOrder, returns_to_go, zero_nonfinite_outside
 from verl_rc.tensor_ops import in_row_blocks, masked_whiten
 
@@ -45,10 +52,12 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Reward only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
+    """Reward only a group's best answer, by its lead over the second best (Pass@k training,
+    arXiv:2503.19595).
 
-    A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without `norm_adv_by_std_in_grpo`; 0 on
-    all others. Equal best scores have no lead, and the only row of a group has no second: both give 0.
+    A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without
+    `norm_adv_by_std_in_grpo`; 0 on all others. Equal best scores have no lead, and the only row of a group
+    has no second: both give 0.
 
     Returns:
         Advantages and returns, equal, [B, T].
@@ -78,7 +87,8 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("rloo_vectorized")
 def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Compute what `rloo` does, but the only row of a group has A = 0: verl has both rules, under these names.
+    """Compute what `rloo` does, but the only row of a group has A = 0: verl has both rules, under these
+    names.
 
     Returns:
         Advantages and returns, equal, [B, T].
@@ -91,8 +101,8 @@ def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores whitened over the batch (REINFORCE++ with baseline, arXiv:2501.03262).
 
-    A = s − mean_g on every response token, then whitened over the batch's response tokens; the mean of a group of one
-    is taken as 0.
+    A = s − mean_g on every response token, then whitened over the batch's response tokens; the mean of a
+    group of one is taken as 0.
 
     Returns:
         Advantages and returns, equal, dimensionless, [B, T].
@@ -122,36 +132,43 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores scaled up by the rows without a signal (GPG, arXiv:2504.02546).
 
-    A = α (s − mean_g) with α = rows / max(1, rows whose score is not 0), over the batch; the mean of a group of one is
-    taken as 0.
+    A = α (s − mean_g) with α = rows / max(1, rows whose score is not 0), over the batch; the mean of a group
+    of one is taken as 0.
 
     Returns:
         Advantages and returns, equal, in units of reward, [B, T].
     """
     groups, scores = required_groups(inputs, "gpg"), row_scores(inputs)
     with_signal = (groups.counted & (scores != 0)).sum()
-    return _broadcast_over_tokens(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
+    return _broadcast_over_tokens(
+        _centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs
+    )
 
 
 @register_advantage_estimator("gdpo")
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Normalise each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
 
-    A = Σ_k w_k (s_k − mean_g) / (std_g + 1e-6) on every response token, then whitened over the batch's response tokens;
-    the only row of a group has (s_k − 0) / (1 + 1e-6) in the place of the fraction.
+    A = Σ_k w_k (s_k − mean_g) / (std_g + 1e-6) on every response token, then whitened over the batch's
+    response tokens; the only row of a group has (s_k − 0) / (1 + 1e-6) in the place of the fraction.
 
     Returns:
         Advantages and returns, equal, dimensionless, [B, T].
 
     Raises:
-        ValueError: when `component_scores` is missing, or scores and weights do not fit the rows and each other.
+        ValueError: when `component_scores` is missing, or scores and weights do not fit the rows and each
+            other.
     """
-    groups, parts = required_groups(inputs, "gdpo"), required(inputs.component_scores, "component_scores", "gdpo")
+    groups, parts = (
+        required_groups(inputs, "gdpo"),
+        required(inputs.component_scores, "component_scores", "gdpo"),
+    )
     weights = [1.0] * parts.shape[-1] if inputs.component_weights is None else list(inputs.component_weights)
     if parts.ndim != 2 or parts.shape[0] != inputs.response_mask.shape[0] or parts.shape[1] != len(weights):
         raise ValueError(
             f"component_scores must be [B, K] with B = {inputs.response_mask.shape[0]} rows and one weight "
-            f"(algorithm.gdpo_reward_weights) per component; got {tuple(parts.shape)} and {len(weights)} weights"
+            f"(algorithm.gdpo_reward_weights) per component; got {tuple(parts.shape)} and {len(weights)} "
+            "weights"
         )
     normalised = [_normalised(groups, part) for part in parts.to(torch.float64).unbind(dim=-1)]
     total = torch.stack([weight * part for weight, part in zip(weights, normalised, strict=True)]).sum(dim=0)
@@ -193,10 +210,10 @@ WEIGHT_EPSILON = 1e-8
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Returns-to-go minus the variance-optimal baseline of each position (OTB, arXiv:2602.07078).
 
-    w_t = 1 − 2 π_t + Σ_v π_v², the expected squared norm of the token's gradient with respect to the logits, times ρ_t²
-    when there are importance weights; W_t = Σ_{u ≤ t} w_u; B_t = Σ_j W_t^j G_t^j / (Σ_j W_t^j + 1e-8) over the group's
-    rows that have a response token at t; A = G − B. Where fewer than two rows have one, B is 0: a row alone would
-    cancel itself.
+    w_t = 1 − 2 π_t + Σ_v π_v², the expected squared norm of the token's gradient with respect to the logits,
+    times ρ_t² when there are importance weights; W_t = Σ_{u ≤ t} w_u; B_t = Σ_j W_t^j G_t^j / (Σ_j W_t^j +
+    1e-8) over the group's rows that have a response token at t; A = G − B. Where fewer than two rows have
+    one, B is 0: a row alone would cancel itself.
 
     Returns:
         Advantages and returns G, in units of reward, [B, T].
@@ -218,7 +235,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`optimal_token_baseline` on response tokens lined up across turns, for answers with tool output in between.
+    """`optimal_token_baseline` on response tokens lined up across turns, for answers with tool output in
+    between.
 
     Rows of one prompt are compared at equal numbers of response tokens rather than at equal positions.
 
@@ -231,8 +249,12 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
         inputs,
         token_level_rewards=order.pack_rewards(inputs.token_level_rewards),
         response_mask=order.pack(inputs.response_mask.to(inputs.token_level_rewards.dtype)).bool(),
-        old_log_probs=order.pack(required(inputs.old_log_probs, "old_log_probs", "tir_optimal_token_baseline")),
-        sum_pi_squared=order.pack(required(inputs.sum_pi_squared, "sum_pi_squared", "tir_optimal_token_baseline")),
+        old_log_probs=order.pack(
+            required(inputs.old_log_probs, "old_log_probs", "tir_optimal_token_baseline")
+        ),
+        sum_pi_squared=order.pack(
+            required(inputs.sum_pi_squared, "sum_pi_squared", "tir_optimal_token_baseline")
+        ),
         rollout_is_weights=None if weights is None else order.pack(weights),
     )
     advantages, returns = optimal_token_baseline(packed)
@@ -242,10 +264,12 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
 def informative_groups(values: Sequence[float], group_ids: Sequence[int]) -> list[int]:
     """Groups whose samples do not all have the same value, in order of appearance (DAPO, arXiv:2503.14476).
 
-    ``values`` and ``group_ids`` hold one entry per sample. Advantages that compare samples of one prompt are 0 in all other
-    groups. A sample alone in its group counts as informative: there is nothing it could equal.
+    ``values`` and ``group_ids`` hold one entry per sample. Advantages that compare samples of one prompt are
+    0 in all other groups. A sample alone in its group counts as informative: there is nothing it could equal.
     """
     by_group: dict[int, list[float]] = {}
     for group, value in zip(group_ids, values, strict=True):
         by_group.setdefault(group, []).append(value)
-    return [group for group, of_group in by_group.items() if len(of_group) == 1 or min(of_group) < max(of_group)]
+    return [
+        group for group, of_group in by_group.items() if len(of_group) == 1 or min(of_group) < max(of_group)
+    ]

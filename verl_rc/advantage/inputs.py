@@ -52,7 +52,8 @@ class Groups:
         return self.per_row(self.sum(values)) / self.sizes(values.dtype).clamp(min=1)
 
     def stds(self, values: Tensor) -> Tensor:
-        """Standard deviation (n − 1 in the denominator) over each row's group: [B]; 0 for fewer than two rows."""
+        """Standard deviation (n − 1 in the denominator) over each row's group: [B]; 0 for fewer than two
+        rows."""
         squares = self.per_row(self.sum((values - self.means(values)).square()))
         return (squares / (self.sizes(values.dtype) - 1).clamp(min=1)).sqrt()
 
@@ -61,7 +62,8 @@ def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Grou
     """Number the groups.
 
     Args:
-        group_ids: B identifiers of prompts, strings or integers, or an integer tensor [B]; order means nothing.
+        group_ids: B identifiers of prompts, strings or integers, or an integer tensor [B]; order means
+            nothing.
         counted: [B], bool; rows that count.
 
     Raises:
@@ -69,7 +71,9 @@ def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Grou
     """
     rows = counted.shape[0]
     if len(group_ids) != rows:
-        raise ValueError(f"group_ids must name the prompt of each of the {rows} rows; got {len(group_ids)} identifiers")
+        raise ValueError(
+            f"group_ids must name the prompt of each of the {rows} rows; got {len(group_ids)} identifiers"
+        )
     num_groups = rows if isinstance(group_ids, Tensor) else len(set(group_ids))
     return Groups(group_numbers(group_ids, counted.device), counted, num_groups)
 
@@ -159,5 +163,7 @@ def required_groups(inputs: AdvantageInputs, estimator: str) -> Groups:
         ValueError: when the caller gave no group identifiers.
     """
     if inputs.groups is None:
-        raise ValueError(f"the advantage estimator {estimator!r} compares answers to one prompt; pass group_ids=...")
+        raise ValueError(
+            f"the advantage estimator {estimator!r} compares answers to one prompt; pass group_ids=..."
+        )
     return inputs.groups

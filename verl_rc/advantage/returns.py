@@ -17,8 +17,8 @@ _CHUNK = 64
 class ResponseOrder:
     """Maps each position to the number of its response token in the row.
 
-    A position outside the mask (tool output, padding) maps to the response token before it, or to the first one when
-    there is none before it: that token is credited with its reward.
+    A position outside the mask (tool output, padding) maps to the response token before it, or to the first
+    one when there is none before it: that token is credited with its reward.
 
     Attributes:
         mask: [B, T], bool; the response tokens.
@@ -39,9 +39,11 @@ class ResponseOrder:
         return self._scatter(values.where(self.mask, 0))
 
     def pack_rewards(self, rewards: Tensor) -> Tensor:
-        """Move rewards to the left like `pack`, crediting one outside the mask to the response token before it.
+        """Move rewards to the left like `pack`, crediting one outside the mask to the response token before
+        it.
 
-        All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask are dropped.
+        All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask
+        are dropped.
         """
         return self._scatter(zero_nonfinite_outside(rewards, self.mask))
 
@@ -61,8 +63,8 @@ def zero_nonfinite_outside(rewards: Tensor, response_mask: Tensor) -> Tensor:
 def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
     """Solve x_t = b_t + c · x_{t+1} along the last dimension, with x = 0 past its end.
 
-    Blocks of 64 positions are one matrix product with c^(j − i); the blocks' first values obey the same recursion with
-    c^64, so the function calls itself on them. No loop over time: log_64(T) steps.
+    Blocks of 64 positions are one matrix product with c^(j − i); the blocks' first values obey the same
+    recursion with c^64, so the function calls itself on them. No loop over time: log_64(T) steps.
 
     Args:
         terms: [B, T], b.
@@ -91,20 +93,24 @@ def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438) over response tokens, whitened over the batch.
 
-    δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, where t + 1 is the row's next *response* token: tokens
-    between turns are no decisions of the policy. After the last one V and A are 0. The returns A + V are taken before
-    whitening; whitening uses every response token.
+    δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, where t + 1 is the row's next *response* token:
+    tokens between turns are no decisions of the policy. After the last one V and A are 0. The returns A + V
+    are taken before whitening; whitening uses every response token.
 
     Returns:
         Advantages, dimensionless, and returns, in units of reward, [B, T].
     """
     values = required(inputs.values, "values", "gae")
-    returns = generalised_returns(inputs.token_level_rewards, values, inputs.response_mask, inputs.gamma, inputs.lam)
+    returns = generalised_returns(
+        inputs.token_level_rewards, values, inputs.response_mask, inputs.gamma, inputs.lam
+    )
     advantages = returns - values.where(inputs.response_mask, 0)
     return masked_whiten(advantages, inputs.response_mask), returns
 
 
-def generalised_returns(rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float) -> Tensor:
+def generalised_returns(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> Tensor:
     """Compute the λ-returns A_t + V_t of the response tokens, 0 elsewhere.
 
     Args:
@@ -133,8 +139,8 @@ def generalised_returns(rewards: Tensor, values: Tensor, response_mask: Tensor, 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Whitened discounted returns-to-go (REINFORCE++, arXiv:2501.03262).
 
-    G_t = r_t + γ G_{t+1}, where t + 1 is the row's next response token; A = G whitened over the batch's response
-    tokens.
+    G_t = r_t + γ G_{t+1}, where t + 1 is the row's next response token; A = G whitened over the batch's
+    response tokens.
 
     Returns:
         Advantages, dimensionless, and returns G, in units of reward, [B, T].
@@ -156,7 +162,8 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     baselines = required(inputs.reward_baselines, "reward_baselines", "remax")
     if baselines.shape != inputs.response_mask.shape[:1]:
         raise ValueError(
-            f"reward_baselines must hold one score per row, [{inputs.response_mask.shape[0]}]; got {tuple(baselines.shape)}"
+            f"reward_baselines must hold one score per row, [{inputs.response_mask.shape[0]}]; got "
+            f"{tuple(baselines.shape)}"
         )
     returns = returns_to_go(inputs.token_level_rewards, inputs.response_mask, 1.0)
     advantages = returns - baselines.to(returns.dtype).unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""Reductions of a score before advantages are computed: divergence from the reference policy, and length near the limit."""
+"""Reductions of a score before advantages are computed: divergence from the reference policy, and length near
+the limit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def apply_kl_in_reward(
 ) -> tuple[Tensor, Tensor]:
     """Subtract the estimated divergence from each response token's score (arXiv:1909.08593).
 
-    r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere r = s. NaN outside the response is harmless.
+    r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere r = s. NaN outside the response is
+    harmless.
 
     Args:
         token_level_scores: [B, T], in units of reward.
@@ -29,8 +31,8 @@ def apply_kl_in_reward(
         kind: an estimator of `kl_penalty` (`algorithm.kl_penalty`).
 
     Returns:
-        Token-level rewards [B, T], and the divergence of each row, the mean over its response tokens, [B], nats;
-        0 for a row without any.
+        Token-level rewards [B, T], and the divergence of each row, the mean over its response tokens, [B],
+        nats; 0 for a row without any.
 
     Raises:
         ValueError: for an unknown estimator, or when shapes differ.
@@ -38,7 +40,8 @@ def apply_kl_in_reward(
     tensors = (log_probs, ref_log_probs, response_mask)
     if token_level_scores.ndim != 2 or any(tensor.shape != token_level_scores.shape for tensor in tensors):
         raise ValueError(
-            f"token_level_scores, log_probs, ref_log_probs and response_mask must be [B, T] of one shape; got "
+            "token_level_scores, log_probs, ref_log_probs and response_mask must be [B, T] of one shape; "
+            "got "
             f"{tuple(token_level_scores.shape)} and {[tuple(tensor.shape) for tensor in tensors]}"
         )
     mask = response_mask.bool()
@@ -46,16 +49,20 @@ def apply_kl_in_reward(
     return token_level_scores - kl_coef * divergence, divergence.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
 
-def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """Return what is added to each score: 0 up to ``max_length - buffer_length`` tokens, then falling in a straight line to
-    ``-penalty_factor`` at ``max_length``, and no further (soft overlong punishment, DAPO, arXiv:2503.14476, eq. 13).
+def overlong_penalty(
+    response_lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float
+) -> Tensor:
+    """Return what is added to each score: 0 up to ``max_length - buffer_length`` tokens, then falling in a
+    straight line to ``-penalty_factor`` at ``max_length``, and no further (soft overlong punishment, DAPO,
+    arXiv:2503.14476, eq. 13).
 
-    ``response_lengths`` is int ``[B]``, tokens; returns float32 ``[B]``, <= 0, in units of reward. Raises ``ValueError`` unless
-    ``0 < buffer_length <= max_length``.
+    ``response_lengths`` is int ``[B]``, tokens; returns float32 ``[B]``, <= 0, in units of reward. Raises
+    ``ValueError`` unless ``0 < buffer_length <= max_length``.
     """
     if not 0 < buffer_length <= max_length:
         raise ValueError(
-            "reward.reward_kwargs.overlong_buffer_cfg.len must be positive and at most the longest length that is rewarded in "
+            "reward.reward_kwargs.overlong_buffer_cfg.len must be positive and at most the longest length "
+            "that is rewarded in "
             f"full, {max_length}; got {buffer_length}."
         )
     excess = (response_lengths - (max_length - buffer_length)).clamp(0, buffer_length)

@@ -50,7 +50,8 @@ class SupplyState:
     groups: dict[str, Any] = field(default_factory=dict)
     """Open groups, packed (``data.groups.pack``): a file of its own holds them."""
     filtered_since_batch: int = 0
-    """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``."""
+    """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``.
+    """
     waits: WaitTotals = field(default_factory=WaitTotals)
     """Seconds for the advice at the end of the run."""
     is_length_alert_sent: bool = False
@@ -63,7 +64,8 @@ class SupplyState:
 
 
 FORMAT_VERSION = 4
-"""Format of the run state, increased when its fields or their meaning change. Earlier formats can still be read."""
+"""Format of the run state, increased when its fields or their meaning change. Earlier formats can still be
+read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 GROUPS_FILE = "groups.pt"
@@ -83,8 +85,8 @@ FIXED_KEYS = (
 )
 """Settings that decide which prompts and samples come next, or what the saved adapters mean.
 
-Everything else may change when a run is resumed: learning rates, losses, corrections, lengths, ranks, engines, loggers,
-and paths (models and data may move; the loader itself refuses data of another length).
+Everything else may change when a run is resumed: learning rates, losses, corrections, lengths, ranks,
+engines, loggers, and paths (models and data may move; the loader itself refuses data of another length).
 """
 
 
@@ -92,8 +94,8 @@ and paths (models and data may move; the loader itself refuses data of another l
 class RunState:
     """The mutable state of the driver; the ranks save models and optimizers.
 
-    A checkpoint stores exactly this record, and a resumed run starts with it. Fields are immutable values: a field changes by
-    assigning another value.
+    A checkpoint stores exactly this record, and a resumed run starts with it. Fields are immutable values: a
+    field changes by assigning another value.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -129,7 +131,8 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The driver's part of a checkpoint: the state after a step, the configuration, and the version that wrote it."""
+    """The driver's part of a checkpoint: the state after a step, the configuration, and the version that
+    wrote it."""
 
     state: RunState
     config: dict[str, Any]
@@ -138,9 +141,11 @@ class SavedRun:
     """Number of trainer ranks that saved; any number may load."""
 
     def save(self, folder: Path) -> None:
-        """Write ``run_state.json``, ``data.pt`` and, if groups are in flight or waiting, ``groups.pt`` into ``folder``.
+        """Write ``run_state.json``, ``data.pt`` and, if groups are in flight or waiting, ``groups.pt`` into
+        ``folder``.
 
-        Raises ``ValueError`` for values that JSON cannot hold, ``CheckpointError`` or ``OSError`` when writing fails.
+        Raises ``ValueError`` for values that JSON cannot hold, ``CheckpointError`` or ``OSError`` when
+        writing fails.
         """
         state = asdict(self.state)
         tensors = {LOADER_FILE: state.pop("prompts")}
@@ -150,7 +155,9 @@ class SavedRun:
             try:
                 torch.save(value, folder / name)
             except RuntimeError as error:  # that is how torch reports a full disk
-                raise CheckpointError(f"writing {folder / name} failed: {str(error).partition(chr(10))[0]}.") from error
+                raise CheckpointError(
+                    f"writing {folder / name} failed: {str(error).partition(chr(10))[0]}."
+                ) from error
         plain = {
             "format_version": FORMAT_VERSION,
             "written_by": f"verl_rc {__version__}",
@@ -162,17 +169,20 @@ class SavedRun:
 
     @classmethod
     def load(cls, folder: Path) -> "SavedRun":
-        """Read what ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a missing, broken or too new
-        folder or file."""
+        """Read what ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a missing,
+        broken or too new folder or file."""
         if not folder.is_dir():
-            raise CheckpointError(f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists.")
+            raise CheckpointError(
+                f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists."
+            )
         path = folder / RUN_STATE_FILE
         plain = _read_json(path)
         version = plain.pop("format_version", None)
         if version not in range(1, FORMAT_VERSION + 1):
             writer = plain.get("written_by", "an unknown release")
             raise CheckpointError(
-                f"{path} must have format 1 to {FORMAT_VERSION} for verl_rc {__version__}, but {writer} wrote it in format "
+                f"{path} must have format 1 to {FORMAT_VERSION} for verl_rc {__version__}, but {writer} "
+                "wrote it in format "
                 f"{version}. Resume with {writer}, or start anew with trainer.resume_mode=disable."
             )
         if version == 1:
@@ -202,19 +212,24 @@ class SavedRun:
 
 
 def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """Convert the state of verl_rc 0.1, which was not one record; guards that it did not save start at zero."""
+    """Convert the state of verl_rc 0.1, which was not one record; guards that it did not save start at
+    zero."""
     names = {"step", "control", "gap_limits", "skipped_in_a_row", "tracker_run_id", "num_ranks", "config"}
     since = {"nonfinite_in_a_row", "reward_watch"}
     if not names <= plain.keys() <= names | since:
         raise CheckpointError(
-            f"a {RUN_STATE_FILE} of format 1 must hold {sorted(names)}; missing: {sorted(names - plain.keys())}, unknown: "
+            f"a {RUN_STATE_FILE} of format 1 must hold {sorted(names)}; missing: "
+            f"{sorted(names - plain.keys())}, unknown: "
             f"{sorted(plain.keys() - names - since)}. Use another checkpoint."
         )
     nonfinite = plain.get("nonfinite_in_a_row", {})
     state = {
         "step": plain["step"],
         "supply": None,
-        "control": {"kl_coef": plain["control"]["kl_coef"], "rejection_threshold": plain["control"]["threshold"]},
+        "control": {
+            "kl_coef": plain["control"]["kl_coef"],
+            "rejection_threshold": plain["control"]["threshold"],
+        },
         "rollout_gap_limit": plain["gap_limits"].get("rollouts"),
         "canary_gap_limit": plain["gap_limits"].get("canary"),
         "skipped_updates": plain["skipped_in_a_row"],
@@ -224,11 +239,17 @@ def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
         "health": {},
         "tracker_run_id": plain["tracker_run_id"],
     }
-    return {"state": state, "config": plain["config"], "num_ranks": plain["num_ranks"], "written_by": "verl_rc 0.1.0"}
+    return {
+        "state": state,
+        "config": plain["config"],
+        "num_ranks": plain["num_ranks"],
+        "written_by": "verl_rc 0.1.0",
+    }
 
 
 def _supply_of_format_3(supply: Any) -> Any:
-    """Convert what an asynchronous run saved; a run of format 2, and a synchronous one, had nothing in flight."""
+    """Convert what an asynchronous run saved; a run of format 2, and a synchronous one, had nothing in
+    flight."""
     if not supply:
         return None
     if isinstance(supply, dict) and isinstance(supply.get("trained"), list) and len(supply["trained"]) == 2:
@@ -240,7 +261,9 @@ def _supply_of_format_3(supply: Any) -> Any:
 def _in_one_line(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors()
+    )
 
 
 def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -256,7 +279,8 @@ def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any])
             differences.append(f"{key} was {saved!r}, now it is {given!r}")
     if differences:
         raise CheckpointError(
-            f"a resumed run must keep the settings that its checkpoint was trained with: {'; '.join(differences)}. Restore "
+            "a resumed run must keep the settings that its checkpoint was trained with: "
+            f"{'; '.join(differences)}. Restore "
             "them, or start anew with trainer.resume_mode=disable."
         )
 
@@ -277,11 +301,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint.") from None
+        raise CheckpointError(
+            f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint."
+        ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} must be a JSON file, but reading it gave: {error}. Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{path} must be a JSON file, but reading it gave: {error}. Use another checkpoint."
+        ) from error
     if not isinstance(plain, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(plain).__name__}. Use another checkpoint.")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(plain).__name__}. Use another checkpoint."
+        )
     return plain
 
 
@@ -289,7 +319,9 @@ def _read_tensors(path: Path, what: str) -> dict[str, Any]:
     try:
         state = torch.load(path, weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint.") from None
+        raise CheckpointError(
+            f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint."
+        ) from None
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(

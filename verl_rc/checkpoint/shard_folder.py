@@ -1,4 +1,5 @@
-"""A folder of shards: its header, its metadata and its tensors, read without a model, other ranks or executing code from it."""
+"""A folder of shards: its header, its metadata and its tensors, read without a model, other ranks or
+executing code from it."""
 
 import json
 import pickle
@@ -34,21 +35,26 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Names that may be unpickled from ``.metadata``, by module; dtypes (``torch.float32``, …) are allowed too."""
+"""Names that may be unpickled from ``.metadata``, by module; dtypes (``torch.float32``, …) are allowed too.
+"""
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of sharded checkpoints, whose file ``.metadata`` may name nothing but descriptions of tensors.
+    """torch's reader of sharded checkpoints, whose file ``.metadata`` may name nothing but descriptions of
+    tensors.
 
     torch 2.13 unpickles that file as it is, which runs any function it names.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Find a class as torch does. Raises ``pickle.UnpicklingError`` for a file that names anything else."""
+        """Find a class as torch does. Raises ``pickle.UnpicklingError`` for a file that names anything
+        else."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata: Metadata = _DescriptionUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__} where a description of tensors must be")
+            raise pickle.UnpicklingError(
+                f"it holds a {type(metadata).__name__} where a description of tensors must be"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -56,9 +62,13 @@ class SafeReader(FileSystemReader):
 
 class _DescriptionUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in _ALLOWED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs; do not trust it")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no description of tensors needs; do not trust it"
+        )
 
 
 HEADER_FILE = "shards.json"
@@ -80,7 +90,8 @@ class ShardHeader:
     """Additional data of the caller."""
 
     def write(self, folder: Path) -> None:
-        """Write ``shards.json``. Raises ``CheckpointError`` when ``extra`` is not JSON or shards are there already."""
+        """Write ``shards.json``. Raises ``CheckpointError`` when ``extra`` is not JSON or shards are there
+        already."""
         try:
             text = json.dumps(asdict(self), allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -89,7 +100,9 @@ class ShardHeader:
             with (folder / HEADER_FILE).open("x", encoding="utf-8") as file:
                 file.write(text + "\n")
         except FileExistsError:
-            raise CheckpointError(f"shards are written into a new folder, but {folder} holds some. Name another.") from None
+            raise CheckpointError(
+                f"shards are written into a new folder, but {folder} holds some. Name another."
+            ) from None
 
     @classmethod
     def read(cls, folder: Path) -> "ShardHeader":
@@ -98,22 +111,31 @@ class ShardHeader:
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} must be a folder of shards, but {path} is missing. Use another one.") from None
+            raise CheckpointError(
+                f"{folder} must be a folder of shards, but {path} is missing. Use another one."
+            ) from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} must be a JSON file, but reading it gave: {error}. Use another one.") from error
+            raise CheckpointError(
+                f"{path} must be a JSON file, but reading it gave: {error}. Use another one."
+            ) from error
         names = {field.name for field in fields(cls)}
         if not isinstance(plain, dict) or plain.keys() != names:
-            raise CheckpointError(f"{path} must hold {sorted(names)} and nothing else. Use another checkpoint.")
+            raise CheckpointError(
+                f"{path} must hold {sorted(names)} and nothing else. Use another checkpoint."
+            )
         return cls(**plain)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Names, shapes and storage of the tensors in ``folder``. Raises ``CheckpointError`` when they cannot be read."""
+    """Names, shapes and storage of the tensors in ``folder``. Raises ``CheckpointError`` when they cannot be
+    read."""
     try:
         return SafeReader(folder).read_metadata()
     except Exception as error:  # a broken pickle can raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder} must hold readable shards, but {reason}. Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{folder} must hold readable shards, but {reason}. Use another checkpoint."
+        ) from error
 
 
 def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
@@ -126,7 +148,8 @@ def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMet
 
 
 def shards_problem(folder: Path) -> str | None:
-    """The reason why the shards in ``folder`` cannot be read (missing, broken or too short), or None; reads no tensor."""
+    """The reason why the shards in ``folder`` cannot be read (missing, broken or too short), or None; reads
+    no tensor."""
     try:
         ShardHeader.read(folder)
         metadata = read_metadata(folder)
@@ -147,20 +170,25 @@ def shards_problem(folder: Path) -> str | None:
 def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
     """The saved model's full tensors by parameter name, on the CPU, without a process group.
 
-    A tensor that several modules share appears once, under its first name; frozen ones only if they were saved.
-    Raises ``CheckpointError`` when the folder cannot be read.
+    A tensor that several modules share appears once, under its first name; frozen ones only if they were
+    saved. Raises ``CheckpointError`` when the folder cannot be read.
     """
     ShardHeader.read(folder)
     saved = saved_tensors(read_metadata(folder), MODEL)
-    tensors = {f"{MODEL}{name}": torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    tensors = {
+        f"{MODEL}{name}": torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+    }
     read_tensors(folder, tensors, collective=False)
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write ``tensors`` into ``folder``; a collective when a process group exists. Raises ``CheckpointError``.
+    """Write ``tensors`` into ``folder``; a collective when a process group exists. Raises
+    ``CheckpointError``.
 
-    The data is synced to disk on return. The file ``.metadata`` is written last, after the tensors of all ranks.
+    The data is synced to disk on return. The file ``.metadata`` is written last, after the tensors of all
+    ranks.
     """
     alone = not dist.is_initialized()
     with _one_line_per_failure(f"writing the shards in {folder}", alone):
@@ -168,19 +196,23 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
-    """Fill ``tensors`` from ``folder`` in place, as a collective or in this process alone. Raises ``CheckpointError``."""
+    """Fill ``tensors`` from ``folder`` in place, as a collective or in this process alone. Raises
+    ``CheckpointError``."""
     with _one_line_per_failure(f"reading the shards in {folder}", alone=not collective):
         dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not collective)
 
 
 @contextmanager
 def _one_line_per_failure(doing: str, alone: bool) -> Iterator[None]:
-    """Raise DCP's failure of the first rank as one line, without a stack trace per rank; hide its warning when ``alone``.
+    """Raise DCP's failure of the first rank as one line, without a stack trace per rank; hide its warning
+    when ``alone``.
 
     DCP's exception is a ``BaseException``, which ``except Exception`` would not catch.
     """
     try:
-        with warnings.catch_warnings() if alone else nullcontext():  # ranks write in a thread, and filters are for all threads
+        with (
+            warnings.catch_warnings() if alone else nullcontext()
+        ):  # ranks write in a thread, and filters are for all threads
             if alone:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield

@@ -1,8 +1,9 @@
-"""Saving and loading a model and its optimizer as shards, bitwise, on any number of ranks, optionally in the background.
+"""Saving and loading a model and its optimizer as shards, bitwise, on any number of ranks, optionally in the
+background.
 
-The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter. Its ``state_dict``
-module is not used for the optimizer: it takes an optimizer step when there is no state yet, so Adam's step count stays one too
-high, and it cannot load when a parameter has no state.
+The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter. Its
+``state_dict`` module is not used for the optimizer: it takes an optimizer step when there is no state yet, so
+Adam's step count stays one too high, and it cannot load when a parameter has no state.
 """
 
 import pickle
@@ -35,13 +36,15 @@ from verl_rc.checkpoint.store import CheckpointError, sync
 
 
 def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
-    """Names of the optimizer's parameters in its own order. Raises ``ValueError`` for one that is not in ``tensors``."""
+    """Names of the optimizer's parameters in its own order. Raises ``ValueError`` for one that is not in
+    ``tensors``."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(id(parameter) not in names for parameter in parameters)
     if foreign:
         raise ValueError(
-            f"the optimizer must step parameters of the given model, but {foreign} of {len(parameters)} are of another. "
+            f"the optimizer must step parameters of the given model, but {foreign} of {len(parameters)} are "
+            "of another. "
             "Build it after the model is sharded."
         )
     return [names[id(parameter)] for parameter in parameters]
@@ -56,8 +59,11 @@ def state_tensors(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> dict[s
     }
 
 
-def empty_state_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Zeros to load the ``saved`` state into: sharded like the parameter when they have its shape, else unsharded."""
+def empty_state_tensors(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Zeros to load the ``saved`` state into: sharded like the parameter when they have its shape, else
+    unsharded."""
     empty = {}
     for full_name, entry in saved.items():
         parameter = tensors[full_name.rpartition(".")[0]].detach()
@@ -69,16 +75,22 @@ def empty_state_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, Tenso
 
 
 def set_state_tensors(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], learning_rates: Sequence[float]
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    learning_rates: Sequence[float],
 ) -> None:
-    """Replace the optimizer's state, all of it, and its learning rates; the other hyper-parameters stay as they are."""
+    """Replace the optimizer's state, all of it, and its learning rates; the other hyper-parameters stay as
+    they are."""
     position = {name: index for index, name in enumerate(optimized_names(tensors, optimizer))}
     by_position: dict[int, dict[str, Tensor]] = {}
     for full_name, value in state.items():
         name, _, key = full_name.rpartition(".")
         by_position.setdefault(position[name], {})[key] = value
     plain = optimizer.state_dict()
-    groups = [{**group, "lr": rate} for group, rate in zip(plain["param_groups"], learning_rates, strict=True)]
+    groups = [
+        {**group, "lr": rate} for group, rate in zip(plain["param_groups"], learning_rates, strict=True)
+    ]
     optimizer.load_state_dict({"state": by_position, "param_groups": groups})
 
 
@@ -90,11 +102,14 @@ def schedule_state(scheduler: LambdaLR) -> dict[str, int]:
 def resume_schedule(scheduler: LambdaLR, state: dict[str, int]) -> None:
     """Set a new ``scheduler`` and its optimizer to the position saved by ``schedule_state``.
 
-    Unlike ``load_state_dict`` this keeps the peak rates of the given scheduler, so that a rate changed for the resumed
-    run has its effect, and it sets the optimizer's rates.
+    Unlike ``load_state_dict`` this keeps the peak rates of the given scheduler, so that a rate changed for
+    the resumed run has its effect, and it sets the optimizer's rates.
     """
     num_steps = state["num_steps"]
-    rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [
+        base * factor(num_steps)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     scheduler.load_state_dict(
         {**scheduler.state_dict(), "last_epoch": num_steps, "_step_count": num_steps + 1, "_last_lr": rates}
     )
@@ -116,14 +131,17 @@ def save_random_state(state: dict[str, Tensor], path: Path) -> None:
 
 
 def read_random_state(path: Path) -> dict[str, Tensor]:
-    """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a broken file."""
+    """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a
+    broken file."""
     if not path.exists():
         return {}
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} must hold random states, but reading it gave: {reason}. Use another one.") from error
+        raise CheckpointError(
+            f"{path} must hold random states, but reading it gave: {reason}. Use another one."
+        ) from error
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
@@ -148,7 +166,11 @@ class Shards:
 
 
 def save_shards(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    leave_out_frozen: bool = False,
 ) -> None:
     """``collect_shards`` followed by ``write_shards``; a collective of all ranks."""
     write_shards(folder, collect_shards(model, optimizer, extra, leave_out_frozen))
@@ -159,10 +181,15 @@ def collect_shards(
 ) -> Shards:
     """This rank's part of ``model`` and ``optimizer``, its random state, and ``extra`` (JSON data).
 
-    ``leave_out_frozen`` skips parameters without gradient: with LoRA, those of the base model, which is on disk already.
+    ``leave_out_frozen`` skips parameters without gradient: with LoRA, those of the base model, which is on
+    disk already.
     """
     named = named_tensors(model)
-    tensors = {MODEL + name: tensor.detach() for name, tensor in named.items() if not (leave_out_frozen and is_frozen(tensor))}
+    tensors = {
+        MODEL + name: tensor.detach()
+        for name, tensor in named.items()
+        if not (leave_out_frozen and is_frozen(tensor))
+    }
     if optimizer is not None:
         tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
     header = ShardHeader(
@@ -175,7 +202,8 @@ def collect_shards(
 
 
 def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None = None) -> None:
-    """Write the shards of every rank and sync them to disk; a collective of ``group`` (None: the default group).
+    """Write the shards of every rank and sync them to disk; a collective of ``group`` (None: the default
+    group).
 
     Raises ``CheckpointError`` on every rank when one cannot write, or when ``folder`` holds shards already.
     """
@@ -190,11 +218,12 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Fill ``model`` and ``optimizer`` in place from ``folder``; a collective of all ranks. Returns ``extra``.
+    """Fill ``model`` and ``optimizer`` in place from ``folder``; a collective of all ranks. Returns
+    ``extra``.
 
-    Learning rates come back as saved; all other hyper-parameters stay those of the given ``optimizer``. Random states
-    come back on ranks that existed when they were saved. Raises ``CheckpointError`` on every rank, before anything is
-    changed, for a folder that cannot be read or that holds another model.
+    Learning rates come back as saved; all other hyper-parameters stay those of the given ``optimizer``.
+    Random states come back on ranks that existed when they were saved. Raises ``CheckpointError`` on every
+    rank, before anything is changed, for a folder that cannot be read or that holds another model.
     """
     named = named_tensors(model)
     with _raise_on_all_ranks():
@@ -205,7 +234,8 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
             differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
         if differences:
             raise CheckpointError(
-                f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the model settings of "
+                f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the "
+                "model settings of "
                 "the run that saved it, or start anew with trainer.resume_mode=disable."
             )
         random_state = read_random_state(_random_file(folder))
@@ -222,8 +252,8 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, each once: a shared tensor is listed under its first name.
 
-    Sharded parameters are listed as shards. FSDP2 keeps some of them unsharded after a forward pass; ``state_dict`` reshards
-    them first, ``named_parameters`` does not.
+    Sharded parameters are listed as shards. FSDP2 keeps some of them unsharded after a forward pass;
+    ``state_dict`` reshards them first, ``named_parameters`` does not.
     """
     first_names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -274,7 +304,8 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn a failure on any rank into a ``CheckpointError`` on all ranks, so that none waits in a collective."""
+    """Turn a failure on any rank into a ``CheckpointError`` on all ranks, so that none waits in a
+    collective."""
     problem = None
     try:
         yield
@@ -300,11 +331,13 @@ def _random_file(folder: Path) -> Path:
 class BackgroundWriter:
     """Writes one set of shards at a time while training continues.
 
-    The copy stays allocated in host memory for the next save: 12 bytes per parameter for fp32 weights and Adam's two moments.
+    The copy stays allocated in host memory for the next save: 12 bytes per parameter for fp32 weights and
+    Adam's two moments.
     """
 
     def __init__(self, pin_memory: bool) -> None:
-        """Collective: creates a separate process group for the writing threads, since a group serves one thread at a time.
+        """Collective: creates a separate process group for the writing threads, since a group serves one
+        thread at a time.
 
         ``pin_memory``: use page-locked memory, which makes copies from a GPU faster.
         """
@@ -321,13 +354,17 @@ class BackgroundWriter:
         self._writing: Future[None] | None = None
 
     def start(self, folder: Path, shards: Shards) -> None:
-        """Copy ``shards`` now and write them to ``folder`` in the background, after a write in progress; collective."""
+        """Copy ``shards`` now and write them to ``folder`` in the background, after a write in progress;
+        collective."""
         self.is_finished(wait=True)
         tensors: Any = self._stager.stage(shards.tensors)  # a future only with use_async_staging
-        self._writing = self._thread.submit(write_shards, folder, replace(shards, tensors=tensors), self._group)
+        self._writing = self._thread.submit(
+            write_shards, folder, replace(shards, tensors=tensors), self._group
+        )
 
     def is_finished(self, wait: bool) -> bool:
-        """Whether no write is in progress; with ``wait``, block until then. Raises the ``CheckpointError`` of a failed write."""
+        """Whether no write is in progress; with ``wait``, block until then. Raises the ``CheckpointError`` of
+        a failed write."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():

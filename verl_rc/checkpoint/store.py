@@ -9,7 +9,8 @@ from typing import Literal, get_args
 
 
 class CheckpointError(ValueError):
-    """A failure to write, read or use a checkpoint; the message says what must hold, what was found and what to do."""
+    """A failure to write, read or use a checkpoint; the message says what must hold, what was found and what
+    to do."""
 
 
 def sync_tree(folder: Path) -> None:
@@ -41,15 +42,17 @@ _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 class CheckpointStore:
     """``global_step_<N>`` folders of one run. One process writes; any may list.
 
-    Checkpoints are ordered by commit, not by step: a run that starts from scratch or falls back to an older checkpoint
-    reaches steps whose folders exist already.
+    Checkpoints are ordered by commit, not by step: a run that starts from scratch or falls back to an older
+    checkpoint reaches steps whose folders exist already.
     """
 
     def __init__(self, run_folder: Path, keep: int | None) -> None:
-        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``); None: all."""
+        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``); None:
+        all."""
         if keep is not None and keep < 1:
             raise ValueError(
-                f"trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got {keep}. "
+                "trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got "
+                f"{keep}. "
                 "trainer.save_freq=-1 writes none."
             )
         self._run_folder = run_folder
@@ -66,18 +69,23 @@ class CheckpointStore:
         return partial
 
     def seal(self, step: int) -> None:
-        """Mark the checkpoint as valid once its shards are complete, even if the run crashes before ``commit``.
+        """Mark the checkpoint as valid once its shards are complete, even if the run crashes before
+        ``commit``.
 
         Raises ``CheckpointError`` when ``begin`` was not called.
         """
         partial = self._folder(step, _PARTIAL)
         if not partial.is_dir():
-            raise CheckpointError(f"seal({step}) needs the folder that begin({step}) made, but {partial} is not there.")
+            raise CheckpointError(
+                f"seal({step}) needs the folder that begin({step}) made, but {partial} is not there."
+            )
         if _commit_number(partial):
             return
         for path in partial.iterdir():
             sync(path)
-        (partial / COMMIT_NUMBER_FILE).write_text(f"{1 + max(map(_commit_number, self.newest_first()), default=0)}\n")
+        (partial / COMMIT_NUMBER_FILE).write_text(
+            f"{1 + max(map(_commit_number, self.newest_first()), default=0)}\n"
+        )
         sync(partial / COMMIT_NUMBER_FILE)
         sync(partial)
 
@@ -105,20 +113,27 @@ class CheckpointStore:
         """Complete checkpoints, the last committed first."""
         if not self._run_folder.is_dir():
             return []
-        folders = [path for path in self._run_folder.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+        folders = [
+            path
+            for path in self._run_folder.iterdir()
+            if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
+        ]
         return sorted(folders, key=lambda folder: (_commit_number(folder), _step_of(folder)), reverse=True)
 
     def choose(
         self, mode: ResumeMode, path: str | None, is_readable: Callable[[Path], str | None]
     ) -> tuple[Path | None, list[str]]:
-        """The checkpoint to resume from (None: start from scratch), and a message for every newer one that was skipped.
+        """The checkpoint to resume from (None: start from scratch), and a message for every newer one that
+        was skipped.
 
-        ``mode`` is ``trainer.resume_mode``, ``path`` is ``trainer.resume_from_path``; ``is_readable`` returns None for a
-        checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when checkpoints were asked
-        for or found and none can be read: a run must not silently start from scratch.
+        ``mode`` is ``trainer.resume_mode``, ``path`` is ``trainer.resume_from_path``; ``is_readable`` returns
+        None for a checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when
+        checkpoints were asked for or found and none can be read: a run must not silently start from scratch.
         """
         if mode not in get_args(ResumeMode):
-            raise CheckpointError(f"trainer.resume_mode must be one of {list(get_args(ResumeMode))}, got {mode!r}.")
+            raise CheckpointError(
+                f"trainer.resume_mode must be one of {list(get_args(ResumeMode))}, got {mode!r}."
+            )
         if mode == "disable":
             return None, []
         if mode == "resume_path":
@@ -129,14 +144,18 @@ class CheckpointStore:
         for folder in self.newest_first():
             reason = is_readable(folder)
             if reason is None:
-                return folder, [f"{passed} cannot be read ({why}); falling back to {folder}" for passed, why in reasons]
+                return folder, [
+                    f"{passed} cannot be read ({why}); falling back to {folder}" for passed, why in reasons
+                ]
             reasons.append((folder, reason))
         if not reasons:
             return None, []
         listed = "; ".join(f"{folder.name}: {reason}" for folder, reason in reasons)
         raise CheckpointError(
-            f"trainer.resume_mode=auto needs a checkpoint that can be read in {self._run_folder}, but none of "
-            f"{len(reasons)} can ({listed}). Repair one, give another folder with trainer.resume_mode=resume_path and "
+            f"trainer.resume_mode=auto needs a checkpoint that can be read in {self._run_folder}, but none "
+            "of "
+            f"{len(reasons)} can ({listed}). Repair one, give another folder with "
+            "trainer.resume_mode=resume_path and "
             "trainer.resume_from_path, or start anew with trainer.resume_mode=disable."
         )
 
@@ -151,7 +170,8 @@ class CheckpointStore:
         sync(self._run_folder)
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints; each is renamed first, because a half-deleted folder must not look like a checkpoint."""
+        """Delete old checkpoints; each is renamed first, because a half-deleted folder must not look like a
+        checkpoint."""
         if self._keep is None:
             return
         for folder in self.newest_first()[self._keep :]:
@@ -166,7 +186,8 @@ class CheckpointStore:
                 self.commit(_step_of(partial.with_suffix("")))
 
     def _finish_interrupted_commit(self) -> None:
-        """Restore the name of a checkpoint that was moved aside unless its successor has it; delete other leftovers."""
+        """Restore the name of a checkpoint that was moved aside unless its successor has it; delete other
+        leftovers."""
         for replaced in self._run_folder.glob(f"global_step_*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if not final.exists():
@@ -178,14 +199,21 @@ class CheckpointStore:
 
 def _given_checkpoint(path: str | None, is_readable: Callable[[Path], str | None]) -> Path:
     """The folder ``path``. Raises ``CheckpointError`` unless it is a readable checkpoint."""
-    keys = "trainer.resume_mode=resume_path needs trainer.resume_from_path to be a checkpoint folder (.../global_step_N)"
+    keys = (
+        "trainer.resume_mode=resume_path needs trainer.resume_from_path to be a checkpoint folder "
+        "(.../global_step_N)"
+    )
     if path is None:
-        raise CheckpointError(f"{keys}, got null. Name the folder, or use trainer.resume_mode=auto or disable.")
+        raise CheckpointError(
+            f"{keys}, got null. Name the folder, or use trainer.resume_mode=auto or disable."
+        )
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{keys}, but there is no folder {path!r}. Name one that exists.")
     if folder.name.endswith((_PARTIAL, _REPLACED, _DELETED)):
-        raise CheckpointError(f"{keys}, but {path!r} was never finished or is being removed. Name a finished one.")
+        raise CheckpointError(
+            f"{keys}, but {path!r} was never finished or is being removed. Name a finished one."
+        )
     reason = is_readable(folder)
     if reason is not None:
         raise CheckpointError(f"{keys} that can be read, but {path!r} cannot ({reason}). Name another one.")

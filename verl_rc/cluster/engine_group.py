@@ -45,24 +45,26 @@ class EnginesLostError(RemoteError):
 
 
 OnLoss = Callable[[EnginesLostError, int], None]
-"""Replaces engines that are lost during generation; its second argument is the number of their unfinished requests."""
+"""Replaces engines that are lost during generation; its second argument is the number of their unfinished
+requests."""
 
 
 class EngineGroup:
     """All vLLM engines of a run.
 
-    Methods that raise ``EnginesLostError`` can be called again after ``replace``, opening the weight transport again and another
-    update of all weights.
+    Methods that raise ``EnginesLostError`` can be called again after ``replace``, opening the weight
+    transport again and another update of all weights.
     """
 
     worker = "verl_rc.rollout.engine:RolloutEngine"
-    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones."""
+    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones.
+    """
 
     def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
         """Start one process per engine; ``build`` creates the engine in it.
 
-        ``rank_devices``: the GPU of each trainer rank, when engines share them. Such an engine reserves no GPU from Ray, which
-        cannot assign GPUs of several bundles to one actor; it uses the GPUs of its ranks.
+        ``rank_devices``: the GPU of each trainer rank, when engines share them. Such an engine reserves no
+        GPU from Ray, which cannot assign GPUs of several bundles to one actor; it uses the GPUs of its ranks.
         """
         environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
         shares = placement.shares_devices and placement.device == "cuda"
@@ -89,7 +91,8 @@ class EngineGroup:
         return [process.prepare(self.worker) for process in self._engines]
 
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
-        """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later call is lost."""
+        """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
+        call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds
         if options.deterministic_steps is not None:
             self._work = EngineWork(len(self._engines), by_seed=True)
@@ -102,12 +105,15 @@ class EngineGroup:
         self._replaced |= set(engines)
         return [self._engines[engine].build(self.worker, options=self._options) for engine in engines]
 
-    def wait(self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()) -> tuple[dict[int, Any], list[Any]]:
+    def wait(
+        self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()
+    ) -> tuple[dict[int, Any], list[Any]]:
         """Wait for the answers of engines, by number, and of the processes they communicate with, ``beside``.
 
-        Raises ``EnginesLostError`` when an engine died (failures that follow from its death do not count), or did not answer in
-        time for no other reason. In a transfer a hanging engine can block others: all engines without an answer count as lost.
-        Otherwise raises the first failure, preferably one that is not the consequence of another.
+        Raises ``EnginesLostError`` when an engine died (failures that follow from its death do not count), or
+        did not answer in time for no other reason. In a transfer a hanging engine can block others: all
+        engines without an answer count as lost. Otherwise raises the first failure, preferably one that is
+        not the consequence of another.
         """
         calls = [*pending.values(), *beside]
         answer_of = {
@@ -115,14 +121,26 @@ class EngineGroup:
             for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
         }
         of_engines = {engine: answer_of[item.reference] for engine, item in pending.items()}
-        died = {engine: answer for engine, answer in of_engines.items() if isinstance(answer, ProcessLostError)}
-        silent = {engine: died.pop(engine) for engine, answer in of_engines.items() if isinstance(answer, HangError)}
+        died = {
+            engine: answer for engine, answer in of_engines.items() if isinstance(answer, ProcessLostError)
+        }
+        silent = {
+            engine: died.pop(engine) for engine, answer in of_engines.items() if isinstance(answer, HangError)
+        }
         known = [*died.values(), *silent.values()]
-        failures = [answer for answer in answer_of.values() if isinstance(answer, RemoteError) and answer not in known]
-        causes = [failure for failure in failures if not isinstance(failure, HangError) and not _is_consequence(failure)]
+        failures = [
+            answer for answer in answer_of.values() if isinstance(answer, RemoteError) and answer not in known
+        ]
+        causes = [
+            failure
+            for failure in failures
+            if not isinstance(failure, HangError) and not _is_consequence(failure)
+        ]
         lost = died if causes else died | silent
         if lost:
-            answered = {engine: answer for engine, answer in of_engines.items() if not isinstance(answer, RemoteError)}
+            answered = {
+                engine: answer for engine, answer in of_engines.items() if not isinstance(answer, RemoteError)
+            }
             raise EnginesLostError(lost, answered)
         if failures:
             raise [*causes, *failures][0]
@@ -136,7 +154,9 @@ class EngineGroup:
     def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
         """Join the weight-transfer group after the sender, which is rank 0."""
         return {
-            index: engine.call("join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend)
+            index: engine.call(
+                "join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend
+            )
             for index, engine in enumerate(self._engines)
         }
 
@@ -151,11 +171,13 @@ class EngineGroup:
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
         """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
         return {
-            index: engine.call("stage_weights", manifest.to_plain(), bucket_bytes) for index, engine in enumerate(self._engines)
+            index: engine.call("stage_weights", manifest.to_plain(), bucket_bytes)
+            for index, engine in enumerate(self._engines)
         }
 
     def load_staged(self, version: int) -> None:
-        """Let each engine load the update as ``version`` once it has ended what was submitted before; does not wait for that.
+        """Let each engine load the update as ``version`` once it has ended what was submitted before; does
+        not wait for that.
 
         Raises ``EnginesLostError``.
         """
@@ -163,7 +185,8 @@ class EngineGroup:
         self._call_all("load_staged", version)
 
     def loaded(self) -> list[list[dict[str, Any]] | None]:
-        """Each engine's receipts, one per worker, of the update last staged; None: not loaded. Raises ``EnginesLostError``."""
+        """Each engine's receipts, one per worker, of the update last staged; None: not loaded. Raises
+        ``EnginesLostError``."""
         return self._call_all("loaded")
 
     def device_keys(self) -> list[str]:
@@ -180,11 +203,13 @@ class EngineGroup:
         self._call_all("load_bucket", handle)
 
     def finish_update(self, version: int) -> list[list[dict[str, Any]]]:
-        """End the update as ``version``; returns a receipt per worker of each engine. Raises ``EnginesLostError``."""
+        """End the update as ``version``; returns a receipt per worker of each engine. Raises
+        ``EnginesLostError``."""
         return self._call_all("finish_update", version)
 
     def trace_activity(self) -> None:
-        """Write into the run's trace when engines decoded since the last call. Raises ``EnginesLostError``."""
+        """Write into the run's trace when engines decoded since the last call. Raises
+        ``EnginesLostError``."""
         for engine, spans in zip(self._engines, self._call_all("activity"), strict=True):
             for begin, end in spans:
                 TRACE.span(engine.name, "decode", begin, end)
@@ -200,26 +225,34 @@ class EngineGroup:
         self._call_all("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Allocate memory again, ``weights`` or ``kv_cache``, if engines can sleep. Raises ``EnginesLostError``."""
+        """Allocate memory again, ``weights`` or ``kv_cache``, if engines can sleep. Raises
+        ``EnginesLostError``."""
         self._call_all("wake_up", tags)
 
     def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
-        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns their numbers at once.
+        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns
+        their numbers at once.
 
         They are sampled with the engines' current weights, or those of an update in progress.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=False)
-        self._submitting.append(self._hand_over(of_engines))  # an engine that takes 256 requests in may not answer for 0.2 s
+        self._submitting.append(
+            self._hand_over(of_engines)
+        )  # an engine that takes 256 requests in may not answer for 0.2 s
         return numbers
 
-    def submit_to_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[list[int]]:
-        """Submit all requests to every engine, to begin before all that waits; returns their numbers by engine at once."""
+    def submit_to_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[list[int]]:
+        """Submit all requests to every engine, to begin before all that waits; returns their numbers by
+        engine at once."""
         numbers, of_engines = self._work.add_to_each(requests, options)
         self._submitting.append(self._hand_over(of_engines))
         return numbers
 
     def _wait_for_submitted(self) -> None:
-        """Wait until engines hold what was submitted: a later call could overtake it, because an engine runs two at a time."""
+        """Wait until engines hold what was submitted: a later call could overtake it, because an engine runs
+        two at a time."""
         submitting, self._submitting = self._submitting, []
         for pending in submitting:
             with suppress(EnginesLostError):  # the next ``collect`` finds it too
@@ -228,8 +261,9 @@ class EngineGroup:
     def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
         """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for one.
 
-        Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without ``on_loss`` the loss
-        is raised, and they are submitted again when ``collect`` is called after ``replace`` and an update.
+        Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without
+        ``on_loss`` the loss is raised, and they are submitted again when ``collect`` is called after
+        ``replace`` and an update.
 
         Returns:
             The numbers of samples that can be taken, in ascending order.
@@ -238,18 +272,20 @@ class EngineGroup:
         return self._work.finished()
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        """Stop submitted requests: they are neither collected nor submitted again when their engine is
+        lost."""
         self._tell_all("cancel", list(numbers))
         self._work.discard(numbers)
 
     def collect_parts(self, on_loss: OnLoss | None = None) -> tuple[list[int], dict[int, Interrupted]]:
-        """Fetch samples that have ended, and of the others what they had when the last update began, without waiting.
+        """Fetch samples that have ended, and of the others what they had when the last update began, without
+        waiting.
 
         A lost engine's samples continue from there on another one. Losses are dealt with as in ``collect``.
 
         Returns:
-            The numbers of samples that can be taken, in ascending order; and what each busy engine said of the update. ``parts``
-            gives what is known of the other samples.
+            The numbers of samples that can be taken, in ascending order; and what each busy engine said of
+            the update. ``parts`` gives what is known of the other samples.
         """
         busy, interrupted = self._work.busy_engines(), dict[int, Interrupted]()
 
@@ -263,12 +299,13 @@ class EngineGroup:
         return self._work.finished(), interrupted
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with, and the number of its
-        calls that tools answered."""
+        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with,
+        and the number of its calls that tools answered."""
         return self._work.parts(number)
 
     def begin_steps(self) -> None:
-        """Let engines make their steps with the weights that they hold; without ``deterministic_steps`` they make them anyway."""
+        """Let engines make their steps with the weights that they hold; without ``deterministic_steps`` they
+        make them anyway."""
         if self._options.deterministic_steps is not None:
             self._hand_over_lost()
             self._tell_all("begin_steps")
@@ -278,7 +315,8 @@ class EngineGroup:
         return self._work.take_failures(numbers)
 
     def take(self, numbers: Sequence[int]) -> Completions:
-        """The completions of these numbers, in this order, once all have been collected; each can be taken once.
+        """The completions of these numbers, in this order, once all have been collected; each can be taken
+        once.
 
         Raises ``ToolFailedError`` when one failed.
         """
@@ -289,16 +327,17 @@ class EngineGroup:
     ) -> Timed[Completions]:
         """One completion per request, in order; the requests are shared out evenly.
 
-        When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is raised. Each new
-        engine gets the unfinished samples of the old one, in the same batch when nothing had been collected. A sample depends
-        only on its request's seed, so the result is the same.
+        When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is
+        raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
+        been collected. A sample depends only on its request's seed, so the result is the same.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=True)
         self._hand_over(of_engines)
         return self.finish(numbers, on_loss)
 
     def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
-        """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``.
+        """The completions of these numbers, in this order, once all have ended; each can be taken once. See
+        ``generate``.
 
         Raises ``ToolFailedError`` when one failed.
         """
@@ -310,7 +349,8 @@ class EngineGroup:
         return Timed(self._work.take(numbers), busy_seconds)
 
     def wait_for(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> float:
-        """Wait until these have ended, with ``deterministic_steps`` beyond that limit; returns the time of the slowest engine.
+        """Wait until these have ended, with ``deterministic_steps`` beyond that limit; returns the time of
+        the slowest engine.
 
         Losses are dealt with as in ``collect``.
         """
@@ -324,10 +364,15 @@ class EngineGroup:
 
     def _hand_over(self, of_engines: Mapping[int, Sequence[QueuedSample]]) -> dict[int, Pending]:
         """Submit samples; returns at once. The next ``collect`` reports a failure too."""
-        return {engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()}
+        return {
+            engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()
+        }
 
-    def _collect(self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None) -> float:
-        """Wait until each of these engines has finished its number of samples, and store them; returns the longest wait."""
+    def _collect(
+        self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None
+    ) -> float:
+        """Wait until each of these engines has finished its number of samples, and store them; returns the
+        longest wait."""
         self._go_on_after_losses()
         pending = {
             engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
@@ -337,20 +382,27 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Let engines that replaced others do what those owed. To be called before samples are required: it makes that void."""
+        """Let engines that replaced others do what those owed. To be called before samples are required: it
+        makes that void."""
         if self._replaced:
             self._hand_over_lost()
             self.begin_steps()
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
-        self._submitting.append(self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)}))
+        self._submitting.append(
+            self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)})
+        )
         self._replaced.clear()
 
     def _record(
-        self, pending: Mapping[int, Pending], record: Callable[[Mapping[int, Any]], None], on_loss: OnLoss | None
+        self,
+        pending: Mapping[int, Pending],
+        record: Callable[[Mapping[int, Any]], None],
+        on_loss: OnLoss | None,
     ) -> None:
-        """Wait for answers and ``record`` them; lost engines are replaced by ``on_loss``, without which the loss is raised."""
+        """Wait for answers and ``record`` them; lost engines are replaced by ``on_loss``, without which the
+        loss is raised."""
         try:
             record(self.wait(pending)[0])
         except EnginesLostError as error:
@@ -365,12 +417,17 @@ class EngineGroup:
         with suppress(EnginesLostError):
             self._call_all(method, *arguments)
 
-    def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
-        """Send all requests to every engine, to compare each engine with the trainer. Raises ``EnginesLostError``."""
+    def generate_on_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[Completions]:
+        """Send all requests to every engine, to compare each engine with the trainer. Raises
+        ``EnginesLostError``."""
         return self._call_all("generate", list(requests), options)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        answered, _ = self.wait({index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)})
+        answered, _ = self.wait(
+            {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}
+        )
         return list(answered.values())
 
 

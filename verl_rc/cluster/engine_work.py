@@ -1,4 +1,5 @@
-"""Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are taken."""
+"""Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are
+taken."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,15 @@ from verl_rc.rollout.tools import ToolFailedError
 
 
 def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
-    """Assign requests to engines: those of one prompt together, to the engine with the fewest unfinished samples.
+    """Assign requests to engines: those of one prompt together, to the engine with the fewest unfinished
+    samples.
 
     Args:
-        prompts: Token ids of each request's prompt; requests with the same prompt are adjacent, and an engine computes it once.
+        prompts: Token ids of each request's prompt; requests with the same prompt are adjacent, and an engine
+            computes it once.
         unfinished: Samples that each engine has already.
-        evenly: Split requests of one prompt when they would give an engine more than its share of all unfinished samples.
+        evenly: Split requests of one prompt when they would give an engine more than its share of all
+            unfinished samples.
 
     Returns:
         The indices of each engine's requests.
@@ -43,7 +47,8 @@ class EngineWork:
     """The samples of all engines by unique number, from their assignment until they are taken."""
 
     def __init__(self, num_engines: int, by_seed: bool = False) -> None:
-        """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the engines are."""
+        """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the
+        engines are."""
         self._by_seed = by_seed
         self._numbers = count()
         self._unfinished: list[dict[int, QueuedSample]] = [{} for _ in range(num_engines)]
@@ -59,17 +64,23 @@ class EngineWork:
     ) -> tuple[list[int], dict[int, list[QueuedSample]]]:
         """Assign requests; returns their numbers, in order, and the samples for each engine.
 
-        ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples without a waiter.
+        ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples
+        without a waiter.
         """
         samples = [QueuedSample(next(self._numbers), request, options, awaited) for request in requests]
         if self._by_seed:
             engine_of = [request.seed % len(self._unfinished) for request in requests]
-            placed = [[place for place, own in enumerate(engine_of) if own == engine] for engine in range(len(self._unfinished))]
+            placed = [
+                [place for place, own in enumerate(engine_of) if own == engine]
+                for engine in range(len(self._unfinished))
+            ]
         else:
             prompts = [request.prompt_token_ids for request in requests]
             placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
-            engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
+            engine: [samples[position] for position in positions]
+            for engine, positions in enumerate(placed)
+            if positions
         }
         for engine, mine in of_engines.items():
             self._unfinished[engine] |= {sample.number: sample for sample in mine}
@@ -84,7 +95,9 @@ class EngineWork:
         """
         of_engines: dict[int, list[QueuedSample]] = {}
         for engine, mine in enumerate(self._unfinished):
-            of_engines[engine] = [QueuedSample(-1 - next(self._numbers), request, options) for request in requests]
+            of_engines[engine] = [
+                QueuedSample(-1 - next(self._numbers), request, options) for request in requests
+            ]
             mine |= {sample.number: sample for sample in of_engines[engine]}
         return [[sample.number for sample in samples] for samples in of_engines.values()], of_engines
 
@@ -98,14 +111,18 @@ class EngineWork:
 
     def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
         """The number of unfinished samples among ``numbers``, for each engine that has some."""
-        counts = {engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)}
+        counts = {
+            engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)
+        }
         return {engine: missing for engine, missing in counts.items() if missing}
 
     def record(self, answers: Mapping[int, Collected]) -> None:
         """Store the finished samples of each engine, without discarded ones."""
         for engine, (numbers, completions, failures) in answers.items():
             mine = self._unfinished[engine]
-            self._failures |= {number: why for number, why in failures.items() if mine.pop(number, None) is not None}
+            self._failures |= {
+                number: why for number, why in failures.items() if mine.pop(number, None) is not None
+            }
             known = [row for row, number in enumerate(numbers) if mine.pop(number, None) is not None]
             if known:
                 first = len(self._rows)
@@ -115,7 +132,8 @@ class EngineWork:
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
 
     def record_parts(self, answers: Mapping[int, Interrupted]) -> None:
-        """Note how far each engine had come with unfinished samples at its last update: another engine continues from there."""
+        """Note how far each engine had come with unfinished samples at its last update: another engine
+        continues from there."""
         for engine, answer in answers.items():
             mine, completions = self._unfinished[engine], answer.completions
             for row, number in enumerate(answer.numbers):
@@ -126,7 +144,8 @@ class EngineWork:
                     mine[number] = replace(mine[number], request=request)
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """Return what is known of an unfinished sample's response, and the number of its calls that tools answered."""
+        """Return what is known of an unfinished sample's response, and the number of its calls that tools
+        answered."""
         (sample,) = (mine[number] for mine in self._unfinished if number in mine)
         return list(sample.request.parts), sample.request.tool_calls
 
@@ -139,7 +158,8 @@ class EngineWork:
         return {number: self._failures.pop(number) for number in numbers if number in self._failures}
 
     def take(self, numbers: Sequence[int]) -> Completions:
-        """Remove finished samples and return their completions in this order. Raises ``ToolFailedError`` when one failed."""
+        """Remove finished samples and return their completions in this order. Raises ``ToolFailedError`` when
+        one failed."""
         for why in self.take_failures(numbers).values():
             raise ToolFailedError(why)
         rows = [self._rows.pop(number) for number in numbers]

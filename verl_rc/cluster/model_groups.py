@@ -1,4 +1,5 @@
-"""The driver's handles of the models: actor, critic and reference, each a group of ranks, and the reward model."""
+"""The driver's handles of the models: actor, critic and reference, each a group of ranks, and the reward
+model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +34,8 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
-        """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows, each ``[B, R]``,
-        under the current weights."""
+        """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
+        each ``[B, R]``, under the current weights."""
         answer = self.score("compute_log_probs", tokens, limit)
         return Timed(TokenScores(*answer.result), answer.busy_seconds)
 
@@ -43,9 +44,14 @@ class ActorGroup(RankGroup):
         return self.score_one("compute_reference_log_probs", tokens, limit)
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, request: UpdateRequest
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[MiniBatch],
+        limit: MicroBatchLimit,
+        request: UpdateRequest,
     ) -> Timed[ActorReport]:
-        """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows. Merges all reports."""
+        """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows.
+        Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
         answers = self.call_update([(rows, replace(request, mini_batches=own)) for rows, own in parts])
         return Timed(_over_ranks(answers.result), answers.busy_seconds)
@@ -72,12 +78,15 @@ class ActorGroup(RankGroup):
         return int(wait_for_all([self._ranks[0].call("describe_buckets")])[0][1])
 
     def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
-        """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a handle."""
-        return [rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)]
+        """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a
+        handle."""
+        return [
+            rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)
+        ]
 
     def release_bucket(self, interrupted: bool) -> list[Pending]:
-        """Release the last bucket, of an update that an engine's loss may have ``interrupted``; the first answer is the sender's
-        receipt."""
+        """Release the last bucket, of an update that an engine's loss may have ``interrupted``; the first
+        answer is the sender's receipt."""
         return [rank.call("release_bucket", interrupted) for rank in self._ranks]
 
 
@@ -91,7 +100,9 @@ class CriticGroup(RankGroup):
         """Values ``[B, R]`` of all rows."""
         return self.score_one("compute_values", tokens, limit)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> Timed[UpdateReport]:
+    def update(
+        self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+    ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
         answers = self.call_update(self.split(batch, mini_batches, limit))
         return Timed(_over_ranks(answers.result), answers.busy_seconds)
@@ -122,7 +133,9 @@ class RewardModel:
         """Start the process; ``build`` loads the model."""
         self._config = config
         environment = trainer_environment(usable_cores(), one_node=False)
-        self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
+        self._process = RemoteProcess(
+            "reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node
+        )
 
     def build(self) -> list[Pending]:
         """Load the model; returns at once."""

@@ -1,4 +1,5 @@
-"""Placement: the processes of a run, the cluster's resources, the placement groups, and threads per process."""
+"""Placement: the processes of a run, the cluster's resources, the placement groups, and threads per
+process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Place:
     """Devices that one process reserves; 0 on a CPU."""
 
     def options(self, reserve_gpu: bool = True) -> dict[str, Any]:
-        """Ray's options for a process here; without ``reserve_gpu`` its environment variables select the devices."""
+        """Ray's options for a process here; without ``reserve_gpu`` its environment variables select the
+        devices."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
         gpus = self.num_gpus if reserve_gpu else 0.0
         return {"scheduling_strategy": strategy, "num_cpus": self.num_cpus, "num_gpus": gpus}
@@ -62,8 +64,9 @@ class Placement:
 def plan_placement(config: RunConfig) -> Placement:
     """Decide the processes of a run on the connected cluster and reserve their places.
 
-    Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU) or engines cannot
-    be quantised so on them, and ``RemoteError`` when the places do not become free within ``trainer.ready_timeout_seconds``.
+    Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU)
+    or engines cannot be quantised so on them, and ``RemoteError`` when the places do not become free within
+    ``trainer.ready_timeout_seconds``.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     total = ray.cluster_resources()
@@ -75,7 +78,9 @@ def plan_placement(config: RunConfig) -> Placement:
         _check_cores(config)
     engines_per_node = max(1, config.num_engines // rollout.nnodes)
     trainer_threads, engine_threads = _threads(config, device, engines_per_node)
-    rank_places, engine_places = _reserve(config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes))
+    rank_places, engine_places = _reserve(
+        config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes)
+    )
     return Placement(
         device=device,
         num_ranks=config.num_ranks,
@@ -90,7 +95,8 @@ def plan_placement(config: RunConfig) -> Placement:
 
 
 def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
-    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that are theirs alone."""
+    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that
+    are theirs alone."""
     cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if device == "cpu" and config.overlaps:
@@ -105,14 +111,16 @@ def _check_nodes(config: RunConfig, device: str) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if len(nodes) < config.trainer.nnodes:
         raise ConfigError(
-            f"trainer.nnodes={config.trainer.nnodes} nodes are needed, the cluster has {len(nodes)}. Lower trainer.nnodes, or "
+            f"trainer.nnodes={config.trainer.nnodes} nodes are needed, the cluster has {len(nodes)}. Lower "
+            "trainer.nnodes, or "
             "start Ray on the missing ones."
         )
     if device == "cpu":
         return
     if not own_pool and rollout.checkpoint_engine.backend == "broadcast":
         raise ConfigError(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast cannot connect trainer and engines that share GPUs "
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast cannot connect trainer and "
+            "engines that share GPUs "
             "(hybrid_engine=True): NCCL refuses two processes on one GPU. Pass backend=auto."
         )
     judge = config.reward.reward_model
@@ -125,16 +133,22 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         engines = f" and {config.num_devices - config.num_ranks} for engines" if own_pool else ""
         engines += f" and {of_judge} for the reward model" if of_judge else ""
         raise ConfigError(
-            f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, {per_node} on a node; the "
+            f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, "
+            f"{per_node} on a node; the "
             f"cluster has {found} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. Lower "
             "trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
         )
     size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
-    room = {count: sum(of_node // count for of_node in gpus) for count in range(1, size + 1) if devices % count == 0}
+    room = {
+        count: sum(of_node // count for of_node in gpus)
+        for count in range(1, size + 1)
+        if devices % count == 0
+    }
     if config.num_engines > room[size]:
         fits = max(count for count, engines in room.items() if engines >= devices // count)
         raise ConfigError(
-            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes {config.num_engines} "
+            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
+            f"{config.num_engines} "
             f"engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
         )
 
@@ -146,33 +160,44 @@ def _largest_share(gpus: Sequence[int], nodes: int) -> str:
 
 
 def _check_cores(config: RunConfig) -> None:
-    """Raise ``ConfigError`` unless each rank and each engine has a core: ranks compute at the same time, and so do engines."""
+    """Raise ``ConfigError`` unless each rank and each engine has a core: ranks compute at the same time, and
+    so do engines."""
     trainer, cores = config.trainer, usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may use {cores}. "
+            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may "
+            f"use {cores}. "
             "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
         )
     options, engines = config.async_training, config.num_engine_devices // trainer.nnodes
     if config.overlaps and trainer.n_gpus_per_node + engines > cores:
-        synchronous = "staleness_threshold=0" if options.trigger_parameter_sync_step == 1 else "trigger_parameter_sync_step=1"
+        synchronous = (
+            "staleness_threshold=0"
+            if options.trigger_parameter_sync_step == 1
+            else "trigger_parameter_sync_step=1"
+        )
         raise ConfigError(
-            f"with async_training.staleness_threshold={options.staleness_threshold:g} trainer ranks and engines compute at the "
-            f"same time, each on a core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines were asked for, this "
+            f"with async_training.staleness_threshold={options.staleness_threshold:g} trainer ranks and "
+            "engines compute at the "
+            f"same time, each on a core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines "
+            "were asked for, this "
             f"process may use {cores}. Ask for fewer, or pass async_training.{synchronous}."
         )
 
 
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
-    """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate ones."""
+    """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate
+    ones."""
     rollout = config.actor_rollout_ref.rollout
     per_engine = rollout.tensor_model_parallel_size
     shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
     trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
     groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
     rank_places = [
-        Place(group, bundle, cpus, gpu) for group in groups for bundle in range(config.trainer.n_gpus_per_node)
+        Place(group, bundle, cpus, gpu)
+        for group in groups
+        for bundle in range(config.trainer.n_gpus_per_node)
     ]
     if shared:
         engine_places = rank_places[:: config.num_ranks // config.num_engines]
@@ -187,7 +212,12 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
 def _are_on_one_node(places: Sequence[Place]) -> bool:
     """Engines of their own may have got another node than the ranks, also where one node was asked for."""
     groups = {place.group.id: place.group for place in places}.values()
-    return len({node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}) <= 1
+    return (
+        len(
+            {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+        )
+        <= 1
+    )
 
 
 def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
@@ -201,8 +231,10 @@ def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> No
     _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
     if missing:
         raise RemoteError(
-            f"{len(missing)} of {len(waiting)} groups of processes found no free place within {timeout_seconds:.0f} s. The "
-            f"cluster has {_shown(ray.cluster_resources())} and {_shown(ray.available_resources())} free: other jobs "
+            f"{len(missing)} of {len(waiting)} groups of processes found no free place within "
+            f"{timeout_seconds:.0f} s. The "
+            f"cluster has {_shown(ray.cluster_resources())} and {_shown(ray.available_resources())} free: "
+            "other jobs "
             "hold the rest. Stop them, ask for less, or raise trainer.ready_timeout_seconds."
         )
 

@@ -1,6 +1,8 @@
-"""The group of all ranks of one role: splits rows by token count and returns results in the order of the rows.
+"""The group of all ranks of one role: splits rows by token count and returns results in the order of the
+rows.
 
-Neighbouring ranks may share rows (sequence parallelism): they are given the same ones, and the first of them answers for all.
+Neighbouring ranks may share rows (sequence parallelism): they are given the same ones, and the first of them
+answers for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +46,8 @@ class RankGroup:
         return self.num_ranks // self.ranks_per_share
 
     def save(self, folder: Path) -> list[Pending]:
-        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the background."""
+        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the
+        background."""
         return [rank.call("save", folder) for rank in self._ranks]
 
     def has_saved(self, wait: bool) -> list[Pending]:
@@ -56,7 +59,8 @@ class RankGroup:
         return [rank.call("load", folder) for rank in self._ranks]
 
     def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
-        """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the rows."""
+        """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the
+        rows."""
         pending, owned = [], []
         for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
@@ -90,8 +94,11 @@ class RankGroup:
         return parts
 
     def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
-        """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers in their order."""
-        pending = [rank.call("update", *own) for share, own in enumerate(arguments) for rank in self._ranks_of(share)]
+        """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
+        in their order."""
+        pending = [
+            rank.call("update", *own) for share, own in enumerate(arguments) for rank in self._ranks_of(share)
+        ]
         answers = wait_timed(pending)
         return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)
 
@@ -99,13 +106,16 @@ class RankGroup:
         return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
 
     def _one_of_each_share(self, answers: list[Any]) -> list[Any]:
-        """Answers of the first rank of each share: those of the others repeat them, and must not count twice."""
+        """Answers of the first rank of each share: those of the others repeat them, and must not count
+        twice."""
         return answers[:: self.ranks_per_share]
 
     def _assign(self, lengths: Tensor, limit: MicroBatchLimit) -> list[MicroBatches]:
         return assign_rows(lengths.tolist(), self.num_shares, limit.shared_by(self.ranks_per_share))
 
-    def _shares(self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> list[list[MiniBatchShare]]:
+    def _shares(
+        self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+    ) -> list[list[MiniBatchShare]]:
         """Each share of each mini-batch, as row numbers of the whole batch."""
         shares = []
         for mini in mini_batches:

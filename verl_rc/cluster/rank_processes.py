@@ -28,14 +28,16 @@ class Rank:
 class RankProcesses:
     """One process for each rank of the trainer.
 
-    Ranks of all roles with the same number are objects of one process: with it they share a device, its context and the process
-    group of all ranks, of which each role makes the meshes that its configuration asks for.
+    Ranks of all roles with the same number are objects of one process: with it they share a device, its
+    context and the process group of all ranks, of which each role makes the meshes that its configuration
+    asks for.
     """
 
     worker = "verl_rc.workers.trainer_rank:TrainerRank"
 
     def __init__(self, placement: Placement, sharing: Mapping[str, int]) -> None:
-        """Start the processes; ``build`` loads the models. ``sharing``: by role, ranks that share the tokens of their rows."""
+        """Start the processes; ``build`` loads the models. ``sharing``: by role, ranks that share the tokens
+        of their rows."""
         environment = trainer_environment(placement.trainer_threads, placement.one_node)
         self.sharing = sharing
         self._host = LOOPBACK if placement.one_node else None
@@ -49,11 +51,16 @@ class RankProcesses:
         return [Rank(process, role, f"{role} rank {rank}") for rank, process in enumerate(self._processes)]
 
     def build(self, workers: Mapping[str, str], config: RunConfig, total_steps: int) -> list[Pending]:
-        """Load and shard the models of all roles, given with their workers, one role after the other; returns at once."""
+        """Load and shard the models of all roles, given with their workers, one role after the other; returns
+        at once."""
         host, port = self.listen()
-        addresses = [RankAddress(rank, len(self._processes), host, port) for rank in range(len(self._processes))]
+        addresses = [
+            RankAddress(rank, len(self._processes), host, port) for rank in range(len(self._processes))
+        ]
         return [
-            process.build(self.worker, workers=dict(workers), config=config, address=address, total_steps=total_steps)
+            process.build(
+                self.worker, workers=dict(workers), config=config, address=address, total_steps=total_steps
+            )
             for process, address in zip(self._processes, addresses, strict=True)
         ]
 
@@ -62,8 +69,10 @@ class RankProcesses:
         lost = [process.name for process in self._processes if process.node_is_gone()]
         if lost:
             raise ProcessLostError(
-                f"the node of {', '.join(lost)} has left the cluster. Start Ray on it again, or on another one "
-                "(scripts/cluster/start_worker.sh), and then the same command: it goes on from the last checkpoint."
+                f"the node of {', '.join(lost)} has left the cluster. Start Ray on it again, or on another "
+                "one "
+                "(scripts/cluster/start_worker.sh), and then the same command: it goes on from the last "
+                "checkpoint."
             )
 
     def visible_devices(self) -> list[str]:

@@ -27,15 +27,17 @@ _RAY = {
     "RAY_DEDUP_LOGS": "0",
 }
 
-# A Ray that is started here would otherwise give its workers nice 15, with which they get 3 % of a core beside one busy
-# program, and wait no longer than 30 s for its servers and 60 s for a worker, which a busy machine may take. (Not much longer
-# for the raylet: if it is not there after 60 s, it has ended, see ``ray_session``.)
+# A Ray that is started here would otherwise give its workers nice 15, with which they get 3 % of a core
+# beside one busy program, and wait no longer than 30 s for its servers and 60 s for a worker, which a busy
+# machine may take. (Not much longer for the raylet: if it is not there after 60 s, it has ended, see
+# ``ray_session``.)
 _LOCAL_RAY = {
     "RAY_worker_niceness": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_start_wait_time_s": "60",
     "RAY_worker_register_timeout_seconds": "300",
 }
+
 
 def prepare_driver() -> None:
     """Set the variables that ``import ray`` reads; the user's values take precedence."""
@@ -45,17 +47,19 @@ def prepare_driver() -> None:
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same code."""
+    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same
+    code."""
     return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
 _LEAST_OBJECT_STORE = 512 << 20
 _ATTEMPTS = 3
-"""Attempts to start Ray. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to
-write their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). A retry finds their modules in the page cache."""
+"""Attempts to start Ray. On a busy machine its raylet ends when its agents, which are Python programs, need
+more than 15 s to write their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). A retry finds their
+modules in the page cache."""
 _STARTERS: list[ThreadPoolExecutor] = []
-"""Threads that started Ray. They must live as long as Ray, because the kernel kills its processes when the thread that started
-them ends (PR_SET_PDEATHSIG)."""
+"""Threads that started Ray. They must live as long as Ray, because the kernel kills its processes when the
+thread that started them ends (PR_SET_PDEATHSIG)."""
 
 
 class RayStartError(RuntimeError):
@@ -68,7 +72,8 @@ def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[No
 
 
 def start_ray(config: RayInitConfig, processes: int) -> None:
-    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``.
+    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for
+    ``processes``.
 
     A local Ray that does not start in time is stopped and retried, at most twice. Raises ``RayStartError``.
     """
@@ -77,14 +82,18 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     address, loopback_only = options.pop("address", None), options.pop("loopback_only")
     _listen_on_loopback(address is None and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
-    if "env_vars" in runtime_env:  # a secret that was hidden in a saved configuration, and is not in the environment, is null
-        runtime_env["env_vars"] = {key: value for key, value in runtime_env["env_vars"].items() if value is not None}
+    if (
+        "env_vars" in runtime_env
+    ):  # a secret that was hidden in a saved configuration, and is not in the environment, is null
+        runtime_env["env_vars"] = {
+            key: value for key, value in runtime_env["env_vars"].items() if value is not None
+        }
     if address is not None:
         runtime_env["env_vars"] = {"PYTHONPATH": python_path(), **runtime_env.pop("env_vars", {})}
         _connect({"address": address, "runtime_env": runtime_env, "log_to_driver": True})
         return
-    # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime environment: so just as
-    # many CPUs as processes, and the path by inheritance.
+    # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime
+    # environment: so just as many CPUs as processes, and the path by inheritance.
     os.environ["PYTHONPATH"] = python_path()
     options.setdefault("num_cpus", processes)
     options.setdefault("object_store_memory", _object_store_bytes())
@@ -94,7 +103,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
 
 
 def _object_store_bytes() -> int:
-    """The batches of a step may take gigabytes, and Ray writes to disk what does not fit; memory is taken only as it is used."""
+    """The batches of a step may take gigabytes, and Ray writes to disk what does not fit; memory is taken
+    only as it is used."""
     try:
         shared = shutil.disk_usage("/dev/shm").free
     except OSError:  # macOS has none
@@ -107,7 +117,8 @@ def _connect(options: Mapping[str, Any]) -> None:
         ray.init(logging_level="ERROR", **options)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         raise RayStartError(
-            f"a Ray cluster must answer at ray_kwargs.ray_init.address={options['address']}, but: {_in_one_line(error)}. Start "
+            f"a Ray cluster must answer at ray_kwargs.ray_init.address={options['address']}, but: "
+            f"{_in_one_line(error)}. Start "
             "it (scripts/cluster/start_head.sh), or drop the key to start Ray on this machine."
         ) from error
 
@@ -124,8 +135,10 @@ def _start_here(options: Mapping[str, Any]) -> None:
             if attempts_left and not isinstance(error, (ValueError, TypeError, OSError)):
                 continue
             raise RayStartError(
-                f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is {os.getloadavg()[0]:.0f} on "
-                f"{usable_cores()} cores: try again when other programs leave more of them, or start Ray beforehand "
+                f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is "
+                f"{os.getloadavg()[0]:.0f} on "
+                f"{usable_cores()} cores: try again when other programs leave more of them, or start Ray "
+                "beforehand "
                 "(ray start --head) and pass ray_kwargs.ray_init.address=auto."
             ) from error
 
@@ -143,10 +156,12 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _listen_on_loopback(wanted: bool) -> None:
-    """Choose whether the local Ray node uses the address 127.0.0.1, so that all its servers listen only there.
+    """Choose whether the local Ray node uses the address 127.0.0.1, so that all its servers listen only
+    there.
 
-    Otherwise they listen on every interface, without authentication. ``_node_ip_address="127.0.0.1"`` does not help, because Ray
-    resolves it to the machine's address; this switch, Ray's default on macOS and Windows, does (Ray 2.60).
+    Otherwise they listen on every interface, without authentication. ``_node_ip_address="127.0.0.1"`` does
+    not help, because Ray resolves it to the machine's address; this switch, Ray's default on macOS and
+    Windows, does (Ray 2.60).
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
     ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported

@@ -1,4 +1,5 @@
-"""Remote processes and their errors: one actor class for every role, and waits that name the process that failed."""
+"""Remote processes and their errors: one actor class for every role, and waits that name the process that
+failed."""
 
 import importlib
 import os
@@ -38,14 +39,17 @@ _Answer = tuple[Any, float, float]
 
 @ray.remote
 class _Process:
-    """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or vllm.
+    """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or
+    vllm.
 
-    Ray pickles the class by value. A function of this module that a method named would be pickled by reference: the actor would
-    import this module, and with it torch, before its number of threads is set.
+    Ray pickles the class by value. A function of this module that a method named would be pickled by
+    reference: the actor would import this module, and with it torch, before its number of threads is set.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        if "VLLM_HOST_IP" not in environment:  # otherwise all processes are on one node, and use its loopback interface
+        if (
+            "VLLM_HOST_IP" not in environment
+        ):  # otherwise all processes are on one node, and use its loopback interface
             self._use_network_of_node()
         os.environ.update(environment)
         self._identity = register_stack_dump(ray.get_runtime_context().get_node_id())
@@ -77,7 +81,8 @@ class _Process:
         try:
             self._object = getattr(importlib.import_module(module), name)(**arguments)
         except BaseException as error:
-            # Libraries say there what went wrong, in threads and in processes of their own, and Ray does not show it.
+            # Libraries say there what went wrong, in threads and in processes of their own, and Ray does not
+            # show it.
             log = os.path.realpath("/proc/self/fd/2")
             if os.path.isfile(log):
                 with open(log, encoding="utf-8", errors="replace") as file:
@@ -139,15 +144,19 @@ class RemoteProcess:
         """Construct ``module:Class`` in the process."""
         return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
 
-    def call(self, method: str, *arguments: Any, what: str | None = None, who: str | None = None) -> "Pending":
+    def call(
+        self, method: str, *arguments: Any, what: str | None = None, who: str | None = None
+    ) -> "Pending":
         """Call a method of the process's object.
 
-        ``what``: description of the call for messages, default the method's name; ``who``: the part of the process that answers.
+        ``what``: description of the call for messages, default the method's name; ``who``: the part of the
+        process that answers.
         """
         return Pending(self, what or method, self._actor.call.remote(method, arguments), who)
 
     def listen(self, host: str | None = None) -> "Pending":
-        """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node) and the port."""
+        """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node)
+        and the port."""
         return Pending(self, "listen on a port", self._actor.listen.remote(host))
 
     def visible_devices(self) -> "Pending":
@@ -161,7 +170,9 @@ class RemoteProcess:
     def node_is_gone(self) -> bool:
         """Whether the process's node has left the cluster."""
         identity = identity_of(self)
-        return identity is not None and not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == identity.node_id)
+        return identity is not None and not any(
+            node["Alive"] for node in ray.nodes() if node["NodeID"] == identity.node_id
+        )
 
     def kill(self) -> None:
         """Kill the process, also a stopped or dead one."""
@@ -177,7 +188,9 @@ class RemoteProcess:
 class Pending:
     """A pending result and the process that computes it."""
 
-    def __init__(self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]", who: str | None = None) -> None:
+    def __init__(
+        self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]", who: str | None = None
+    ) -> None:
         self.process = process
         self.who = who or process.name
         self.what = what
@@ -185,7 +198,8 @@ class Pending:
         self.sent = time.time()
         """Seconds since 1970."""
         self.busy_seconds = 0.0
-        """Seconds that the process computed, known once it has answered; the rest of the wait was transport."""
+        """Seconds that the process computed, known once it has answered; the rest of the wait was transport.
+        """
 
     @property
     def call_of_process(self) -> str:
@@ -214,8 +228,8 @@ def wait_for_all(
 ) -> list[Any]:
     """Wait for all results, in the given order, and do ``beside`` meanwhile; fails as soon as one call fails.
 
-    Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that did not answer
-    within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
+    Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that
+    did not answer within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
     """
     waiting = {item.reference: item for item in pending}
     remaining = list(waiting)
@@ -230,7 +244,9 @@ def wait_for_all(
             beside()
             continue
         if not ready:
-            key = "trainer.hang_timeout_seconds" if timeout_seconds is None else "trainer.ready_timeout_seconds"
+            key = (
+                "trainer.hang_timeout_seconds" if timeout_seconds is None else "trainer.ready_timeout_seconds"
+            )
             raise HangError(_report(pending, remaining, limit or 0.0, key))
         results[ready[0]] = _result_of(waiting[ready[0]])
     return [results[item.reference] for item in pending]
@@ -242,9 +258,13 @@ def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
     return Timed(results, longest_busy(pending))
 
 
-def _report(pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str) -> str:
+def _report(
+    pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str
+) -> str:
     silent = [item.process for item in pending if item.reference in remaining]
-    return WATCHDOG.report([(item.process, item.call_of_process) for item in pending], silent, seconds, limit_key)
+    return WATCHDOG.report(
+        [(item.process, item.call_of_process) for item in pending], silent, seconds, limit_key
+    )
 
 
 def answers(
@@ -252,9 +272,9 @@ def answers(
 ) -> Iterator[tuple[Pending, Any | RemoteError]]:
     """Yield every call with its result or ``RemoteError``, in order of completion.
 
-    Calls without an answer after ``timeout_seconds``, the value of the configuration's ``limit_key``, come last, each with a
-    ``HangError``. Once a call failed in a live process, the others have ``grace_seconds``, because processes that communicate
-    fail together.
+    Calls without an answer after ``timeout_seconds``, the value of the configuration's ``limit_key``, come
+    last, each with a ``HangError``. Once a call failed in a live process, the others have ``grace_seconds``,
+    because processes that communicate fail together.
     """
     waiting = {item.reference: item for item in pending}
     full_deadline = deadline = time.monotonic() + timeout_seconds
@@ -290,7 +310,9 @@ def _result_of(item: Pending) -> Any:
     try:
         result, begin, item.busy_seconds = ray.get(item.reference)
         item.process.last_answer = (item.call_of_process, time.monotonic())
-        TRACE.span(item.who, item.what, begin, begin + item.busy_seconds, sent=item.sent, received=time.time())
+        TRACE.span(
+            item.who, item.what, begin, begin + item.busy_seconds, sent=item.sent, received=time.time()
+        )
         return result
     except RayTaskError as error:
         item.process.last_answer = (item.call_of_process, time.monotonic())

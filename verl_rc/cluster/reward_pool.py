@@ -1,4 +1,5 @@
-"""A pool of processes for reward functions: parallel scoring, with a time limit per call, so that no call can hang the run."""
+"""A pool of processes for reward functions: parallel scoring, with a time limit per call, so that no call can
+hang the run."""
 
 import os
 import signal
@@ -19,7 +20,8 @@ from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.process import Answer, Failed, LoadFailed, Ready
 from verl_rc.workers.host import usable_cores
 
-_PROGRAM = "from verl_rc.rewards.process import main; main()"  # not -m: what it sends must not be of a module __main__
+# not -m: what it sends must not be of a module __main__
+_PROGRAM = "from verl_rc.rewards.process import main; main()"
 _EXIT_SECONDS = 5.0
 
 
@@ -37,7 +39,8 @@ class RewardProcess:
     """
 
     def __init__(self, config: RewardConfig, timeout_seconds: float) -> None:
-        """Start the process; its first answer, due within ``timeout_seconds``, is ``Ready`` or ``LoadFailed``."""
+        """Start the process; its first answer, due within ``timeout_seconds``, is ``Ready`` or
+        ``LoadFailed``."""
         self.connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
@@ -86,8 +89,14 @@ class RewardProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The driver's environment with this package on the path and one thread per process, to avoid oversubscription."""
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": python_path()}
+    """The driver's environment with this package on the path and one thread per process, to avoid
+    oversubscription."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "PYTHONPATH": python_path(),
+    }
 
 
 _MOST_PROCESSES = 8
@@ -104,7 +113,9 @@ class RewardPool:
         """
         self._config = config
         self._start_timeout = start_timeout_seconds
-        self._failed_starts = self._tolerated_failures = 0  # what has never started will not start the next time either
+        self._failed_starts = self._tolerated_failures = (
+            0  # what has never started will not start the next time either
+        )
         self._starting: list[RewardProcess] = []
         self._idle: list[RewardProcess] = []
         self._busy: dict[RewardProcess, int] = {}
@@ -121,7 +132,8 @@ class RewardPool:
     def results(self, samples: Sequence[RewardSample]) -> Iterator[tuple[int, RewardOutput | RewardError]]:
         """Yield the index and the result of each sample, in order of completion.
 
-        When the caller stops before the last one, the remaining samples are dropped and their processes replaced.
+        When the caller stops before the last one, the remaining samples are dropped and their processes
+        replaced.
         """
         waiting = deque(enumerate(samples))
         try:
@@ -154,7 +166,11 @@ class RewardPool:
         pending = {process.connection: process for process in (*self._starting, *self._busy)}
         earliest = min(process.deadline for process in pending.values())
         answered = wait(list(pending), max(0.0, earliest - monotonic()))
-        return [process for connection, process in pending.items() if connection in answered or process.deadline <= monotonic()]
+        return [
+            process
+            for connection, process in pending.items()
+            if connection in answered or process.deadline <= monotonic()
+        ]
 
     def _accept_loaded(self, started: Sequence[RewardProcess]) -> None:
         """Add processes that have loaded the reward function. Raises ``ValueError`` when loading failed."""
@@ -171,7 +187,8 @@ class RewardPool:
                 raise ValueError(answer.reason)
             if self._failed_starts > self._tolerated_failures:
                 raise ValueError(
-                    f"a reward process must load {self._config.custom_reward_function.path or 'the built-in scorers'}, but it "
+                    "a reward process must load "
+                    f"{self._config.custom_reward_function.path or 'the built-in scorers'}, but it "
                     f"failed: {_described(answer)}. What it printed stands above."
                 )
             self._start()

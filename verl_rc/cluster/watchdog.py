@@ -1,4 +1,5 @@
-"""The watchdog: time limits of the driver's waits, reports about processes that do not answer, and killing all processes."""
+"""The watchdog: time limits of the driver's waits, reports about processes that do not answer, and killing
+all processes."""
 
 import faulthandler
 import os
@@ -58,8 +59,8 @@ class ProcessState:
 def register_stack_dump(node_id: str) -> ProcessIdentity:
     """Let this process write its stacks to a file on SIGUSR1.
 
-    faulthandler writes them in the C signal handler, without a thread or the GIL, so it works while the process blocks in a
-    collective. The file has no name and vanishes with the process.
+    faulthandler writes them in the C signal handler, without a thread or the GIL, so it works while the
+    process blocks in a collective. The file has no name and vanishes with the process.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process lives: faulthandler keeps it)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -117,8 +118,12 @@ def _status(pid: int) -> tuple[str, int] | None:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_SERVING = (re.compile(r'verl_rc/rollout/step_loop\.py", line \d+ in _run\b'), re.compile("verl_rc/cluster/remote.py"))
-"""Frame of the thread that serves the driver's call; in an engine, the call only waits for the sampling thread."""
+_SERVING = (
+    re.compile(r'verl_rc/rollout/step_loop\.py", line \d+ in _run\b'),
+    re.compile("verl_rc/cluster/remote.py"),
+)
+"""Frame of the thread that serves the driver's call; in an engine, the call only waits for the sampling
+thread."""
 _COLLECTIVE = "torch/distributed/"
 
 
@@ -153,10 +158,15 @@ def summary(wait: TimedOutWait) -> str:
     answered = [process.who for process in wait.processes if process.state is None]
     names = ", ".join(f"{process.who} ({process.what})" for process in silent)
     lines = [f"these processes did not answer within {wait.seconds:.0f} s: {names}."]
-    lines += [f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}." for process in silent]
+    lines += [
+        f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}."
+        for process in silent
+    ]
     if answered:
         lines.append(f"  These answered: {', '.join(answered)}.")
-    lines.append(f"Free resources of the cluster: {wait.free_resources}. Raise {wait.limit_key} if they are only slow.")
+    lines.append(
+        f"Free resources of the cluster: {wait.free_resources}. Raise {wait.limit_key} if they are only slow."
+    )
     return "\n".join(lines)
 
 
@@ -180,7 +190,8 @@ def _condition(process: AwaitedProcess) -> str:
 
 
 def _innermost_frame(stacks: str) -> str | None:
-    """The innermost frame of the thread that serves the driver's call, or of any thread without such a one."""
+    """The innermost frame of the thread that serves the driver's call, or of any thread without such a
+    one."""
     frame = _FRAME.search(_serving_thread(stacks))
     return None if frame is None else f"{frame['function']} ({frame['file']}:{frame['line']})"
 
@@ -245,14 +256,22 @@ class Watchdog:
         self._processes.clear()
 
     def report(
-        self, calls: Sequence[tuple[WatchedProcess, str]], silent: Sequence[WatchedProcess], seconds: float, limit_key: str
+        self,
+        calls: Sequence[tuple[WatchedProcess, str]],
+        silent: Sequence[WatchedProcess],
+        seconds: float,
+        limit_key: str,
     ) -> str:
-        """Inspect the ``silent`` processes among those of ``calls``, write the report file and return its summary."""
+        """Inspect the ``silent`` processes among those of ``calls``, write the report file and return its
+        summary."""
         states = inspect_processes(silent)
         wait = TimedOutWait(
             seconds,
             limit_key,
-            [AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process))) for process, what in calls],
+            [
+                AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process)))
+                for process, what in calls
+            ],
             "".join(traceback.format_stack()[:-2]),
             str(ray.available_resources()),
         )
@@ -283,13 +302,19 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
             states[id(process)] = inspect_process(identity)
         else:
             elsewhere[_on_node(inspect_process, identity)] = id(process)
-    ready, missing = ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS) if elsewhere else ([], [])
+    ready, missing = (
+        ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS)
+        if elsewhere
+        else ([], [])
+    )
     for reference in ready:
         try:
             states[elsewhere[reference]] = ray.get(reference)
         except RayError as error:
             states[elsewhere[reference]] = ProcessState(f"could not be inspected ({type(error).__name__})")
-    return states | {elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing}
+    return states | {
+        elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing
+    }
 
 
 def end_process(process: WatchedProcess) -> None:

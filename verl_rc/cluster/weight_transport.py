@@ -33,7 +33,8 @@ class Staged:
 
 
 class WeightTransport(Protocol):
-    """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is lost."""
+    """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is
+    lost."""
 
     staged: Staged | None
     """What was staged and not delivered since; its reader takes it away once it is proven."""
@@ -42,7 +43,8 @@ class WeightTransport(Protocol):
         """Prepare for updates; call again after engines have been replaced."""
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
-        """Send the weights as ``version``; returns the receipts of sender and engines for ``check_receipts``."""
+        """Send the weights as ``version``; returns the receipts of sender and engines for
+        ``check_receipts``."""
 
     def stage(self, version: int) -> None:
         """Send the weights, which engines load as ``version`` when they have ended what was submitted before.
@@ -105,11 +107,14 @@ class IpcTransport:
         self._num_buckets = actor.num_buckets()
 
     def open(self) -> None:
-        """Match ranks and engine workers by device. Raises ``ConfigError`` when a worker has no rank on its device."""
+        """Match ranks and engine workers by device. Raises ``ConfigError`` when a worker has no rank on its
+        device."""
         try:
             self._offers = choose_offering_ranks(self._actor.device_keys(), self._engines.device_keys())
         except ValueError as error:
-            raise ConfigError(f"{error} Pass actor_rollout_ref.hybrid_engine=False, for GPUs of their own.") from error
+            raise ConfigError(
+                f"{error} Pass actor_rollout_ref.hybrid_engine=False, for GPUs of their own."
+            ) from error
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
@@ -136,8 +141,11 @@ class IpcTransport:
         raise NotImplementedError
 
 
-def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:
-    """Open the transport of ``checkpoint_engine.backend``; ``auto`` is ipc when trainer and engines share GPUs."""
+def open_transport(
+    actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig
+) -> WeightTransport:
+    """Open the transport of ``checkpoint_engine.backend``; ``auto`` is ipc when trainer and engines share
+    GPUs."""
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     shares_gpus = placement.shares_devices and placement.device == "cuda"
     if backend == "ipc" or (backend == "auto" and shares_gpus):

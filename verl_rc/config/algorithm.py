@@ -10,7 +10,8 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.schema import StrictModel
 
 REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
-"""Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all releases."""
+"""Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all
+releases."""
 
 
 class KlControlConfig(StrictModel):
@@ -23,31 +24,35 @@ class KlControlConfig(StrictModel):
     target_kl: float = Field(0.1, gt=0)
     """Target divergence of an adaptive weight, nats per token."""
     horizon: int = Field(10_000, ge=1)
-    """Time constant of an adaptive weight, in rows: at a relative error of 1 the weight would double in this many rows."""
+    """Time constant of an adaptive weight, in rows: at a relative error of 1 the weight would double in this
+    many rows."""
 
 
 class FilterGroupsConfig(StrictModel):
-    """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476): train only on prompts whose samples differ."""
+    """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476): train only on prompts whose
+    samples differ."""
 
     enable: bool = False
-    """Drop prompts whose samples all have the same ``metric`` and draw further prompts until ``data.train_batch_size`` remain;
-    surplus prompts are dropped too. A dropped prompt is used again in the next epoch. Epochs beyond ``trainer.total_epochs``
-    start where the number of steps needs them. In an asynchronous run a prompt is replaced as soon as its samples are scored, and
-    surplus prompts stay for the next step."""
+    """Drop prompts whose samples all have the same ``metric`` and draw further prompts until
+    ``data.train_batch_size`` remain; surplus prompts are dropped too. A dropped prompt is used again in the
+    next epoch. Epochs beyond ``trainer.total_epochs`` start where the number of steps needs them. In an
+    asynchronous run a prompt is replaced as soon as its samples are scored, and surplus prompts stay for the
+    next step."""
     metric: str = "reward"
-    """The quantity by which samples of a prompt are compared: ``reward`` (or ``seq_reward``, ``seq_final_reward``, its
-    synonyms), ``score`` (the reward before the overlong penalty), or a numeric column that the reward function returns, e.g.
-    ``acc``."""
+    """The quantity by which samples of a prompt are compared: ``reward`` (or ``seq_reward``,
+    ``seq_final_reward``, its synonyms), ``score`` (the reward before the overlong penalty), or a numeric
+    column that the reward function returns, e.g. ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
-    """Maximum batches of ``data.gen_batch_size`` prompts per step; a step that needs more ends the run. 0: no limit."""
+    """Maximum batches of ``data.gen_batch_size`` prompts per step; a step that needs more ends the run. 0: no
+    limit."""
 
 
 class AlgorithmConfig(StrictModel):
     """``algorithm.*``."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: a name, or ``module:function`` for one of your own; the table of advantage estimators
-    below says what each computes."""
+    """Advantage estimator: a name, or ``module:function`` for one of your own; the table of advantage
+    estimators below says what each computes."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -55,7 +60,8 @@ class AlgorithmConfig(StrictModel):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; False is Dr.GRPO."""
     gdpo_reward_keys: list[str] | None = None
-    """``gdpo``: columns returned by the reward function that are normalised one by one; ``score`` is the score itself."""
+    """``gdpo``: columns returned by the reward function that are normalised one by one; ``score`` is the
+    score itself."""
     gdpo_reward_weights: list[float] | None = None
     """``gdpo``: their weights; null: 1 each."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

@@ -1,7 +1,9 @@
-"""The specification of every policy loss, every average of token losses and every advantage estimator, in one place.
+"""The specification of every policy loss, every average of token losses and every advantage estimator, in one
+place.
 
-The schema takes its options from here; checks, plan, ``explain`` and documents read the records; ``losses/`` and
-``advantage/`` bind functions to their names. A new loss is an entry here and its function; so is a new estimator.
+The schema takes its options from here; checks, plan, ``explain`` and documents read the records; ``losses/``
+and ``advantage/`` bind functions to their names. A new loss is an entry here and its function; so is a new
+estimator.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,9 @@ from pydantic import Field, model_validator
 
 from verl_rc.config.schema import StrictModel, follows
 
-LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class AggregationSpec:
     formula: str
     """The formula, with ``{term}`` for a token's loss."""
     divisors: str
-    """Meaning of its symbols, with ``{counted}`` for the tokens that count and ``{factor}`` for ``loss_scale_factor``."""
+    """Meaning of its symbols, with ``{counted}`` for the tokens that count and ``{factor}`` for
+    ``loss_scale_factor``."""
     source: str = ""
 
     def average_of(self, term: str) -> str:
@@ -39,7 +44,9 @@ AGGREGATIONS: Mapping[str, AggregationSpec] = {
     "token-sum": AggregationSpec("Σ m {term}", "divided by nothing"),
     "seq-mean-token-sum": AggregationSpec("1/S · Σ m {term}", _SEQUENCES),
     "seq-mean-token-mean": AggregationSpec(
-        "1/S · Σ_rows (1/n · Σ_t m {term})", f"n = {{counted}} of the row; {_SEQUENCES}", "GRPO, arXiv:2402.03300"
+        "1/S · Σ_rows (1/n · Σ_t m {term})",
+        f"n = {{counted}} of the row; {_SEQUENCES}",
+        "GRPO, arXiv:2402.03300",
     ),
     "seq-mean-token-sum-norm": AggregationSpec(
         "1/(S·F) · Σ m {term}", f"F = {{factor}}; {_SEQUENCES}", "Dr. GRPO, arXiv:2503.20783"
@@ -58,7 +65,8 @@ class RatioOptions(StrictModel):
     clip_ratio_high: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
     """Clip range above 1. In the units of ``clip_ratio_low``."""
     clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it. ``dppo_*``: cap of the ratio."""
+    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it. ``dppo_*``: cap of
+    the ratio."""
     tau_pos: float = Field(1.0, gt=0)
     """Temperature of ``sapo`` where the advantage is positive."""
     tau_neg: float = Field(1.05, gt=0)
@@ -83,7 +91,8 @@ class PolicyLossOptions(StrictModel):
     clip_cov_ub: float = 5.0
     """``clip_cov``: and below this."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest covariance."""
+    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest
+    covariance."""
     ppo_kl_coef: float = Field(0.1, ge=0)
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
 
@@ -144,10 +153,11 @@ class LossSpec:
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     selects_by_covariance: bool = False
-    """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds first."""
+    """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds
+    first."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
-    """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole; its absolute
-    value; or nothing."""
+    """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
+    its absolute value; or nothing."""
     is_loss_mode: bool = True
     """Chosen by ``policy_loss.loss_mode``; False: by ``algorithm.rollout_correction.loss_type``."""
 
@@ -200,7 +210,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "geo_mean": LossSpec(
         title="Geometric-mean policy optimisation",
-        formula="−Ā exp(mean over the row of d), d = log r, at most ε_high where A > 0 and at least −ε_low where A < 0",
+        formula="−Ā exp(mean over the row of d), d = log r, at most ε_high where A > 0 and at least −ε_low "
+        "where A < 0",
         source="arXiv:2507.20673",
         ratio="row",
         gradient_through="ratio",
@@ -247,7 +258,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "dppo_tv": LossSpec(
         title="Divergence PPO with total variation",
-        formula="−A sg[min(r, c)] log π(y), while π(y) − π_old(y) has not moved by more than ε_high up or ε_low down",
+        formula="−A sg[min(r, c)] log π(y), while π(y) − π_old(y) has not moved by more than ε_high up or "
+        "ε_low down",
         source="arXiv:2602.04879",
         ratio="token",
         gradient_through="log_prob",
@@ -256,7 +268,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "dppo_kl": LossSpec(
         title="Divergence PPO with the binary KL divergence",
-        formula="−A sg[min(r, c)] log π(y), while the binary KL of π_old(y) and π(y) is not above ε_high up or ε_low down",
+        formula="−A sg[min(r, c)] log π(y), while the binary KL of π_old(y) and π(y) is not above ε_high up "
+        "or ε_low down",
         source="arXiv:2602.04879",
         ratio="token",
         gradient_through="log_prob",
@@ -289,29 +302,39 @@ LOSS_OPTIONS = tuple(dict.fromkeys(option for spec in POLICY_LOSSES.values() for
 """Every option that some loss reads."""
 
 EstimatorInput = Literal[
-    "group_ids", "values", "reward_baselines", "component_scores", "old_log_probs", "sum_pi_squared", "rollout_is_weights"
+    "group_ids",
+    "values",
+    "reward_baselines",
+    "component_scores",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
 ]
 """Arguments of ``compute_advantages`` that some estimators read."""
-EstimatorOption = Literal["gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"]
+EstimatorOption = Literal[
+    "gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"
+]
 """Keys of ``algorithm`` that some estimators read."""
 
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """An advantage estimator. It reads ``response_mask`` and the rewards of tokens, and what ``inputs`` names."""
+    """An advantage estimator. It reads ``response_mask`` and the rewards of tokens, and what ``inputs``
+    names."""
 
     title: str
     formula: str
     """A of a token; s is the row's score, g its group: the rows that answer the same prompt."""
     source: str
     inputs: tuple[EstimatorInput, ...] = ()
-    """``group_ids``: it compares the rows of a prompt. ``component_scores``: in the place of rewards, and so of a KL penalty
-    in them. ``rollout_is_weights``: if there are any."""
+    """``group_ids``: it compares the rows of a prompt. ``component_scores``: in the place of rewards, and so
+    of a KL penalty in them. ``rollout_is_weights``: if there are any."""
     options: tuple[EstimatorOption, ...] = ()
     never_negative: bool = False
     """No advantage is below 0."""
     needs_several_samples: bool = False
-    """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl."""
+    """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl.
+    """
     same_as: str | None = None
     """The estimator that this name is an alias of; None: it is none."""
 
@@ -352,7 +375,8 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
     "grpo": _GRPO,
     "grpo_passk": EstimatorSpec(
         title="Pass@k training",
-        formula="(s_max − s_second) / (std_g + 1e-6) for the best row, 0 for others; undivided without norm_adv_by_std_in_grpo",
+        formula="(s_max − s_second) / (std_g + 1e-6) for the best row, 0 for others; undivided without "
+        "norm_adv_by_std_in_grpo",
         source="arXiv:2503.19595",
         inputs=("group_ids",),
         options=("norm_adv_by_std_in_grpo",),
@@ -404,7 +428,9 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
     ),
     "grpo_vectorized": replace(_GRPO, same_as="grpo"),
     "rloo_vectorized": replace(
-        _RLOO, title="Leave-one-out baseline, as verl's second implementation of it", needs_several_samples=True
+        _RLOO,
+        title="Leave-one-out baseline, as verl's second implementation of it",
+        needs_several_samples=True,
     ),
 }
 """Names for ``algorithm.adv_estimator``."""

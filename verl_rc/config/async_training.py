@@ -10,51 +10,56 @@ from verl_rc.config.schema import StrictModel
 
 
 class AsyncTrainingConfig(StrictModel):
-    """``async_training.*``: rollouts beside updates, with tokens of bounded age. The default is the synchronous run.
+    """``async_training.*``: rollouts beside updates, with tokens of bounded age. The default is the
+    synchronous run.
 
-    Ages count training steps: a token of version v (steps done when its weights were published) that step s trains on has the
-    age (s - 1) - v. ``publication``: weights handed to the engines, every ``trigger_parameter_sync_step`` steps.
+    Ages count training steps: a token of version v (steps done when its weights were published) that step s
+    trains on has the age (s - 1) - v. ``publication``: weights handed to the engines, every
+    ``trigger_parameter_sync_step`` steps.
     """
 
     staleness_threshold: float = Field(0.0, ge=0)
-    """Publications that generation may be ahead of training, >= 0: the usual age of what is trained on. 0 with
-    ``trigger_parameter_sync_step=1``: synchronous."""
+    """Publications that generation may be ahead of training, >= 0: the usual age of what is trained on. 0
+    with ``trigger_parameter_sync_step=1``: synchronous."""
     max_off_policy_threshold: float | None = Field(None, ge=0)
-    """The hard bound of ages in publications, at least ``staleness_threshold``: nothing older is trained on. null:
-    ``staleness_threshold`` + 1; ``staleness_threshold`` itself where it is 0, with ``order=admitted``, and with
-    ``partial_rollout=False``."""
+    """The hard bound of ages in publications, at least ``staleness_threshold``: nothing older is trained on.
+    null: ``staleness_threshold`` + 1; ``staleness_threshold`` itself where it is 0, with ``order=admitted``,
+    and with ``partial_rollout=False``."""
     max_off_policy_strategy: Literal["wait", "drop"] = "wait"
-    """What becomes of a group that would pass the hard bound: the trainer waits for it, or it is dropped and another one takes
-    its place, which trains on shorter answers than were sampled. ``drop`` needs ``max_off_policy_threshold``. Both act in the
-    order of completion and with partial rollouts alone: whole responses, and the order of admission, keep the bound by
-    themselves."""
+    """What becomes of a group that would pass the hard bound: the trainer waits for it, or it is dropped and
+    another one takes its place, which trains on shorter answers than were sampled. ``drop`` needs
+    ``max_off_policy_threshold``. Both act in the order of completion and with partial rollouts alone: whole
+    responses, and the order of admission, keep the bound by themselves."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
-    """Training steps from one publication to the next, >= 1. ``trainer.test_freq`` must be a multiple of it, and
-    ``trainer.save_freq`` is rounded up to one: only a step that publishes is validated and saved."""
+    """Training steps from one publication to the next, >= 1. ``trainer.test_freq`` must be a multiple of it,
+    and ``trainer.save_freq`` is rounded up to one: only a step that publishes is validated and saved."""
     require_batches: int | None = Field(None, ge=1)
-    """Mini-batches (``actor.ppo_mini_batch_size`` prompts each) of a step, which is then ``data.train_batch_size``; null: that
-    key says it."""
+    """Mini-batches (``actor.ppo_mini_batch_size`` prompts each) of a step, which is then
+    ``data.train_batch_size``; null: that key says it."""
     partial_rollout: bool = True
-    """Hand new weights to engines under running responses, which go on with them; False: an engine finishes what it has first, so
-    that every response has one version. Without effect in a synchronous run, where nothing runs at a publication."""
+    """Hand new weights to engines under running responses, which go on with them; False: an engine finishes
+    what it has first, so that every response has one version. Without effect in a synchronous run, where
+    nothing runs at a publication."""
     kv_cache_on_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of running responses at a publication: computed again by the new weights, or kept, which is
-    cheaper for long contexts and widens the gap between rollout and trainer."""
+    """What becomes of the KV cache of running responses at a publication: computed again by the new weights,
+    or kept, which is cheaper for long contexts and widens the gap between rollout and trainer."""
     order: Literal["auto", "admitted", "ready"] = "auto"
-    """Order in which groups are trained on: that of their admission, or that of their completion, the oldest version first.
-    ``auto``: ready with partial rollouts, else admitted."""
+    """Order in which groups are trained on: that of their admission, or that of their completion, the oldest
+    version first. ``auto``: ready with partial rollouts, else admitted."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Samples of one engine that have begun and not ended, those that wait for tools included; the others wait, and the lowest
-    numbers begin first. Validation does not count. null: no limit but ``rollout.max_num_seqs``, of those that are decoded."""
+    """Samples of one engine that have begun and not ended, those that wait for tools included; the others
+    wait, and the lowest numbers begin first. Validation does not count. null: no limit but
+    ``rollout.max_num_seqs``, of those that are decoded."""
     max_token_age: int | None = Field(None, ge=0)
-    """Tokens older than this many steps leave the loss and are counted as rejected; the advantage baseline keeps their
-    samples. null: none."""
+    """Tokens older than this many steps leave the loss and are counted as rejected; the advantage baseline
+    keeps their samples. null: none."""
     group_timeout_seconds: float | None = Field(None, gt=0)
-    """Longest time from a group's first request to its last answer, seconds, with the time it waits in an engine; one that takes
-    longer is sampled once more, then counted as failed and replaced. null: no limit."""
+    """Longest time from a group's first request to its last answer, seconds, with the time it waits in an
+    engine; one that takes longer is sampled once more, then counted as failed and replaced. null: no limit.
+    """
     deterministic_steps: int | None = Field(None, ge=1)
-    """Engine steps per version after which engines wait for new weights, so that partial rollouts are equal to the bit from run
-    to run; for tests. null: engines never wait."""
+    """Engine steps per version after which engines wait for new weights, so that partial rollouts are equal
+    to the bit from run to run; for tests. null: engines never wait."""
     trace: bool = False
     """Write ``trace.jsonl`` into the run's folder: who did what, when and for which step."""
 
@@ -73,12 +78,14 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def on_update(self) -> Literal["finish", "recompute", "keep"]:
-        """What a publication does to running responses: engines finish them first, or ``kv_cache_on_update``."""
+        """What a publication does to running responses: engines finish them first, or
+        ``kv_cache_on_update``."""
         return self.kv_cache_on_update if self.partial_rollout and self.staleness_threshold > 0 else "finish"
 
     @property
     def cuts(self) -> bool:
-        """Whether a publication finds running responses and cuts them: without a lead all that was admitted is trained on."""
+        """Whether a publication finds running responses and cuts them: without a lead all that was admitted
+        is trained on."""
         return self.on_update != "finish"
 
     @property
@@ -95,24 +102,30 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def keeps_ages(self) -> bool:
-        """Whether nothing can grow older than k publications: in order of admission, and where responses end before the next
-        publication, after which the oldest version goes first."""
+        """Whether nothing can grow older than k publications: in order of admission, and where responses end
+        before the next publication, after which the oldest version goes first."""
         return self.resolved_order == "admitted" or not self.cuts
 
     @property
     def oldest(self) -> int:
-        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k where that keeps itself."""
+        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k where that keeps
+        itself."""
         bound = self.staleness if self.keeps_ages else self.hard_bound
         return math.ceil(self.trigger_parameter_sync_step * (1 + bound)) - 1
 
     @property
     def usual_age(self) -> int:
-        """Steps that a token is old at least, once generation is as far ahead as it may be and every response is whole: ⌊M k⌋."""
+        """Steps that a token is old at least, once generation is as far ahead as it may be and every response
+        is whole: ⌊M k⌋."""
         return math.floor(self.trigger_parameter_sync_step * self.staleness)
 
     def rounded_to_publications(self, steps: int) -> int:
         """A frequency in steps, rounded up to one of steps that publish; <= 0 (never) stays."""
-        return -(-steps // self.trigger_parameter_sync_step) * self.trigger_parameter_sync_step if steps > 0 else steps
+        return (
+            -(-steps // self.trigger_parameter_sync_step) * self.trigger_parameter_sync_step
+            if steps > 0
+            else steps
+        )
 
     def groups_in_memory(self, batch: int) -> int:
         """M (1 + k) B: groups that are in flight or wait at once, at most, with ``batch`` prompts a step."""

@@ -33,7 +33,9 @@ def why_unwritable(folder: Path) -> str | None:
 def first_existing(folder: Path) -> Path:
     """The folder itself, or the nearest of its parents that exists."""
     folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists raises without permission
+    return next(
+        path for path in (folder, *folder.parents) if os.path.exists(path)
+    )  # Path.exists raises without permission
 
 
 def folder_problem(key: str, folder: str | None) -> str | None:
@@ -41,14 +43,19 @@ def folder_problem(key: str, folder: str | None) -> str | None:
     reason = None if folder is None else why_unwritable(Path(folder))
     if reason is None:
         return None
-    return f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: {key}=<folder>."
+    return (
+        f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: "
+        f"{key}=<folder>."
+    )
 
 
 def output_folder(text: str) -> Path:
     """Convert a command-line argument to a writable output folder; for ``type=`` of ``argparse``."""
     reason = why_unwritable(Path(text))
     if reason is not None:
-        raise argparse.ArgumentTypeError(f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one.")
+        raise argparse.ArgumentTypeError(
+            f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one."
+        )
     return Path(text)
 
 
@@ -62,7 +69,8 @@ _KNOWN_LOGGERS = ("console", "file", "wandb", "tensorboard")
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise ``ConfigError`` with every contradiction found: key, what must hold, what was given, what to do."""
+    """Raise ``ConfigError`` with every contradiction found: key, what must hold, what was given, what to
+    do."""
     problems = [problem for check in _CHECKS for problem in check(config)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -77,8 +85,12 @@ def check_files(config: RunConfig) -> None:
         "data.custom_cls.path": [own_class or __file__],
         "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
     }
-    missing = [f"{key} must name existing files, {path!r} does not exist." for key, files in paths.items() for path in files
-               if not Path(path).expanduser().is_file()]  # fmt: skip
+    missing = [
+        f"{key} must name existing files, {path!r} does not exist."
+        for key, files in paths.items()
+        for path in files
+        if not Path(path).expanduser().is_file()
+    ]
     models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.needs_critic:
         models["critic.model.path"] = config.critic.model.path
@@ -88,7 +100,8 @@ def check_files(config: RunConfig) -> None:
         models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
     given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
     missing += [
-        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with config.json) or a hub "
+        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
+        "config.json) or a hub "
         f"id, got {path!r}. scripts/make_tiny_model.py writes a small one."
         for path in given
         if not _may_be_a_model(path)
@@ -114,11 +127,15 @@ def _data(config: RunConfig) -> Iterator[str]:
     weights = data.train_weights
     if weights is not None and len(weights) != len(data.train_files):
         yield (
-            f"data.train_weights must hold one number for each of the {len(data.train_files)} data.train_files, got "
+            f"data.train_weights must hold one number for each of the {len(data.train_files)} "
+            "data.train_files, got "
             f"{len(weights)} numbers."
         )
     if weights is not None and not all(0 < weight < math.inf for weight in weights):
-        yield f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving it no weight."
+        yield (
+            f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving "
+            "it no weight."
+        )
     for key, chosen in (("train", data.train_max_samples), ("val", data.val_max_samples)):
         if chosen == 0:
             yield f"data.{key}_max_samples must be -1 (all prompts) or at least 1, got 0."
@@ -128,7 +145,10 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"{data.custom_cls.path!r} and {data.custom_cls.name!r}."
         )
     if weights is not None and data.custom_cls.path is not None:
-        yield "data.train_weights is refused with data.custom_cls: the class mixes what it reads itself. Drop one of them."
+        yield (
+            "data.train_weights is refused with data.custom_cls: the class mixes what it reads itself. Drop "
+            "one of them."
+        )
 
 
 def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
@@ -142,26 +162,35 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
     for key, (size, role) in minis.items():
         if batch % size:
             yield (
-                f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch} and {size}. For example "
+                f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch} and "
+                f"{size}. For example "
                 f"ppo_mini_batch_size={math.gcd(batch, size)}."
             )
         groups = ranks // sharing[role]
         if size * samples < groups:
-            receivers = f"{ranks} trainer ranks" if groups == ranks else f"{groups} groups of {sharing[role]} trainer ranks"
+            receivers = (
+                f"{ranks} trainer ranks"
+                if groups == ranks
+                else f"{groups} groups of {sharing[role]} trainer ranks"
+            )
             yield (
-                f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give each of the "
+                f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give "
+                "each of the "
                 f"{receivers} (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
             )
     estimator = config.algorithm.estimator
     if config.algorithm.estimator_reads("values") and config.critic.enable is False:
         yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, but critic.enable=False was given. Drop "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, but "
+            "critic.enable=False was given. Drop "
             "it, or choose an estimator that compares samples, such as algorithm.adv_estimator=grpo."
         )
     if estimator is not None and estimator.needs_several_samples and samples < 2:
         yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and needs "
-            f"actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, or pass an estimator that "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and "
+            "needs "
+            f"actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, or pass "
+            "an estimator that "
             "trains on the score itself, such as algorithm.adv_estimator=reinforce_plus_plus."
         )
 
@@ -179,15 +208,18 @@ def _names(config: RunConfig) -> Iterator[str]:
     estimator = config.algorithm.estimator
     if baseline == "exclude" and estimator is not None and not estimator.compares_groups:
         yield (
-            "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that compares samples of one "
-            f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another estimator."
+            "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that "
+            "compares samples of one "
+            f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another "
+            "estimator."
         )
     if (
         config.algorithm.rollout_correction.rejection_denominator == "kept"
         and config.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
     ):
         yield (
-            "algorithm.rollout_correction.rejection_denominator=kept needs a loss that is divided by something, got "
+            "algorithm.rollout_correction.rejection_denominator=kept needs a loss that is divided by "
+            "something, got "
             "actor_rollout_ref.actor.loss_agg_mode=token-sum; pass original, or token-mean."
         )
     chosen_loss = POLICY_LOSSES.get(loss.loss_mode)
@@ -197,7 +229,8 @@ def _names(config: RunConfig) -> Iterator[str]:
         if is_read != (value is not None):
             owners = ", ".join(name for name, spec in POLICY_LOSSES.items() if option in spec.options)
             yield (
-                f"actor_rollout_ref.actor.{option.key} belongs to loss_mode={owners}, which needs it; got loss_mode="
+                f"actor_rollout_ref.actor.{option.key} belongs to loss_mode={owners}, which needs it; got "
+                "loss_mode="
                 f"{loss.loss_mode} and {option.key.rpartition('.')[2]}={value}."
             )
 
@@ -208,18 +241,24 @@ def _estimators(config: RunConfig) -> Iterator[str]:
     correction = algorithm.rollout_correction
     if algorithm.estimator_reads("sum_pi_squared") and correction.in_actor:
         yield (
-            f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode and interpolation do "
-            "not compute: pass algorithm.rollout_correction.bypass_mode=False and proximal=recompute, or another estimator."
+            f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode "
+            "and interpolation do "
+            "not compute: pass algorithm.rollout_correction.bypass_mode=False and proximal=recompute, or "
+            "another estimator."
         )
     if algorithm.estimator_reads("component_scores") != bool(keys):
-        owners = ", ".join(known for known, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs)
+        owners = ", ".join(
+            known for known, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs
+        )
         yield (
-            f"algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator={owners}, which needs it: the columns of the reward "
+            f"algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator={owners}, which needs it: the "
+            "columns of the reward "
             f"function that are normalised one by one. Got {keys} with adv_estimator={name}."
         )
     if weights is not None and len(weights) != len(keys or []):
         yield (
-            f"algorithm.gdpo_reward_weights must hold one weight for each of algorithm.gdpo_reward_keys={keys}, got {weights}."
+            "algorithm.gdpo_reward_weights must hold one weight for each of "
+            f"algorithm.gdpo_reward_keys={keys}, got {weights}."
         )
 
 
@@ -227,32 +266,41 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
     groups, data, samples = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.n
     if not groups.enable and data.prompts_per_draw != data.train_batch_size:
         yield (
-            f"data.gen_batch_size={data.gen_batch_size} has no effect without algorithm.filter_groups.enable=True; enable that, "
+            f"data.gen_batch_size={data.gen_batch_size} has no effect without "
+            "algorithm.filter_groups.enable=True; enable that, "
             f"or drop it (data.train_batch_size={data.train_batch_size} prompts are sampled in every step)."
         )
     if not groups.enable:
         return
     if samples < 2:
         yield (
-            "algorithm.filter_groups compares the samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, got "
+            "algorithm.filter_groups compares the samples of one prompt and needs "
+            "actor_rollout_ref.rollout.n >= 2, got "
             f"{samples}; raise it, or drop algorithm.filter_groups.enable."
         )
     most = groups.max_num_gen_batches * data.prompts_per_draw
     if 0 < most < data.train_batch_size:
         yield (
-            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of data.gen_batch_size="
-            f"{data.gen_batch_size} prompts can never give data.train_batch_size={data.train_batch_size}; raise either."
+            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of "
+            "data.gen_batch_size="
+            f"{data.gen_batch_size} prompts can never give data.train_batch_size={data.train_batch_size}; "
+            "raise either."
         )
-    has_columns = not config.reward.reward_model.enable or config.reward.custom_reward_function.path is not None
+    has_columns = (
+        not config.reward.reward_model.enable or config.reward.custom_reward_function.path is not None
+    )
     if groups.metric not in (*REWARD_METRICS, "score") and not has_columns:
         yield (
-            f"algorithm.filter_groups.metric={groups.metric} must be a column that a reward function returns, but a reward model "
+            f"algorithm.filter_groups.metric={groups.metric} must be a column that a reward function "
+            "returns, but a reward model "
             "alone (reward.reward_model.enable=True) gives only its score; pass metric=reward."
         )
     if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True would need the KL penalty of "
-            "samples that are dropped, which is not computed; pass metric=reward, the score without that penalty."
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True would need "
+            "the KL penalty of "
+            "samples that are dropped, which is not computed; pass metric=reward, the score without that "
+            "penalty."
         )
 
 
@@ -262,7 +310,8 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
     key = "reward.reward_kwargs.overlong_buffer_cfg"
     if buffer.enable and (buffer.len is None or buffer.len > longest):
         yield (
-            f"{key}.len must be given with {key}.enable=True, and be at most reward.reward_kwargs.max_resp_len={longest}; got "
+            f"{key}.len must be given with {key}.enable=True, and be at most "
+            f"reward.reward_kwargs.max_resp_len={longest}; got "
             f"{buffer.len}."
         )
 
@@ -273,7 +322,8 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
     for section, (forward, _) in _scoring_passes(config).items():
         if not forward.log_prob_use_dynamic_bsz and forward.log_prob_micro_batch_size_per_gpu is None:
             yield (
-                f"log-prob micro-batches need a limit: pass {section}.log_prob_micro_batch_size_per_gpu=<rows> or "
+                "log-prob micro-batches need a limit: pass "
+                f"{section}.log_prob_micro_batch_size_per_gpu=<rows> or "
                 f"{section}.log_prob_use_dynamic_bsz=True; neither was given."
             )
     if config.needs_critic and not critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is None:
@@ -282,7 +332,10 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
             "critic.use_dynamic_bsz=True; neither was given."
         )
     if rollout.max_model_len is not None and rollout.max_model_len < config.longest_sequence:
-        yield f"actor_rollout_ref.rollout.max_model_len must be at least {_longest_row(config)}, got {rollout.max_model_len}."
+        yield (
+            f"actor_rollout_ref.rollout.max_model_len must be at least {_longest_row(config)}, got "
+            f"{rollout.max_model_len}."
+        )
     if rollout.response_length > config.data.max_response_length:
         yield (
             f"actor_rollout_ref.rollout.response_length must be at most data.max_response_length="
@@ -294,10 +347,15 @@ def _budgets_below_the_longest_row(config: RunConfig) -> Iterator[str]:
     actor, critic, sharing = config.actor_rollout_ref.actor, config.critic, config.sequence_parallel_sizes
     budgets: dict[str, tuple[int, int]] = {}
     if actor.use_dynamic_bsz:
-        budgets["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = (actor.ppo_max_token_len_per_gpu, sharing["actor"])
+        budgets["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = (
+            actor.ppo_max_token_len_per_gpu,
+            sharing["actor"],
+        )
     for section, (forward, ranks) in _scoring_passes(config).items():
         budget = (forward.log_prob_max_token_len_per_gpu, ranks)
-        if forward.log_prob_use_dynamic_bsz and budget not in budgets.values():  # one that follows the actor's is named once
+        if (
+            forward.log_prob_use_dynamic_bsz and budget not in budgets.values()
+        ):  # one that follows the actor's is named once
             budgets[f"{section}.log_prob_max_token_len_per_gpu"] = budget
     if config.needs_critic and critic.use_dynamic_bsz:
         budgets["critic.ppo_max_token_len_per_gpu"] = (critic.ppo_max_token_len_per_gpu, sharing["critic"])
@@ -331,34 +389,51 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
         if ranks % size:
             fitting = max(divisor for divisor in range(1, min(size, ranks) + 1) if ranks % divisor == 0)
             yield (
-                f"{key}={size} must divide the {ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node): groups of so "
+                f"{key}={size} must divide the {ranks} trainer ranks (trainer.nnodes x "
+                "trainer.n_gpus_per_node): groups of so "
                 f"many share each micro-batch. Pass {fitting}."
             )
         section, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
         if size > 1 and not packed:
-            yield f"{key}={size} divides packed tokens, but {section}.use_remove_padding=False was given; drop one of them."
+            yield (
+                f"{key}={size} divides packed tokens, but {section}.use_remove_padding=False was given; drop "
+                "one of them."
+            )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p != 1.0 or rollout.top_k not in (-1, 0):
         yield (
-            f"training rollouts must sample from the whole distribution: actor_rollout_ref.rollout.top_p=1.0 and top_k=-1, got "
-            f"{rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such filter, so every ratio would be off; "
+            "training rollouts must sample from the whole distribution: actor_rollout_ref.rollout.top_p=1.0 "
+            "and top_k=-1, got "
+            f"{rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such filter, so every "
+            "ratio would be off; "
             "val_kwargs may filter."
         )
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
-    given, key = config.actor_rollout_ref.rollout.engine_kwargs.vllm, "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    filters = {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logits_processors"}
+    given, key = (
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm,
+        "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    )
+    filters = {
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "logits_processors",
+    }
     for name in sorted(filters & set(given)):
         yield f"{key}.{name} changes the sampled distribution and is refused; drop it."
     for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(given)):
         yield f"{key}.{name}={given[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
     if "async_scheduling" in given and config.async_training.on_update != "finish":
         yield (
-            f"{key}.async_scheduling={given['async_scheduling']} is refused: weights that change under running responses need "
+            f"{key}.async_scheduling={given['async_scheduling']} is refused: weights that change under "
+            "running responses need "
             "it off, and the run turns it off; drop it."
         )
 
@@ -368,11 +443,19 @@ def _multi_turn(config: RunConfig) -> Iterator[str]:
     turns, key = rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
     if not turns.enable and turns != MultiTurnConfig():
         given = ", ".join(sorted(turns.model_fields_set - {"enable"}))
-        yield f"{key} has no effect without {key}.enable=True, but {given} was given; enable it, or drop them."
+        yield (
+            f"{key} has no effect without {key}.enable=True, but {given} was given; enable it, or drop them."
+        )
     if turns.enable and not turns.tools:
-        yield f"{key}.enable=True needs a tool: pass {key}.tools=[calculator], or module:attribute of one of your own."
+        yield (
+            f"{key}.enable=True needs a tool: pass {key}.tools=[calculator], or module:attribute of one of "
+            "your own."
+        )
     if turns.enable and rollout.ignore_eos:
-        yield f"{key}.enable=True needs turns that end, but actor_rollout_ref.rollout.ignore_eos=True was given; drop it."
+        yield (
+            f"{key}.enable=True needs turns that end, but actor_rollout_ref.rollout.ignore_eos=True was "
+            "given; drop it."
+        )
 
 
 def _engine(config: RunConfig) -> Iterator[str]:
@@ -381,7 +464,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
     if devices % rollout.tensor_model_parallel_size:
         yield (
             f"engine devices (rollout.nnodes x rollout.n_gpus_per_node = {devices}) must be a multiple of "
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size, got {rollout.tensor_model_parallel_size}. "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, got "
+            f"{rollout.tensor_model_parallel_size}. "
             "Pass actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
         )
     elif problem := _engines_of_a_node(config):
@@ -390,15 +474,19 @@ def _engine(config: RunConfig) -> Iterator[str]:
         yield problem
     if problem := attention_problem(config, config.trainer.device):
         yield problem
-    if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False):
+    if rollout.val_kwargs.n > 1 and (
+        rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False
+    ):
         yield (
-            f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
+            f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be "
+            "equal: pass "
             "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
         )
 
 
 def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
-    """Say why the engines' quantization cannot be used on ``device``, or None; of ``auto`` nothing is known yet."""
+    """Say why the engines' quantization cannot be used on ``device``, or None; of ``auto`` nothing is known
+    yet."""
     reason = _UNUSABLE_QUANTIZATIONS.get(rollout.quantization or "")
     if device != "cpu" or reason is None:
         return None
@@ -421,21 +509,29 @@ _LONGEST_FLOAT32_ROW = 2048
 def attention_problem(config: RunConfig, device: str) -> str | None:
     """Say why attention would not fit into a GPU's memory, or None; of ``auto`` nothing is known yet.
 
-    No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28 heads.
+    No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28
+    heads.
     """
     used = _fsdp_sections(config)
-    precise = [f"{section}.fsdp_config.dtype" for section, fsdp in used.items() if torch_name(fsdp.dtype) == "float32"]
+    precise = [
+        f"{section}.fsdp_config.dtype"
+        for section, fsdp in used.items()
+        if torch_name(fsdp.dtype) == "float32"
+    ]
     if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
         return None
     return (
-        f"on a GPU attention in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because all attention scores "
-        f"of one are kept; data.max_prompt_length + data.max_response_length is {config.longest_sequence:,}. Pass "
+        f"on a GPU attention in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because "
+        "all attention scores "
+        f"of one are kept; data.max_prompt_length + data.max_response_length is {config.longest_sequence:,}. "
+        "Pass "
         f"{' and '.join(f'{key}=bfloat16' for key in precise)}, or lower the lengths."
     )
 
 
 def _engines_of_a_node(config: RunConfig) -> str | None:
-    """Say why the engines do not fit on nodes, or None: an engine lies on one node, on shared ones beside whole ranks."""
+    """Say why the engines do not fit on nodes, or None: an engine lies on one node, on shared ones beside
+    whole ranks."""
     rollout = config.actor_rollout_ref.rollout
     size, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
     fits = devices % size == 0 if config.actor_rollout_ref.hybrid_engine else devices >= size
@@ -443,7 +539,8 @@ def _engines_of_a_node(config: RunConfig) -> str | None:
         return None
     largest = max(count for count in range(1, min(size, devices) + 1) if devices % count == 0)
     return (
-        f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {devices} "
+        f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
+        f"divide the {devices} "
         f"engine devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node). Pass {largest}."
     )
 
@@ -451,7 +548,10 @@ def _engines_of_a_node(config: RunConfig) -> str | None:
 def _resuming(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=<.../global_step_N>; it was not given."
+        yield (
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path=<.../global_step_N>; it was not "
+            "given."
+        )
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
         yield (
             f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
@@ -476,13 +576,15 @@ def _devices(config: RunConfig) -> Iterator[str]:
     if shared and config.num_engine_devices != config.num_ranks:
         yield (
             f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's "
-            f"{config.num_ranks} devices, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
+            f"{config.num_ranks} devices, but actor_rollout_ref.rollout.nnodes x "
+            "actor_rollout_ref.rollout.n_gpus_per_node = "
             f"{config.num_engine_devices} were asked for. "
             "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
         )
     if not shared and rollout.checkpoint_engine.backend == "ipc":
         yield (
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs engines on the trainer's devices, but "
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs engines on the trainer's devices, "
+            "but "
             "actor_rollout_ref.hybrid_engine=False was given; pass backend=broadcast or auto."
         )
 
@@ -493,13 +595,16 @@ def _alerts(config: RunConfig) -> Iterator[str]:
     for name, given in (("mismatch", alerts.mismatch), ("gap", alerts.gap), ("cause", action)):
         if given == "skip" and correction.in_actor:
             yield (
-                f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass mode "
-                "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update itself measures it; "
+                f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass "
+                "mode "
+                "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update "
+                "itself measures it; "
                 "pass save_and_stop or warn."
             )
     if action != "warn" and correction.diagnostics != "full":
         yield (
-            f"trainer.alerts.cause={action} needs signatures; pass algorithm.rollout_correction.diagnostics=full, which measures "
+            f"trainer.alerts.cause={action} needs signatures; pass "
+            "algorithm.rollout_correction.diagnostics=full, which measures "
             "them, or trainer.alerts.cause=warn."
         )
 
@@ -510,7 +615,8 @@ def _ray(config: RunConfig) -> Iterator[str]:
     given = ", ".join(f"{name}={value}" for name, value in local.items() if value is not None)
     if ray_init.address is not None and given:
         yield (
-            f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own resources, but {given} "
+            f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own "
+            f"resources, but {given} "
             "was given; drop that, or the address."
         )
 

@@ -23,14 +23,17 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 _TYPO = 3
-"""Largest number of inserted and deleted letters between a name and its misspelling; two swapped letters count as two."""
+"""Largest number of inserted and deleted letters between a name and its misspelling; two swapped letters
+count as two."""
 
 
 def nearest_key(given: str, known: Sequence[str]) -> str:
-    """The known key that is most similar to ``given``, or several joined by "or" when they are equally similar.
+    """The known key that is most similar to ``given``, or several joined by "or" when they are equally
+    similar.
 
-    Tried in this order: the only key that ends with ``given`` (its first sections are missing); keys that differ by a spelling
-    mistake; keys with the same last part, because a wrong section is the most frequent mistake; all other keys.
+    Tried in this order: the only key that ends with ``given`` (its first sections are missing); keys that
+    differ by a spelling mistake; keys with the same last part, because a wrong section is the most frequent
+    mistake; all other keys.
     """
     whole = [key for key in known if key.endswith(f".{given}")]
     if len(whole) == 1:
@@ -46,13 +49,18 @@ def nearest_key(given: str, known: Sequence[str]) -> str:
 
 
 def _close_names(given: str, known: Sequence[str]) -> dict[str, int]:
-    """The known names within ``_TYPO`` inserted and deleted letters of ``given``, and that number of letters."""
+    """The known names within ``_TYPO`` inserted and deleted letters of ``given``, and that number of
+    letters."""
     matcher = difflib.SequenceMatcher(None, "", given, autojunk=False)
     found = {}
     for key in known:
         matcher.set_seq1(key)
         letters = len(key) + len(given)
         most_alike = 1 - _TYPO / letters
-        if matcher.real_quick_ratio() >= most_alike and matcher.quick_ratio() >= most_alike and matcher.ratio() >= most_alike:
+        if (
+            matcher.real_quick_ratio() >= most_alike
+            and matcher.quick_ratio() >= most_alike
+            and matcher.ratio() >= most_alike
+        ):
             found[key] = round((1 - matcher.ratio()) * letters)
     return found

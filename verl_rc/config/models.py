@@ -1,4 +1,5 @@
-"""Configuration of the models: the trained model, the updates of actor and critic, and the reference policy."""
+"""Configuration of the models: the trained model, the updates of actor and critic, and the reference
+policy."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,16 +18,18 @@ class ModelConfig(StrictModel):
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. Null: true on GPUs, false on a
-    CPU, where time is scarcer than memory."""
+    """Recompute activations in the backward pass: less memory, about a third more time. Null: true on GPUs,
+    false on a CPU, where time is scarcer than memory."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless you trust its author."""
     lora_rank: int = Field(0, ge=0)
-    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its adapters."""
+    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its
+    adapters."""
     lora_alpha: int = Field(16, ge=1)
     """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the output)."""
+    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the
+    output)."""
     exclude_modules: str | list[str] | None = None
     """Modules that get none: names or a regular expression."""
 
@@ -46,7 +49,22 @@ def torch_name(precision: str) -> str:
     return _SHORT_NAMES.get(precision, precision)
 
 
-KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KlKind = Literal[
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+]
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
 
 
@@ -79,8 +97,9 @@ class FsdpConfig(StrictModel):
     """``*.fsdp_config.*``: sharding and precision."""
 
     fsdp_size: int = Field(-1, ge=-1)
-    """Ranks that share one copy of the weights and moments, neighbours: with the number of GPUs of a node, layers are gathered
-    inside nodes, and only gradients travel between them, for more memory. It divides the number of ranks; -1: all of them."""
+    """Ranks that share one copy of the weights and moments, neighbours: with the number of GPUs of a node,
+    layers are gathered inside nodes, and only gradients travel between them, for more memory. It divides the
+    number of ranks; -1: all of them."""
     model_dtype: Precision = "fp32"
     """Precision of the master weights that the optimizer updates."""
     dtype: Precision = "bfloat16"
@@ -92,9 +111,10 @@ class FsdpConfig(StrictModel):
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
     ulysses_sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share the tokens of each micro-batch (Ulysses): a rank computes an equal part of them, and in attention, after
-    an all-to-all, an equal part of the heads over all of them. It must divide the ranks and the attention heads. A micro-batch
-    then has that many times ``*_max_token_len_per_gpu`` tokens, and rows that many times longer fit."""
+    """Ranks that share the tokens of each micro-batch (Ulysses): a rank computes an equal part of them, and
+    in attention, after an all-to-all, an equal part of the heads over all of them. It must divide the ranks
+    and the attention heads. A micro-batch then has that many times ``*_max_token_len_per_gpu`` tokens, and
+    rows that many times longer fit."""
 
     def ranks_per_copy(self, ranks: int) -> int:
         """Ranks of ``ranks`` that share one copy of the weights."""
@@ -105,15 +125,18 @@ class LearnerFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a model that learns."""
 
     use_no_sync_for_gradient_accumulation: bool | None = None
-    """True: a rank adds up whole gradients, 4 bytes a weight, over the micro-batches of a mini-batch, and ranks reduce them once.
-    False: ranks reduce them after every micro-batch and keep their shards of the sum, for more communication. null: once, unless
-    the estimate of an update with whole gradients is above nine tenths of a GPU's memory. Without effect on one rank."""
+    """True: a rank adds up whole gradients, 4 bytes a weight, over the micro-batches of a mini-batch, and
+    ranks reduce them once. False: ranks reduce them after every micro-batch and keep their shards of the sum,
+    for more communication. null: once, unless the estimate of an update with whole gradients is above nine
+    tenths of a GPU's memory. Without effect on one rank."""
 
 
 class ReferenceFsdpConfig(FsdpConfig):
     """``ref.fsdp_config.*``."""
 
-    ulysses_sequence_parallel_size: int = follows("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1)
+    ulysses_sequence_parallel_size: int = follows(
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
+    )
     """Ranks that share the tokens of each micro-batch; it must divide the ranks and the attention heads."""
 
 
@@ -121,16 +144,16 @@ class PolicyLossConfig(PolicyLossOptions):
     """``actor.policy_loss.*``."""
 
     loss_mode: str = "vanilla"
-    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your own; the table of
-    policy losses below says what each computes."""
+    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your
+    own; the table of policy losses below says what each computes."""
 
 
 class CheckpointConfig(StrictModel):
     """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
 
     async_save: bool = False
-    """Write the checkpoint while the next steps run. The run waits only until weights and moments are copied to host memory, 12
-    bytes per parameter over all ranks; a checkpoint is valid once all of it is written."""
+    """Write the checkpoint while the next steps run. The run waits only until weights and moments are copied
+    to host memory, 12 bytes per parameter over all ranks; a checkpoint is valid once all of it is written."""
 
 
 class ActorConfig(RatioOptions):
@@ -161,7 +184,8 @@ class ActorConfig(RatioOptions):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that term."""
     kl_loss_type: KlKind = "low_var_kl"
-    """Estimator of the KL term. A ``+`` keeps the value and takes the gradient of k2, which is the gradient of the KL itself."""
+    """Estimator of the KL term. A ``+`` keeps the value and takes the gradient of k2, which is the gradient
+    of the KL itself."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of the policy loss."""
     optim: OptimConfig = OptimConfig()
@@ -175,8 +199,10 @@ class ActorConfig(RatioOptions):
     def _some_micro_batch_limit(self) -> "ActorConfig":
         if not self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is None:
             raise ValueError(
-                "a micro-batch needs a limit: pass actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=<rows>, or "
-                "actor_rollout_ref.actor.use_dynamic_bsz=True with ppo_max_token_len_per_gpu=<tokens>; neither was given"
+                "a micro-batch needs a limit: pass "
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=<rows>, or "
+                "actor_rollout_ref.actor.use_dynamic_bsz=True with ppo_max_token_len_per_gpu=<tokens>; "
+                "neither was given"
             )
         return self
 
@@ -188,7 +214,9 @@ class CriticModelConfig(StrictModel):
     """Hugging Face model folder or hub id."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack real tokens instead of padding rows."""
-    enable_gradient_checkpointing: bool | None = follows("actor_rollout_ref.model.enable_gradient_checkpointing")
+    enable_gradient_checkpointing: bool | None = follows(
+        "actor_rollout_ref.model.enable_gradient_checkpointing"
+    )
     """Recompute activations in the backward pass."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that comes with the model."""
@@ -237,8 +265,11 @@ class CriticConfig(StrictModel):
     use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill micro-batches by tokens."""
     ppo_max_token_len_per_gpu: int = Field(32768, ge=1)
-    """Tokens of one micro-batch on one rank, in the update and when values are computed, with ``use_dynamic_bsz``."""
-    ppo_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    """Tokens of one micro-batch on one rank, in the update and when values are computed, with
+    ``use_dynamic_bsz``."""
+    ppo_micro_batch_size_per_gpu: int | None = follows(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1
+    )
     """Rows of one micro-batch on one rank without ``use_dynamic_bsz``."""
     loss_agg_mode: LossAggregation = follows("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number."""
@@ -247,7 +278,8 @@ class CriticConfig(StrictModel):
 
 
 class ReferenceConfig(StrictModel):
-    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no model of its own."""
+    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no
+    model of its own."""
 
     model_path: UserPath = follows("actor_rollout_ref.model.path")
     """Hugging Face model folder or hub id."""
@@ -259,5 +291,7 @@ class ReferenceConfig(StrictModel):
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
     """Tokens of a log-prob micro-batch."""
-    log_prob_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    log_prob_micro_batch_size_per_gpu: int | None = follows(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1
+    )
     """Rows of a log-prob micro-batch."""

@@ -1,4 +1,5 @@
-"""The rejection rules by name: their statistic, its scope, and what their thresholds bound; thresholds as typed values."""
+"""The rejection rules by name: their statistic, its scope, and what their thresholds bound; thresholds as
+typed values."""
 
 import difflib
 import math
@@ -48,7 +49,8 @@ def parse_threshold(value: object, key: str) -> Threshold:
         raise ValueError(f"{key} must be finite and > 0; got {shortened(repr(value))}")
     if len(numbers) == 2 and numbers[0] > numbers[1]:
         raise ValueError(
-            f"{key} must have lower <= upper; got {shortened(repr(value))}, did you mean {numbers[1]!r}_{numbers[0]!r}?"
+            f"{key} must have lower <= upper; got {shortened(repr(value))}, did you mean "
+            f"{numbers[1]!r}_{numbers[0]!r}?"
         )
     return Threshold(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 
@@ -92,7 +94,8 @@ _LARGEST: dict[Divergence, float] = {
     "bkl": 18.5,
     "kpop": 18.5,
 }
-"""The statistic of one token: log-ratios are bounded by ±20, probabilities are kept 1e-8 away from 0 and 1."""
+"""The statistic of one token: log-ratios are bounded by ±20, probabilities are kept 1e-8 away from 0 and 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,13 @@ class RejectionRule:
     """One option of ``rollout_rs``."""
 
     scope: Scope
-    """``token``: each token by itself; ``seq_*``: the whole row, by the sum, mean or maximum over its tokens."""
+    """``token``: each token by itself; ``seq_*``: the whole row, by the sum, mean or maximum over its tokens.
+    """
     divergence: Divergence
-    """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l. Of the sampled
-    token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL divergence of q from p with all other
-    tokens taken together, kpop = the larger of the two directions of that."""
+    """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l.
+    Of the sampled token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL
+    divergence of q from p with all other tokens taken together, kpop = the larger of the two directions of
+    that."""
 
     @property
     def name(self) -> str:
@@ -113,7 +118,8 @@ class RejectionRule:
 
     @property
     def bounds_ratio(self) -> bool:
-        """Whether thresholds are bounds on the ratio train/rollout (k1); else they are upper bounds on the statistic."""
+        """Whether thresholds are bounds on the ratio train/rollout (k1); else they are upper bounds on the
+        statistic."""
         return self.divergence == "k1"
 
     @property
@@ -141,7 +147,8 @@ class BoundedRule:
 
     @classmethod
     def from_threshold(cls, rule: RejectionRule, threshold: Threshold) -> "BoundedRule":
-        """The rule with the bounds of ``threshold``; for k1, a ratio within [L, U] is a statistic within [-ln U, -ln L]."""
+        """The rule with the bounds of ``threshold``; for k1, a ratio within [L, U] is a statistic within [-ln
+        U, -ln L]."""
         if rule.bounds_ratio:
             return cls(rule, -math.log(threshold.upper), -math.log(threshold.reciprocal_lower))
         return cls(rule, -math.inf, threshold.upper)
@@ -173,8 +180,8 @@ REJECTION_RULES: dict[str, RejectionRule] = {
         RejectionRule("seq_max", "bkl"),
     )
 }
-"""The options of ``rollout_rs``: verl's eleven, then those of probabilities. There is no ``seq_max_k1``: the largest -l says
-nothing about ratios above 1."""
+"""The options of ``rollout_rs``: verl's eleven, then those of probabilities. There is no ``seq_max_k1``: the
+largest -l says nothing about ratios above 1."""
 
 _FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
@@ -194,6 +201,7 @@ def parse_rules(text: str, key: str) -> list[RejectionRule]:
         if name not in REJECTION_RULES:
             nearest = _FORMER_NAMES.get(name) or nearest_name(name, REJECTION_RULES)
             raise ValueError(
-                f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {shortened(repr(name))}, use {nearest}?"
+                f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {shortened(repr(name))}, use "
+                f"{nearest}?"
             )
     return [REJECTION_RULES[name] for name in names]

@@ -43,13 +43,29 @@ class EngineKwargsConfig(StrictModel):
 
 _ROLLOUT = "write actor_rollout_ref.rollout"
 _OF_THE_RUN = "the run sets it; drop it"
-_REPLICAS = f"there are engine devices / tensor_model_parallel_size engines, replicas all; {_ROLLOUT}.tensor_model_parallel_size"
+_REPLICAS = (
+    "there are engine devices / tensor_model_parallel_size engines, replicas all; "
+    f"{_ROLLOUT}.tensor_model_parallel_size"
+)
 OWNED_ENGINE_ARGUMENTS = {
     **{
         name: f"{_ROLLOUT}.{name}"
         for name in (
-            *("dtype", "load_format", "quantization", "kv_cache_dtype", "gpu_memory_utilization", "enforce_eager"),
-            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"),
+            *(
+                "dtype",
+                "load_format",
+                "quantization",
+                "kv_cache_dtype",
+                "gpu_memory_utilization",
+                "enforce_eager",
+            ),
+            *(
+                "max_model_len",
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                "enable_chunked_prefill",
+                "enable_prefix_caching",
+            ),
             "seed",
         )
     },
@@ -62,46 +78,52 @@ OWNED_ENGINE_ARGUMENTS = {
     "data_parallel_size": _REPLICAS,
     "model": "write actor_rollout_ref.model.path",
     "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
-    **dict.fromkeys(("logprobs_mode", "disable_log_stats", "weight_transfer_config", "worker_extension_cls"), _OF_THE_RUN),
+    **dict.fromkeys(
+        ("logprobs_mode", "disable_log_stats", "weight_transfer_config", "worker_extension_cls"), _OF_THE_RUN
+    ),
     **dict.fromkeys(("distributed_executor_backend", "skip_tokenizer_init"), _OF_THE_RUN),
 }
-"""Arguments of ``vllm.LLM`` that are refused in ``engine_kwargs.vllm``, and what to do instead: memory, plan and limit of the gap
-follow the keys that set them."""
+"""Arguments of ``vllm.LLM`` that are refused in ``engine_kwargs.vllm``, and what to do instead: memory, plan
+and limit of the gap follow the keys that set them."""
 
 
 class CheckpointEngineConfig(StrictModel):
     """``rollout.checkpoint_engine.*``: how weights are transferred to the engines."""
 
     backend: Literal["auto", "broadcast", "ipc"] = "auto"
-    """``broadcast`` (gloo or NCCL), or memory shared on the device (``ipc``; only with ``hybrid_engine``, where trainer and
-    engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs."""
+    """``broadcast`` (gloo or NCCL), or memory shared on the device (``ipc``; only with ``hybrid_engine``,
+    where trainer and engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs.
+    """
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Size of a weight bucket, MiB."""
     stage_updates: bool = False
-    """Receive an update beside running responses and pause them only to load it, for a second copy of the weights on the engine's
-    device. Whole responses (``partial_rollout=False``) end first, and the trainer does not wait for that. False: receive it in
-    the pause. For asynchronous runs."""
+    """Receive an update beside running responses and pause them only to load it, for a second copy of the
+    weights on the engine's device. Whole responses (``partial_rollout=False``) end first, and the trainer
+    does not wait for that. False: receive it in the pause. For asynchronous runs."""
 
 
 class SyncProofConfig(StrictModel):
     """``rollout.sync_proof.*``: checks that the engines hold the trainer's weights."""
 
     canary_freq: int = Field(50, ge=0)
-    """Weight updates between two canary checks; 0: only at the start. A canary check generates tokens after a cached prefix."""
+    """Weight updates between two canary checks; 0: only at the start. A canary check generates tokens after a
+    cached prefix."""
     canary_num_prompts: int = Field(16, ge=1)
     """Prompts of one canary check."""
     canary_max_tokens: int = Field(32, ge=1)
-    """Tokens generated for each of them, at most ``data.max_response_length``. The mean gap of few tokens scatters."""
+    """Tokens generated for each of them, at most ``data.max_response_length``. The mean gap of few tokens
+    scatters."""
     gap_limit: float | None = Field(None, gt=0)
-    """Largest mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run ends; null: calibrated
-    by the first ones for the engine's precision, see ``trainer.alerts.gap``."""
+    """Largest mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run
+    ends; null: calibrated by the first ones for the engine's precision, see ``trainer.alerts.gap``."""
 
 
 class MultiTurnConfig(StrictModel):
     """``rollout.multi_turn.*``: tools that the policy may call before it answers."""
 
     enable: bool = False
-    """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``."""
+    """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``.
+    """
     tools: list[str] = []
     """Names: ``calculator``, or ``module:attribute`` of a ``verl_rc.rollout.tools.Tool`` of your own."""
     format: Literal["hermes", "tag"] = "hermes"
@@ -116,10 +138,12 @@ class MultiTurnConfig(StrictModel):
     max_tool_response_length: int = Field(256, ge=1)
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``, ends a synchronous run;
-    in an asynchronous one its group is sampled once more, then counted as failed and replaced."""
+    """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``,
+    ends a synchronous run; in an asynchronous one its group is sampled once more, then counted as failed and
+    replaced."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both."""
+    """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle``
+    both."""
 
 
 class RolloutConfig(StrictModel):
@@ -148,8 +172,8 @@ class RolloutConfig(StrictModel):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the engine's weights and activations."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Initial weights of an engine, which the trainer's weights replace before the first sample. ``auto`` and ``safetensors``
-    read the model's files, ``dummy`` skips that."""
+    """Initial weights of an engine, which the trainer's weights replace before the first sample. ``auto`` and
+    ``safetensors`` read the model's files, ``dummy`` skips that."""
     quantization: str | None = None
     """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
@@ -157,9 +181,11 @@ class RolloutConfig(StrictModel):
     kv_cache_megabytes: int | None = Field(None, ge=1)
     """Size of the KV cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes decides."""
+    """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes
+    decides."""
     free_cache_engine: bool = True
-    """Free the memory of an engine that shares the trainer's GPU while the trainer computes. Without effect on a CPU."""
+    """Free the memory of an engine that shares the trainer's GPU while the trainer computes. Without effect
+    on a CPU."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs (on a CPU the engine is always eager)."""
     max_model_len: int | None = Field(None, ge=2)
@@ -169,21 +195,25 @@ class RolloutConfig(StrictModel):
     max_num_batched_tokens: int = Field(8192, ge=1)
     """Maximum tokens of one engine iteration."""
     enable_chunked_prefill: bool = True
-    """Split long prefills and mix them with decoding. Without effect on a CPU, where vLLM cannot do so with seeded requests."""
+    """Split long prefills and mix them with decoding. Without effect on a CPU, where vLLM cannot do so with
+    seeded requests."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes; it is emptied after every weight update."""
     engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit of one call of an engine (all its samples of a step, one weight update), seconds. An engine that exceeds it
-    counts as hung: it is killed and replaced, like an engine that died."""
+    """Time limit of one call of an engine (all its samples of a step, one weight update), seconds. An engine
+    that exceeds it counts as hung: it is killed and replaced, like an engine that died."""
     max_engine_replacements: int = Field(3, ge=0)
-    """Maximum number of engines replaced in one step; one more ends the run. 0: the first lost engine ends it."""
+    """Maximum number of engines replaced in one step; one more ends the run. 0: the first lost engine ends
+    it."""
     seed: int = Field(42, ge=0, lt=1 << 32)
     """The engine's seed; every training request has a seed of its own (see ``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
     """Tokens of a log-prob micro-batch."""
-    log_prob_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    log_prob_micro_batch_size_per_gpu: int | None = follows(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1
+    )
     """Rows of a log-prob micro-batch."""
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     """Sampling for validation."""

@@ -57,7 +57,8 @@ class WeightSettings:
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """What ``verl_rc.correction`` computes with: the options as typed values, text and short forms resolved."""
+    """What ``verl_rc.correction`` computes with: the options as typed values, text and short forms
+    resolved."""
 
     weights: WeightSettings | None
     rules: tuple[BoundedRule, ...]
@@ -65,13 +66,16 @@ class CorrectionSettings:
     log_veto: float | None
     """Log-ratio below which a single token gets its whole row rejected."""
     opsm_threshold: float | None
-    """Mean of rollout less train log-probs, in nats, above which a row's tokens with negative advantages are rejected."""
+    """Mean of rollout less train log-probs, in nats, above which a row's tokens with negative advantages are
+    rejected."""
     nonfinite: Literal["reject_sequence", "reject_token", "neutral"]
-    """Treatment of a token whose log-prob is NaN or infinite; ``raise`` rejects its row until the run stops."""
+    """Treatment of a token whose log-prob is NaN or infinite; ``raise`` rejects its row until the run stops.
+    """
     full: bool
     """Whether the diagnostics beyond verl's are measured."""
     tests_misalignment: bool
-    """Whether train and rollout policy hold the same weights but for a lag, so that ratios must have mean 1."""
+    """Whether train and rollout policy hold the same weights but for a lag, so that ratios must have mean 1.
+    """
 
     @property
     def rejects(self) -> bool:
@@ -82,57 +86,67 @@ class CorrectionSettings:
 class RolloutCorrectionConfig(PresetConstructors):
     """``algorithm.rollout_correction.*``. The default measures the gap and corrects nothing.
 
-    Ratios are train over rollout: the proximal policy over the rollout policy, or the current one in bypass mode.
+    Ratios are train over rollout: the proximal policy over the rollout policy, or the current one in bypass
+    mode.
     """
 
     rollout_is: Literal["token", "prefix", "sequence", "geometric"] | None = None
-    """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix) or of all of its row
-    (sequence), or the geometric mean of its row's ratios (geometric); null: no weights."""
+    """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix) or of
+    all of its row (sequence), or the geometric mean of its row's ratios (geometric); null: no weights."""
     rollout_is_threshold: ThresholdInput = 2.0
-    """One number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights outside become 0."""
+    """One number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights
+    outside become 0."""
     rollout_is_batch_normalize: bool = False
-    """Divide the truncated weights by their mean over the batch: over tokens, or over rows where a row has one weight."""
+    """Divide the truncated weights by their mean over the batch: over tokens, or over rows where a row has
+    one weight."""
     rollout_rs: str | list[str] | None = None
-    """Rejection rules, a list or comma-separated; tokens and rows that fail one are left out of the policy loss. null: none."""
+    """Rejection rules, a list or comma-separated; tokens and rows that fail one are left out of the policy
+    loss. null: none."""
     rollout_rs_threshold: ThresholdInput = None
-    """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u to u), all others
-    an upper bound on their statistic."""
+    """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u
+    to u), all others an upper bound on their statistic."""
     rollout_rs_target_acceptance: float | None = Field(None, gt=0, lt=1, allow_inf_nan=False)
-    """Share of tokens or rows that the one rule (token_k1, seq_sum_k1 or seq_mean_k1) is to accept: its threshold, one number,
-    then follows the batches seen. Needs ``diagnostics=full``. null: thresholds are fixed."""
+    """Share of tokens or rows that the one rule (token_k1, seq_sum_k1 or seq_mean_k1) is to accept: its
+    threshold, one number, then follows the batches seen. Needs ``diagnostics=full``. null: thresholds are
+    fixed."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     """Ratio below which a single token gets its whole row rejected; null: no veto."""
     rollout_opsm_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio rollout/train is
-    above this many nats; null: none."""
+    """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio
+    rollout/train is above this many nats; null: none."""
     bypass_mode: bool = False
-    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are not computed."""
+    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are not
+    computed."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in asynchronous runs,
-    interpolated in the actor between rollout and current log-probs, by the number of optimizer updates between the three."""
+    """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in
+    asynchronous runs, interpolated in the actor between rollout and current log-probs, by the number of
+    optimizer updates between the three."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """The loss of bypass mode: PPO clip without weights, or the policy gradient with them."""
     rejection_denominator: Literal["original", "kept"] = "original"
-    """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by 1/acceptance)."""
+    """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
+    1/acceptance)."""
     rejected_in_group_baseline: Literal["include", "exclude"] = "include"
     """Whether fully rejected rows count in their group's advantage baseline."""
     nonfinite_logprob: Literal["reject_sequence", "reject_token", "neutral", "raise"] = "reject_sequence"
-    """Treatment of a token whose log-prob is NaN or infinite: its row is rejected, only the token is rejected, its ratio is
-    taken as 1, or the run stops."""
+    """Treatment of a token whose log-prob is NaN or infinite: its row is rejected, only the token is
+    rejected, its ratio is taken as 1, or the run stops."""
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
     max_skipped_updates: int = Field(10, ge=1)
-    """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run stops."""
+    """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run
+    stops."""
     diagnostics: Literal["core", "full"] = "full"
-    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every level, which
-    tokens are rejected, and signatures of what makes engine and trainer differ."""
+    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every
+    level, which tokens are rejected, and signatures of what makes engine and trainer differ."""
 
     @field_validator("rollout_is", mode="before")
     @classmethod
     def _known_level(cls, value: object) -> object:
         if isinstance(value, str) and value not in WEIGHT_LEVELS:
             raise ValueError(
-                f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got {shortened(repr(value))}, "
+                f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got "
+                f"{shortened(repr(value))}, "
                 f"did you mean {nearest_name(value, WEIGHT_LEVELS)}?"
             )
         return value
@@ -166,17 +180,23 @@ class RolloutCorrectionConfig(PresetConstructors):
     def _check(self) -> Self:
         if self.rollout_is is not None and self.rollout_is_threshold is None:
             raise ValueError(
-                f"{_SECTION}.rollout_is={self.rollout_is} needs {_SECTION}.rollout_is_threshold, got null; pass a number such as "
+                f"{_SECTION}.rollout_is={self.rollout_is} needs {_SECTION}.rollout_is_threshold, got null; "
+                "pass a number such as "
                 "2.0 or a band such as 0.5_5.0"
             )
         if self.rollout_is is None and self.rollout_is_batch_normalize:
             raise ValueError(
-                f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass {_SECTION}.rollout_is=token or "
+                f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass "
+                f"{_SECTION}.rollout_is=token or "
                 "drop it"
             )
-        if self.rollout_is is None and self.rollout_is_threshold != type(self).model_fields["rollout_is_threshold"].default:
+        if (
+            self.rollout_is is None
+            and self.rollout_is_threshold != type(self).model_fields["rollout_is_threshold"].default
+        ):
             raise ValueError(
-                f"{_SECTION}.rollout_is_threshold={self.rollout_is_threshold} bounds nothing: {_SECTION}.rollout_is is null; "
+                f"{_SECTION}.rollout_is_threshold={self.rollout_is_threshold} bounds nothing: "
+                f"{_SECTION}.rollout_is is null; "
                 "pass rollout_is=token or another level, or drop it"
             )
         if self.nonfinite_logprob == "raise" and self.nonfinite_stop_fraction != 0.01:
@@ -191,55 +211,70 @@ class RolloutCorrectionConfig(PresetConstructors):
     def _check_modes(self) -> None:
         if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is_batch_normalize:
             raise ValueError(
-                f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type=ppo_clip in bypass mode, whose loss "
+                f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type=ppo_clip in "
+                "bypass mode, whose loss "
                 "takes no weights; pass loss_type=reinforce or drop it"
             )
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
-                f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True or drop it"
+                f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True "
+                "or drop it"
             )
         if self.proximal == "interpolate" and self.bypass_mode:
             raise ValueError(
-                f"{_SECTION}.proximal=interpolate needs three policies, and {_SECTION}.bypass_mode=True has no proximal one; "
+                f"{_SECTION}.proximal=interpolate needs three policies, and {_SECTION}.bypass_mode=True has "
+                "no proximal one; "
                 "drop one of them"
             )
         self._check_target_acceptance()
         if self.rejection_denominator == "kept" and not self.rejects:
             raise ValueError(
-                f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no veto, pass "
+                f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no "
+                "veto, pass "
                 f"{_SECTION}.rollout_rs or drop it"
             )
         if self.rejected_in_group_baseline == "exclude" and self.rollout_opsm_threshold is not None:
             raise ValueError(
-                f"{_SECTION}.rejected_in_group_baseline=exclude cannot go with {_SECTION}.rollout_opsm_threshold, which "
+                f"{_SECTION}.rejected_in_group_baseline=exclude cannot go with "
+                f"{_SECTION}.rollout_opsm_threshold, which "
                 "looks at advantages that the baseline decides; pass rejected_in_group_baseline=include"
             )
         if self.rejected_in_group_baseline == "exclude" and (self.bypass_mode or not self.rejects):
             raise ValueError(
-                f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; got "
-                f"bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass rejected_in_group_baseline=include"
+                f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; "
+                "got "
+                f"bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass "
+                "rejected_in_group_baseline=include"
             )
         if self.rejected_in_group_baseline == "exclude" and self.proximal == "interpolate":
             raise ValueError(
-                f"{_SECTION}.rejected_in_group_baseline=exclude needs to know what is rejected before the update, which "
-                f"{_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or rejected_in_group_baseline=include"
+                f"{_SECTION}.rejected_in_group_baseline=exclude needs to know what is rejected before the "
+                "update, which "
+                f"{_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or "
+                "rejected_in_group_baseline=include"
             )
 
     def _check_target_acceptance(self) -> None:
         if self.rollout_rs_target_acceptance is None:
             return
         key = f"{_SECTION}.rollout_rs_target_acceptance={self.rollout_rs_target_acceptance}"
-        if self.rollout_rs not in ("token_k1", "seq_sum_k1", "seq_mean_k1") or not isinstance(self.rollout_rs_threshold, float):
+        if self.rollout_rs not in ("token_k1", "seq_sum_k1", "seq_mean_k1") or not isinstance(
+            self.rollout_rs_threshold, float
+        ):
             raise ValueError(
-                f"{key} needs one rule out of token_k1, seq_sum_k1 and seq_mean_k1, and one number as its first threshold; got "
+                f"{key} needs one rule out of token_k1, seq_sum_k1 and seq_mean_k1, and one number as its "
+                "first threshold; got "
                 f"rollout_rs={self.rollout_rs} and rollout_rs_threshold={self.rollout_rs_threshold}"
             )
         if self.diagnostics != "full":
-            raise ValueError(f"{key} reads the histograms of {_SECTION}.diagnostics=full; got {self.diagnostics}")
+            raise ValueError(
+                f"{key} reads the histograms of {_SECTION}.diagnostics=full; got {self.diagnostics}"
+            )
 
     @property
     def in_actor(self) -> bool:
-        """Whether the actor corrects, mini-batch by mini-batch: no proximal policy is computed before the updates."""
+        """Whether the actor corrects, mini-batch by mini-batch: no proximal policy is computed before the
+        updates."""
         return self.bypass_mode or self.proximal == "interpolate"
 
     @property
@@ -252,11 +287,16 @@ class RolloutCorrectionConfig(PresetConstructors):
         """The options as typed values."""
         weights = None
         if self.rollout_is is not None:
-            weights = WeightSettings(self.rollout_is, self.weight_threshold(), self.rollout_is_batch_normalize)
+            weights = WeightSettings(
+                self.rollout_is, self.weight_threshold(), self.rollout_is_batch_normalize
+            )
         veto = self.rollout_token_veto_threshold
         return CorrectionSettings(
             weights=weights,
-            rules=tuple(BoundedRule.from_threshold(REJECTION_RULES[n], bound) for n, bound in self.rejection_bounds().items()),
+            rules=tuple(
+                BoundedRule.from_threshold(REJECTION_RULES[n], bound)
+                for n, bound in self.rejection_bounds().items()
+            ),
             log_veto=None if veto is None else math.log(veto),
             opsm_threshold=self.rollout_opsm_threshold,
             nonfinite="reject_sequence" if self.nonfinite_logprob == "raise" else self.nonfinite_logprob,
@@ -265,10 +305,15 @@ class RolloutCorrectionConfig(PresetConstructors):
         )
 
     def effective_fields(self) -> dict[str, object]:
-        """The fields in effect: those that differ from their defaults, and the threshold and the loss that are used."""
+        """The fields in effect: those that differ from their defaults, and the threshold and the loss that
+        are used."""
         is_read = {"rollout_is_threshold": self.rollout_is is not None, "loss_type": self.bypass_mode}
         changed = self.model_dump(exclude_defaults=True)
-        return {name: getattr(self, name) for name in type(self).model_fields if is_read.get(name, name in changed)}
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if is_read.get(name, name in changed)
+        }
 
     def weight_threshold(self) -> Threshold:
         """The truncation bound, or the band, of the weights."""
@@ -279,24 +324,39 @@ class RolloutCorrectionConfig(PresetConstructors):
         return [] if self.rollout_rs is None else parse_rules(str(self.rollout_rs), f"{_SECTION}.rollout_rs")
 
     def rejection_bounds(self) -> dict[str, Threshold]:
-        """Every rejection rule with its bounds, in the order given. Raises ``ValueError`` for invalid thresholds."""
+        """Every rejection rule with its bounds, in the order given. Raises ``ValueError`` for invalid
+        thresholds."""
         key = f"{_SECTION}.rollout_rs"
         rules = self.rejection_rules()
         if not rules:
             if self.rollout_rs_threshold is not None:
-                raise ValueError(f"{key}_threshold={self.rollout_rs_threshold} bounds nothing: {key} is null; name its rules")
+                raise ValueError(
+                    f"{key}_threshold={self.rollout_rs_threshold} bounds nothing: {key} is null; name its "
+                    "rules"
+                )
             return {}
         if self.rollout_rs_threshold is None:
-            raise ValueError(f"{key}={self.rollout_rs} needs {key}_threshold, got null; pass one bound, or one for each rule")
-        specs = [parse_threshold(spec, f"{key}_threshold") for spec in threshold_specs(self.rollout_rs_threshold)]
-        if len(rules) == 1 and rules[0].bounds_ratio and len(specs) == 2 and all(spec.lower is None for spec in specs):
+            raise ValueError(
+                f"{key}={self.rollout_rs} needs {key}_threshold, got null; pass one bound, or one for each "
+                "rule"
+            )
+        specs = [
+            parse_threshold(spec, f"{key}_threshold") for spec in threshold_specs(self.rollout_rs_threshold)
+        ]
+        if (
+            len(rules) == 1
+            and rules[0].bounds_ratio
+            and len(specs) == 2
+            and all(spec.lower is None for spec in specs)
+        ):
             raise ValueError(
                 f"{key}_threshold gives two bounds for the one rule {rules[0].name}; write a band as "
                 f"{specs[0]}_{specs[1]} or as {{lower: {specs[0]}, upper: {specs[1]}}}"
             )
         if len(specs) not in (1, len(rules)):
             raise ValueError(
-                f"{key}_threshold must give one bound for all rules, or one for each of the {len(rules)} in {self.rollout_rs}; "
+                f"{key}_threshold must give one bound for all rules, or one for each of the {len(rules)} in "
+                f"{self.rollout_rs}; "
                 f"got {len(specs)}"
             )
         bounds = dict(zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True))
@@ -306,9 +366,11 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     @classmethod
     def from_legacy(cls, mapping: Mapping[str, object]) -> tuple[Self, list[str]]:
-        """The configuration that settings of any verl release since August 2025 mean today, and notes on what changed.
+        """The configuration that settings of any verl release since August 2025 mean today, and notes on what
+        changed.
 
-        See ``verl.rollout_correction.import_legacy`` for the keys. Raises ``ValueError`` for keys and values of no release.
+        See ``verl.rollout_correction.import_legacy`` for the keys. Raises ``ValueError`` for keys and values
+        of no release.
         """
         fields, notes = import_legacy(mapping)
         return cls.model_validate(fields), notes
@@ -320,13 +382,19 @@ def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:
     if not rule.bounds_ratio and bound.upper >= rule.largest:
         raise ValueError(f"{key} must be below {rule.largest:g}, the most there can be; got {bound}")
     if rule.bounds_ratio and bound.reciprocal_lower > bound.upper:
-        raise ValueError(f"{key} as one number u means 1/u to u and must be >= 1; got {bound}, pass {1 / bound.upper:g}")
+        raise ValueError(
+            f"{key} as one number u means 1/u to u and must be >= 1; got {bound}, pass {1 / bound.upper:g}"
+        )
 
 
 def _is_one_band(value: object, rules: object) -> bool:
     """Whether a list of two numbers means lower and upper bound: there is one rule, and it takes a band."""
     one_rule = isinstance(rules, str) and rules in REJECTION_RULES and REJECTION_RULES[rules].bounds_ratio
-    return one_rule and isinstance(value, (list, tuple)) and [type(part) in (int, float) for part in value] == [True, True]
+    return (
+        one_rule
+        and isinstance(value, (list, tuple))
+        and [type(part) in (int, float) for part in value] == [True, True]
+    )
 
 
 def _as_number_or_text(threshold: Threshold) -> float | str:

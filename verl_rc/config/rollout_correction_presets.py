@@ -1,4 +1,5 @@
-"""Named choices of rollout correction: the names of every verl release since 2025, each resolving to fields of today."""
+"""Named choices of rollout correction: the names of every verl release since 2025, each resolving to fields
+of today."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,9 +45,12 @@ _TODAY: Mapping[str, Preset] = {
     "decoupled_seq_is": Preset("sequence weights truncated at 2, three policies", _SEQUENCE),
     "decoupled_token_icepop": Preset("token weights, zero outside [0.5, 5], three policies", _ICEPOP),
     "decoupled_seq_is_rs": Preset(
-        "sequence weights; sequences with a ratio outside [0.5, 2] are rejected", {**_SEQUENCE, **_PRODUCT_BAND}
+        "sequence weights; sequences with a ratio outside [0.5, 2] are rejected",
+        {**_SEQUENCE, **_PRODUCT_BAND},
     ),
-    "decoupled_geo_rs": Preset("sequences with a geometric mean ratio outside [0.999, 1.001] are rejected", _GEO),
+    "decoupled_geo_rs": Preset(
+        "sequences with a geometric mean ratio outside [0.999, 1.001] are rejected", _GEO
+    ),
     "decoupled_geo_rs_seq_tis": Preset("geometric rejection and sequence weights", {**_SEQUENCE, **_GEO}),
     "decoupled_geo_rs_token_tis": Preset("geometric rejection and token weights", {**_TOKEN, **_GEO}),
     "decoupled_k3_rs": Preset("sequences with a mean k3 above 0.01 are rejected", _K3),
@@ -55,11 +59,16 @@ _TODAY: Mapping[str, Preset] = {
     "bypass_ppo_clip": Preset("two policies: PPO clip straight against the rollout policy", _CLIP),
     "bypass_ppo_clip_geo_rs": Preset("two policies, PPO clip, geometric rejection", {**_CLIP, **_GEO}),
     "bypass_ppo_clip_k3_rs": Preset("two policies, PPO clip, k3 rejection", {**_CLIP, **_K3}),
-    "bypass_pg_is": Preset("two policies: policy gradient with sequence weights", {**_REINFORCE, **_SEQUENCE}),
-    "bypass_pg_token_icepop": Preset("two policies: policy gradient with token weights in a band", {**_REINFORCE, **_ICEPOP}),
+    "bypass_pg_is": Preset(
+        "two policies: policy gradient with sequence weights", {**_REINFORCE, **_SEQUENCE}
+    ),
+    "bypass_pg_token_icepop": Preset(
+        "two policies: policy gradient with token weights in a band", {**_REINFORCE, **_ICEPOP}
+    ),
     "bypass_pg_geo_rs": Preset("two policies: policy gradient, geometric rejection", {**_REINFORCE, **_GEO}),
     "bypass_pg_geo_rs_seq_tis": Preset(
-        "two policies: policy gradient, geometric rejection, sequence weights", {**_REINFORCE, **_SEQUENCE, **_GEO}
+        "two policies: policy gradient, geometric rejection, sequence weights",
+        {**_REINFORCE, **_SEQUENCE, **_GEO},
     ),
     "bypass_pg_geo_rs_token_tis": Preset(
         "two policies: policy gradient, geometric rejection, token weights", {**_REINFORCE, **_TOKEN, **_GEO}
@@ -91,25 +100,33 @@ _FORMER: Mapping[str, Preset] = {
     "pg_is": Preset("now bypass_pg_is", {**_REINFORCE, **_SEQUENCE}, _WHEN_C2),
     "pg_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
     "pure_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
-    "geo_rs_seq_tis": Preset("geometric rejection, veto and sequence weights", {**_SEQUENCE, **_GEO_VETO}, _WHEN_C2),
+    "geo_rs_seq_tis": Preset(
+        "geometric rejection, veto and sequence weights", {**_SEQUENCE, **_GEO_VETO}, _WHEN_C2
+    ),
     "pg_geo_rs_seq_tis": Preset(
         "policy gradient, geometric rejection, veto, sequence weights",
         {**_REINFORCE, **_SEQUENCE, **_GEO_VETO},
         _WHEN_C2,
     ),
-    "bypass_pg_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C3),
+    "bypass_pg_rs": Preset(
+        "policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C3
+    ),
     "decoupled_k1_rs": Preset("another name for decoupled_geo_rs", _GEO, _WHEN_DOCS),
     "bypass_ppo_clip_k1_rs": Preset("another name for bypass_ppo_clip_geo_rs", {**_CLIP, **_GEO}, _WHEN_DOCS),
     "bypass_pg_k1_rs": Preset("another name for bypass_pg_geo_rs", {**_REINFORCE, **_GEO}, _WHEN_DOCS),
     "token_is_rs": Preset(
-        "token weights; tokens with a ratio outside [0.5, 2] are rejected", {**_TOKEN, **_TOKEN_BAND}, _WHEN_DOCS
+        "token weights; tokens with a ratio outside [0.5, 2] are rejected",
+        {**_TOKEN, **_TOKEN_BAND},
+        _WHEN_DOCS,
     ),
     "token_rs": Preset("tokens with a ratio outside [0.5, 2] are rejected", _TOKEN_BAND, _WHEN_DOCS),
     "seq_rs": Preset("sequences with a ratio outside [0.5, 2] are rejected", _PRODUCT_BAND, _WHEN_DOCS),
 }
 
 _PAPERS: Mapping[str, Preset] = {
-    "tis": Preset("token weights truncated at 2, as FlashRL introduced them", _TOKEN, "Yao et al. 2025, truncated IS"),
+    "tis": Preset(
+        "token weights truncated at 2, as FlashRL introduced them", _TOKEN, "Yao et al. 2025, truncated IS"
+    ),
     "icepop": Preset("token weights, zero outside [0.5, 5]", _ICEPOP, "arXiv:2510.18855, IcePop"),
     "kpop": Preset(
         "tokens with a binary KL above 2, in the larger direction, are rejected",
@@ -132,14 +149,17 @@ _PAPERS: Mapping[str, Preset] = {
         "OpenRLHF and NeMo-RL, seq-mask-tis",
     ),
     "mis_po": Preset(
-        "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are rejected; no weights",
+        "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are "
+        "rejected; no weights",
         {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2.0,0.996_1.001"},
-        "Step-3.5-Flash report, MIS-PO, with the sequence band of its ablations; the token band is this project's",
+        "Step-3.5-Flash report, MIS-PO, with the sequence band of its ablations; the token band is this "
+        "project's",
     ),
     "dppo_tv": Preset(
         "tokens whose probability differs by more than 0.15 are rejected",
         {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.15},
-        "arXiv:2602.04879, DPPO with binary total variation, symmetric and as a filter, with the bound of verl's example",
+        "arXiv:2602.04879, DPPO with binary total variation, symmetric and as a filter, with the bound of "
+        "verl's example",
     ),
     "dppo_kl": Preset(
         "tokens with a binary KL above 0.05 are rejected",
@@ -147,7 +167,8 @@ _PAPERS: Mapping[str, Preset] = {
         "arXiv:2602.04879, DPPO with binary KL, symmetric and as a filter, with the bound of verl's example",
     ),
     "opsm": Preset(
-        "tokens with a negative advantage are rejected in sequences whose mean log-ratio rollout/train is above 0.5",
+        "tokens with a negative advantage are rejected in sequences whose mean log-ratio rollout/train is "
+        "above 0.5",
         {"rollout_opsm_threshold": 0.5},
         "arXiv:2512.02556, DeepSeek-V3.2, off-policy sequence masking, which names no bound",
     ),
@@ -163,10 +184,12 @@ PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER, **_PAPERS}
 
 
 def preset_fields(name: str) -> dict[str, Any]:
-    """The fields a preset sets, to be laid under those a user gave. Raises ``ValueError`` naming the nearest preset."""
+    """The fields a preset sets, to be laid under those a user gave. Raises ``ValueError`` naming the nearest
+    preset."""
     if name not in PRESETS:
         raise ValueError(
-            f"a preset must be one of {', '.join(PRESETS)}; got {name!r}, did you mean {nearest_name(name, PRESETS)}?"
+            f"a preset must be one of {', '.join(PRESETS)}; got {name!r}, did you mean "
+            f"{nearest_name(name, PRESETS)}?"
         )
     return dict(PRESETS[name].fields)
 
@@ -176,7 +199,8 @@ class PresetConstructors(StrictModel):
 
     @classmethod
     def from_preset(cls, name: str, **fields: object) -> Self:
-        """The preset of that name, with other ``fields`` on top of it. Raises ``ValueError`` for an unknown name."""
+        """The preset of that name, with other ``fields`` on top of it. Raises ``ValueError`` for an unknown
+        name."""
         return cls.model_validate({**preset_fields(name), **fields})
 
     @classmethod
@@ -196,8 +220,11 @@ class PresetConstructors(StrictModel):
 
     @classmethod
     def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
-        """Token weights, zero outside ``[threshold_lower, threshold]`` (IcePop, arXiv:2510.18855), three policies."""
-        return cls.from_preset("decoupled_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold))
+        """Token weights, zero outside ``[threshold_lower, threshold]`` (IcePop, arXiv:2510.18855), three
+        policies."""
+        return cls.from_preset(
+            "decoupled_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold)
+        )
 
     @classmethod
     def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.5_2.0") -> Self:
@@ -211,13 +238,17 @@ class PresetConstructors(StrictModel):
         return cls.from_preset("decoupled_geo_rs", rollout_rs_threshold=rs_threshold)
 
     @classmethod
-    def decoupled_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+    def decoupled_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
+    ) -> Self:
         """Geometric rejection and truncated sequence weights."""
         fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
         return cls.from_preset("decoupled_geo_rs_seq_tis", **fields)
 
     @classmethod
-    def decoupled_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+    def decoupled_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
+    ) -> Self:
         """Geometric rejection and truncated token weights."""
         fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
         return cls.from_preset("decoupled_geo_rs_token_tis", **fields)
@@ -262,7 +293,9 @@ class PresetConstructors(StrictModel):
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
         """Two policies: policy gradient with token weights, zero outside ``[threshold_lower, threshold]``."""
-        return cls.from_preset("bypass_pg_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold))
+        return cls.from_preset(
+            "bypass_pg_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold)
+        )
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold: float | str = "0.999_1.001") -> Self:
@@ -270,13 +303,17 @@ class PresetConstructors(StrictModel):
         return cls.from_preset("bypass_pg_geo_rs", rollout_rs_threshold=rs_threshold)
 
     @classmethod
-    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+    def bypass_pg_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
+    ) -> Self:
         """Two policies: policy gradient, geometric rejection and truncated sequence weights."""
         fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
         return cls.from_preset("bypass_pg_geo_rs_seq_tis", **fields)
 
     @classmethod
-    def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+    def bypass_pg_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
+    ) -> Self:
         """Two policies: policy gradient, geometric rejection and truncated token weights."""
         fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
         return cls.from_preset("bypass_pg_geo_rs_token_tis", **fields)

@@ -20,39 +20,48 @@ AlertAction = Literal["warn", "skip", "save_and_stop"]
 class AlertsConfig(StrictModel):
     """``trainer.alerts.*``: actions when training goes wrong.
 
-    ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; the next publication sends the same
-    weights again and empties the engines' caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
-    Where the actor corrects (bypass mode, ``proximal=interpolate``), mismatch and cause are known only after the update, which
-    therefore cannot be skipped.
+    ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; the next
+    publication sends the same weights again and empties the engines' caches. ``save_and_stop`` skips the
+    updates, writes a checkpoint and ends the run. Where the actor corrects (bypass mode,
+    ``proximal=interpolate``), mismatch and cause are known only after the update, which therefore cannot be
+    skipped.
     """
 
     mismatch: AlertAction = "warn"
-    """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` where the actor corrects."""
+    """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` where the actor corrects.
+    """
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
     gap: AlertAction = "warn"
-    """Action when the mean gap of a step's rollouts or of canary tokens is above the limit that the first ones set
-    (``sync/gap_limit``). Above ten times that limit the run ends: the engine does not hold the trainer's weights. Canary tokens
-    are judged after the updates, which then cannot be skipped; not ``skip`` where the actor corrects."""
+    """Action when the mean gap of a step's rollouts or of canary tokens is above the limit that the first
+    ones set (``sync/gap_limit``). Above ten times that limit the run ends: the engine does not hold the
+    trainer's weights. Canary tokens are judged after the updates, which then cannot be skipped; not ``skip``
+    where the actor corrects."""
     cause: AlertAction = "warn"
-    """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other than ``warn`` it needs
-    ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor corrects."""
+    """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other
+    than ``warn`` it needs ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor
+    corrects."""
     reward_collapse: AlertAction = "warn"
-    """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
+    """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``.
+    """
     reward_drop: float | None = Field(0.5, gt=0)
-    """Fraction of the absolute value of the best mean so far; a drop within four standard errors does not count. null: never."""
+    """Fraction of the absolute value of the best mean so far; a drop within four standard errors does not
+    count. null: never."""
     reward_window: int = Field(5, ge=1)
     """Steps that are averaged."""
 
 
 class TokenRecordsConfig(StrictModel):
-    """``trainer.token_records.*``: what was computed for each token of a few rows, as parquet files in the run's folder.
+    """``trainer.token_records.*``: what was computed for each token of a few rows, as parquet files in the
+    run's folder.
 
-    They hold prompts and responses, never leave the folder, and only the user can read them. ``verl-rc report`` shows them.
+    They hold prompts and responses, never leave the folder, and only the user can read them. ``verl-rc
+    report`` shows them.
     """
 
     enable: bool = True
-    """Write records at steps 1 and 2, every ``freq`` steps, after each checkpoint, and when an alert was sent."""
+    """Write records at steps 1 and 2, every ``freq`` steps, after each checkpoint, and when an alert was
+    sent."""
     rows_per_step: int = Field(16, ge=2)
     """Rows of a record: half at random, half those whose log-probs differ most between trainer and engine."""
     freq: int = Field(10, ge=1)
@@ -62,7 +71,8 @@ class TokenRecordsConfig(StrictModel):
     max_megabytes: int = Field(200, ge=1)
     """Size of all records, MiB; above it every second one is removed, those of alerts last."""
     contents: Literal["full", "no_prompts", "numbers_only"] = "full"
-    """``no_prompts``: responses only; ``numbers_only``: no text at all, only the kind of each token and its numbers."""
+    """``no_prompts``: responses only; ``numbers_only``: no text at all, only the kind of each token and its
+    numbers."""
 
 
 class TrainerConfig(StrictModel):
@@ -83,7 +93,8 @@ class TrainerConfig(StrictModel):
     n_gpus_per_node: int = Field(8, ge=1)
     """Trainer ranks per node; on a CPU each needs a core."""
     seed: int = 1
-    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches, dropout and how adapters start."""
+    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches, dropout and how
+    adapters start."""
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)
@@ -97,14 +108,15 @@ class TrainerConfig(StrictModel):
     save_freq: int = -1
     """Steps between checkpoints; <= 0: never. The last step always saves when it is > 0."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """``auto``: resume from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``: start from scratch;
-    ``resume_path``: resume from ``resume_from_path``."""
+    """``auto``: resume from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``:
+    start from scratch; ``resume_path``: resume from ``resume_from_path``."""
     resume_from_path: UserPath | None = None
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Number of newest checkpoints that are kept; null: all."""
     max_nonfinite_updates: int = Field(3, ge=1)
-    """Consecutive optimizer steps that were skipped because their gradient is NaN or infinite, after which the run stops."""
+    """Consecutive optimizer steps that were skipped because their gradient is NaN or infinite, after which
+    the run stops."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
     log_val_generations: int = Field(0, ge=0)
@@ -120,12 +132,14 @@ class TrainerConfig(StrictModel):
     token_records: TokenRecordsConfig = TokenRecordsConfig()
     """Records of single tokens."""
     report: Literal["at_end", "never"] = "at_end"
-    """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes it later."""
+    """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes
+    it later."""
     wandb_text: bool = False
-    """Whether the report's page in W&B has prompts, responses and the text of tokens; that in the run's folder has them."""
+    """Whether the report's page in W&B has prompts, responses and the text of tokens; that in the run's
+    folder has them."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit for any other answer of a process. After it, the stacks of the processes without an answer are written to the
-    run's folder, all processes are killed and the run ends."""
+    """Time limit for any other answer of a process. After it, the stacks of the processes without an answer
+    are written to the run's folder, all processes are killed and the run ends."""
 
     @field_validator("logger", mode="before")
     @classmethod
@@ -143,9 +157,11 @@ class RayInitConfig(StrictModel):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of a local Ray; null: those that it finds."""
     object_store_memory: int | None = Field(None, ge=80_000_000)
-    """Shared memory of a local Ray, bytes; null: a tenth of the memory, at most half of /dev/shm, at least 512 MiB."""
+    """Shared memory of a local Ray, bytes; null: a tenth of the memory, at most half of /dev/shm, at least
+    512 MiB."""
     loopback_only: bool = True
-    """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run code as you."""
+    """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run
+    code as you."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``."""
 
@@ -159,7 +175,11 @@ class RayKwargsConfig(StrictModel):
 
 SEQUENCE_PARALLEL_KEYS = {
     role: f"{section}.fsdp_config.ulysses_sequence_parallel_size"
-    for role, section in (("actor", "actor_rollout_ref.actor"), ("critic", "critic"), ("reference", "actor_rollout_ref.ref"))
+    for role, section in (
+        ("actor", "actor_rollout_ref.actor"),
+        ("critic", "critic"),
+        ("reference", "actor_rollout_ref.ref"),
+    )
 }
 """The key of ``RunConfig.sequence_parallel_sizes``, by role."""
 
@@ -217,7 +237,8 @@ class RunConfig(StrictModel):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained: ``critic.enable``, or where that is null, whether the estimator needs values."""
+        """Whether a critic is trained: ``critic.enable``, or where that is null, whether the estimator needs
+        values."""
         return self.algorithm.estimator_reads("values") if self.critic.enable is None else self.critic.enable
 
     @property
@@ -227,7 +248,8 @@ class RunConfig(StrictModel):
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the reference policy has a model of its own: with LoRA it is the actor without its adapters."""
+        """Whether the reference policy has a model of its own: with LoRA it is the actor without its
+        adapters."""
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
@@ -253,12 +275,14 @@ class RunConfig(StrictModel):
 
     @property
     def num_trainer_roles(self) -> int:
-        """Models of a trainer rank: the actor, the critic if there is one, the reference if it has a model of its own."""
+        """Models of a trainer rank: the actor, the critic if there is one, the reference if it has a model of
+        its own."""
         return 1 + int(self.needs_critic) + int(self.has_reference_model)
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines sample while the trainer trains: an asynchronous run whose engines have devices of their own."""
+        """Whether engines sample while the trainer trains: an asynchronous run whose engines have devices of
+        their own."""
         return not (self.async_training.is_synchronous or self.actor_rollout_ref.hybrid_engine)
 
     @property
@@ -275,7 +299,11 @@ class RunConfig(StrictModel):
     @property
     def num_devices(self) -> int:
         """Devices of all pools: engines that share the trainer's count once."""
-        return self.num_ranks if self.actor_rollout_ref.hybrid_engine else self.num_ranks + self.num_engine_devices
+        return (
+            self.num_ranks
+            if self.actor_rollout_ref.hybrid_engine
+            else self.num_ranks + self.num_engine_devices
+        )
 
     @property
     def num_engines(self) -> int:
@@ -288,7 +316,8 @@ FOLLOWED_KEYS = dict(followed_keys(RunConfig))
 
 
 def _size_of_a_step(tree: dict[str, Any]) -> None:
-    """``data.train_batch_size`` as ``require_batches`` mini-batches, unless it is given; verl's recipes give it as 0."""
+    """``data.train_batch_size`` as ``require_batches`` mini-batches, unless it is given; verl's recipes give
+    it as 0."""
     count = _value_at(tree, "async_training.require_batches")
     mini = _value_at(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
     data = tree.get("data")
@@ -322,7 +351,8 @@ def _fill(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def remote_code_keys(config: RunConfig) -> dict[str, str]:
-    """Each ``trust_remote_code`` key that is True, with the model whose code then runs with the user's rights."""
+    """Each ``trust_remote_code`` key that is True, with the model whose code then runs with the user's
+    rights."""
     model, critic, judge = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     switches = {
         "data.trust_remote_code": (config.data.trust_remote_code, model.path),

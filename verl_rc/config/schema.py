@@ -51,7 +51,9 @@ def _usable_path(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError(f"a path must not be empty or hold NUL, got {text!r}")
     if any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in Path(text).parts):
-        raise ValueError(f"every name in a path must have at most {_LONGEST_NAME} bytes, got {shortened(text)!r}")
+        raise ValueError(
+            f"every name in a path must have at most {_LONGEST_NAME} bytes, got {shortened(text)!r}"
+        )
     try:
         return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError as error:
@@ -138,9 +140,18 @@ def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
     """The leaves without a default at or below ``path``; ``path`` itself when there are none."""
     section: type[BaseModel] | None = schema
     for part in path:
-        section = section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
+        section = (
+            section_of(section.model_fields[part].annotation)
+            if section and part in section.model_fields
+            else None
+        )
     fields = {} if section is None else section.model_fields
-    below = [leaf for name, field in fields.items() if field.is_required() for leaf in required_leaves(schema, [*path, name])]
+    below = [
+        leaf
+        for name, field in fields.items()
+        if field.is_required()
+        for leaf in required_leaves(schema, [*path, name])
+    ]
     return below or [".".join(path)]
 
 
@@ -161,20 +172,26 @@ _SECRET_NAME = re.compile(
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
-_OPEN_SECTIONS = (("ray_kwargs", "ray_init", "runtime_env"), ("actor_rollout_ref", "rollout", "engine_kwargs"))
+_OPEN_SECTIONS = (
+    ("ray_kwargs", "ray_init", "runtime_env"),
+    ("actor_rollout_ref", "rollout", "engine_kwargs"),
+)
 """Sections with keys of the user's own; the schema's own keys never hold secrets."""
 
 
 def public_values(config: StrictModel) -> dict[str, Any]:
     """The resolved configuration as a plain tree without secrets, safe to write or send.
 
-    A text whose key looks like a secret becomes ``${oc.env:<its key>,null}``, so a run started from the written file with
-    ``--config-name`` takes the value from the environment. Credentials in a URL become ``(hidden)``.
+    A text whose key looks like a secret becomes ``${oc.env:<its key>,null}``, so a run started from the
+    written file with ``--config-name`` takes the value from the environment. Credentials in a URL become
+    ``(hidden)``.
     """
     return without_secrets(config.model_dump(mode="json"), _from_environment)
 
 
-def without_secrets(tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN) -> dict[str, Any]:
+def without_secrets(
+    tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN
+) -> dict[str, Any]:
     """Replace each secret of a configuration tree in place by ``replace`` of its key; returns the tree."""
     for path in _OPEN_SECTIONS:
         parent: Any = tree
@@ -188,7 +205,10 @@ def without_secrets(tree: dict[str, Any], replace: Callable[[str], str] = lambda
 def override_without_secrets(override: str) -> str:
     """An override without its value where the value may hold a key of the user's own."""
     key = override.lstrip("+~").partition("=")[0]
-    is_open = any(f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path)) for path in _OPEN_SECTIONS)
+    is_open = any(
+        f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path))
+        for path in _OPEN_SECTIONS
+    )
     return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override
 
 

@@ -43,7 +43,8 @@ class SftDataConfig(StrictModel):
 
 
 class SftOptimConfig(StrictModel):
-    """``optim.*``: AdamW at a constant learning rate, because RL gains little on a policy whose rate was annealed away."""
+    """``optim.*``: AdamW at a constant learning rate, because RL gains little on a policy whose rate was
+    annealed away."""
 
     lr: float = Field(1e-3, gt=0)
     """Learning rate. The default suits a model of a million parameters; 1e-5 is usual for billions."""

@@ -13,8 +13,8 @@ class CustomDatasetConfig(StrictModel):
     path: UserPath | None = None
     """Python file that holds it; null: rows come from the files themselves."""
     name: str | None = None
-    """Its name. Called with ``data_files``, ``tokenizer``, ``processor`` (None) and ``config``, it has ``__len__`` and a
-    ``__getitem__`` that returns a row in verl's format."""
+    """Its name. Called with ``data_files``, ``tokenizer``, ``processor`` (None) and ``config``, it has
+    ``__len__`` and a ``__getitem__`` that returns a row in verl's format."""
 
 
 class DataConfig(StrictModel):
@@ -23,8 +23,8 @@ class DataConfig(StrictModel):
     train_files: list[UserPath]
     """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
     train_weights: list[float] | None = None
-    """Shares of the training files in every batch, one positive number per file, in any unit; null: files are concatenated
-    and every row is used once per epoch. An epoch has the same number of prompts either way."""
+    """Shares of the training files in every batch, one positive number per file, in any unit; null: files are
+    concatenated and every row is used once per epoch. An epoch has the same number of prompts either way."""
     val_files: list[UserPath]
     """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
@@ -77,26 +77,30 @@ class CustomRewardFunctionConfig(StrictModel):
     path: UserPath | None = None
     """Python file that holds it; null: the built-in function of each row's ``data_source``."""
     name: str = "compute_score"
-    """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``."""
+    """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``.
+    """
     reward_kwargs: dict[str, Any] = {}
     """Further keyword arguments of every call. With ``reward.reward_model.enable`` the function also gets
     ``reward_model_score``, the model's score of the response."""
 
 
 class RewardModelConfig(StrictModel):
-    """``reward.reward_model.*``: a classifier with one output that judges prompt and response as one conversation."""
+    """``reward.reward_model.*``: a classifier with one output that judges prompt and response as one
+    conversation."""
 
     enable: bool = False
-    """Score every response with the model. Its score is the reward unless a function of your own computes one from it."""
+    """Score every response with the model. Its score is the reward unless a function of your own computes one
+    from it."""
     model_path: UserPath | None = None
-    """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with ``enable``."""
+    """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with
+    ``enable``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision it computes in."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
     """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=1)
-    """Maximum tokens of a conversation; a longer one is a failure (``reward.on_failure``). null: the model's maximum
-    positions."""
+    """Maximum tokens of a conversation; a longer one is a failure (``reward.on_failure``). null: the model's
+    maximum positions."""
     n_gpus_per_node: int = Field(0, ge=0, le=1)
     """GPUs of the reward model, in addition to those of trainer and engines; 0: it computes on the CPU."""
     trust_remote_code: bool = False
@@ -110,11 +114,13 @@ class OverlongBufferConfig(StrictModel):
     enable: bool = False
     """Subtract the penalty from training scores; validation scores stay unchanged."""
     len: int | None = Field(None, ge=1)
-    """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with ``enable``."""
+    """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with
+    ``enable``."""
     penalty_factor: float = Field(1.0, ge=0)
     """The penalty of a response of ``max_resp_len`` tokens, in units of reward."""
     log: bool = False
-    """Write columns ``overlong_reward`` and ``overlong`` beside each sample's score in ``trainer.rollout_data_dir``."""
+    """Write columns ``overlong_reward`` and ``overlong`` beside each sample's score in
+    ``trainer.rollout_data_dir``."""
 
 
 class RewardKwargsConfig(StrictModel):
@@ -138,15 +144,17 @@ class RewardConfig(StrictModel):
     num_workers: int | None = Field(None, ge=1)
     """Processes that call a function of your own or a built-in math scorer; null: one per core, at most 8."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call, seconds. After it, the process is killed and replaced, and the sample counts as failed."""
+    """Time limit of one call, seconds. After it, the process is killed and replaced, and the sample counts as
+    failed."""
     memory_limit_megabytes: int | None = Field(None, ge=256)
     """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
     on_failure: Literal["stop", "score"] = "stop"
     """Action when a response cannot be scored: a call raises, hangs, kills its process or returns no number.
-    ``stop``: the run stops with a message that names the sample (an asynchronous run samples the prompt once more, then replaces
-    it, and stops when more than 1 % of the last 100 prompts failed); ``score``: the sample gets ``failure_score`` and accuracy 0.
-    A built-in math scorer that exceeds the time limit or cannot parse the ground truth counts as a wrong answer in both cases,
-    and each step's log names one such row. ``reward/failed_fraction`` counts all of these."""
+    ``stop``: the run stops with a message that names the sample (an asynchronous run samples the prompt once
+    more, then replaces it, and stops when more than 1 % of the last 100 prompts failed); ``score``: the
+    sample gets ``failure_score`` and accuracy 0. A built-in math scorer that exceeds the time limit or cannot
+    parse the ground truth counts as a wrong answer in both cases, and each step's log names one such row.
+    ``reward/failed_fraction`` counts all of these."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
 
@@ -159,7 +167,8 @@ class RewardConfig(StrictModel):
             )
         if self.reward_model.enable != (self.reward_model.model_path is not None):
             raise ValueError(
-                "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; got "
+                "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; "
+                "got "
                 f"enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
             )
         return self

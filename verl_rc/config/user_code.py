@@ -14,7 +14,8 @@ class NamedFunctions(Generic[Function]):
     """A registry of functions of one kind by name. Unregistered names are imported as ``module:function``."""
 
     def __init__(self, kind: str, key: str, aliases: Mapping[str, str] | None = None) -> None:
-        """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of some of them."""
+        """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of
+        some of them."""
         self._kind, self._key = kind, key
         self._functions: dict[str, Function] = {}
         self._aliases = dict(aliases or {})
@@ -35,18 +36,22 @@ class NamedFunctions(Generic[Function]):
         return register
 
     def resolve(self, name: str) -> Function:
-        """The function called ``name``, or imported as ``module:function``. Raises ``ValueError`` when there is none."""
+        """The function called ``name``, or imported as ``module:function``. Raises ``ValueError`` when there
+        is none."""
         registered = self._functions.get(self._aliases.get(name, name))
         if registered is not None:
             return registered
         module_name, separator, function_name = name.partition(":")
         if not separator:
-            raise ValueError(f"{self._key} must be one of {', '.join(self.names())}, or 'module:function'; got {name!r}")
+            raise ValueError(
+                f"{self._key} must be one of {', '.join(self.names())}, or 'module:function'; got {name!r}"
+            )
         try:
             function: Function = getattr(importlib.import_module(module_name), function_name)
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"the {self._kind} {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
+                f"the {self._kind} {name!r} must name a function in an importable module (is it on "
+                f"PYTHONPATH?): {error}"
             ) from error
         return function
 

@@ -1,4 +1,5 @@
-"""ROLLOUT CORRECTION: measure the gap between trainer and rollout policy, weigh and reject what it biases. Pure."""
+"""ROLLOUT CORRECTION: measure the gap between trainer and rollout policy, weigh and reject what it biases.
+Pure."""
 
 from verl_rc.correction.correct import (
     CorrectionResult,

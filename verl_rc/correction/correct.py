@@ -1,4 +1,5 @@
-"""Measure the statistics of some sequences, apply weights and rejection to them, or do both for a whole batch."""
+"""Measure the statistics of some sequences, apply weights and rejection to them, or do both for a whole
+batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +12,19 @@ from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
 from verl_rc.correction.rejection import reject_sequences, reject_tokens
-from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, sequence_histograms, sequence_totals, token_sums
+from verl_rc.correction.sequences import (
+    LogProbs,
+    SequenceChunk,
+    SequenceContext,
+    newest_version,
+    sequence_chunks,
+)
+from verl_rc.correction.statistics import (
+    CorrectionStatistics,
+    sequence_histograms,
+    sequence_totals,
+    token_sums,
+)
 from verl_rc.correction.totals import TokenSums, map_totals
 from verl_rc.correction.weights import importance_weights
 from verl_rc.tensor_ops.masked import group_numbers
@@ -25,7 +37,8 @@ class CorrectionResult:
     weights: Tensor | None
     """``[B, T]``, constants, 0 outside the response mask; None when ``rollout_is`` is null."""
     keep_mask: Tensor
-    """bool ``[B, T]``: what takes part in the policy loss; True on padding of sequences that are not rejected as a whole."""
+    """bool ``[B, T]``: what takes part in the policy loss; True on padding of sequences that are not rejected
+    as a whole."""
     rejected_rows: Tensor
     """bool ``[B]``: sequences with response tokens, all of them rejected."""
     statistics: CorrectionStatistics
@@ -68,19 +81,26 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
         entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
         sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
-        varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with ``diagnostics=full``.
-            Without them there is no ``surprisal_excess_bound``.
+        varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with
+            ``diagnostics=full``. Without them there is no ``surprisal_excess_bound``.
         engines: int ``[B]``, number of the engine that sampled each sequence; read with ``diagnostics=full``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
 
     Raises:
-        ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under ``nonfinite_logprob=raise``.
+        ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under
+            ``nonfinite_logprob=raise``.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
-    context = SequenceContext(advantages=advantages, policy_versions=policy_versions, current_version=current_version)
+    context = SequenceContext(
+        advantages=advantages, policy_versions=policy_versions, current_version=current_version
+    )
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
-        of_the_trainer = {"entropies": entropies, "sum_pi_squared": sum_pi_squared, "varentropies": varentropies}
+        of_the_trainer = {
+            "entropies": entropies,
+            "sum_pi_squared": sum_pi_squared,
+            "varentropies": varentropies,
+        }
         context = replace(context, group_slots=slots, scores=scores, engines=engines, **of_the_trainer)
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
@@ -98,12 +118,16 @@ def measure(
     config: RolloutCorrectionConfig | Mapping[str, object],
     context: SequenceContext | None = None,
 ) -> CorrectionStatistics:
-    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Sequences without response tokens never count.
+    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Sequences without response
+    tokens never count.
 
-    ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
-    shapes differ or ``context`` lacks advantages that a rule needs.
+    ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises
+    ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
     """
-    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or SequenceContext()
+    log_probs, context = (
+        LogProbs(train_log_probs, rollout_log_probs, response_mask),
+        context or SequenceContext(),
+    )
     context.check(train_log_probs.shape)
     return _correct(log_probs, _as_config(config), context).statistics
 
@@ -116,23 +140,33 @@ def apply(
     statistics: CorrectionStatistics,
     advantages: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Weights (or None) and keep mask of some sequences, given the statistics of the whole batch they belong to.
+    """Weights (or None) and keep mask of some sequences, given the statistics of the whole batch they belong
+    to.
 
-    Batch normalisation divides by the batch's mean weight: over tokens, or sequences where each has one. ``advantages``
-    ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
+    Batch normalisation divides by the batch's mean weight: over tokens, or sequences where each has one.
+    ``advantages`` ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes
+    differ or advantages are missing.
     """
-    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), SequenceContext(advantages=advantages)
+    log_probs, context = (
+        LogProbs(train_log_probs, rollout_log_probs, response_mask),
+        SequenceContext(advantages=advantages),
+    )
     context.check(train_log_probs.shape)
     result = _correct(log_probs, _as_config(config), context, statistics)
     return result.weights, result.keep_mask
 
 
 def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
-    return given if isinstance(given, RolloutCorrectionConfig) else RolloutCorrectionConfig.model_validate(given)
+    return (
+        given if isinstance(given, RolloutCorrectionConfig) else RolloutCorrectionConfig.model_validate(given)
+    )
 
 
 def _correct(
-    log_probs: LogProbs, config: RolloutCorrectionConfig, context: SequenceContext, batch: CorrectionStatistics | None = None
+    log_probs: LogProbs,
+    config: RolloutCorrectionConfig,
+    context: SequenceContext,
+    batch: CorrectionStatistics | None = None,
 ) -> CorrectionResult:
     """Correct all sequences; they belong to a ``batch`` with these statistics, or are one."""
     settings, (shape, device) = config.settings(), (log_probs.train.shape, log_probs.train.device)
@@ -144,7 +178,8 @@ def _correct(
     # A call for each chunk: its temporaries are gone before those of the next one come.
     def correct_chunk(chunk: SequenceChunk) -> TokenSums:
         ratio, facts, weights = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk), None
-        # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
+        # Independent of each other: a rejected token keeps its weight, and statistics are those before
+        # rejection.
         rejection, rules = reject_tokens(ratio, settings, facts.advantages)
         if rejection.causes:
             chunk.write((ratio.response - rejection.kept).bool().logical_not_(), keep_mask)
@@ -162,7 +197,8 @@ def _correct(
         parts = [correct_chunk(chunk) for chunk in chunks]
         place = torch.cat([chunk.rows for chunk in chunks]).argsort()
         found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
-        # For all sequences at once: operations on the few of a chunk would take as long as those on its tokens.
+        # For all sequences at once: operations on the few of a chunk would take as long as those on its
+        # tokens.
         rejection = reject_sequences(found, settings)
         # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
         keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
@@ -176,7 +212,8 @@ def _correct(
 
 
 def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:
-    """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its device."""
+    """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its
+    device."""
     weights = batch.totals().weights
     assert weights is not None
     excess = (weights.applied.sequences if settings.is_per_row else weights.applied.tokens).excess
@@ -189,7 +226,8 @@ class NonFiniteLogProbError(ValueError):
 
 
 def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
-    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration allows is not finite.
+    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration
+    allows is not finite.
 
     Under ``nonfinite_logprob=raise`` none may be, else the share ``nonfinite_stop_fraction``.
     """
@@ -197,8 +235,10 @@ def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
     allowed = 0.0 if config.nonfinite_logprob == "raise" else config.nonfinite_stop_fraction
     if share > allowed:
         raise NonFiniteLogProbError(
-            f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got {share:.2%}. "
-            "Corrupt logits are the usual cause: look at the weights and the precision of engine and trainer. To go on all the "
+            f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got "
+            f"{share:.2%}. "
+            "Corrupt logits are the usual cause: look at the weights and the precision of engine and "
+            "trainer. To go on all the "
             f"same, raise {section}.nonfinite_stop_fraction (now {config.nonfinite_stop_fraction}) under "
             f"{section}.nonfinite_logprob=reject_sequence."
         )

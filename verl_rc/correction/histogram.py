@@ -1,4 +1,5 @@
-"""A mergeable histogram of log-ratios, log-spaced on both sides of 0, and what is read from it: percentiles and the tail."""
+"""A mergeable histogram of log-ratios, log-spaced on both sides of 0, and what is read from it: percentiles
+and the tail."""
 
 import math
 from bisect import bisect_left
@@ -17,26 +18,31 @@ _FIRST_EXPONENT = -24
 SMALLEST, LARGEST = 0.5 * 2.0**_FIRST_EXPONENT, LOG_RATIO_BOUND
 """Log-ratios nearer to 0 than 3e-8 count as 0, and those beyond the bound as at it."""
 BINS_PER_SIDE = 29 * _BINS_PER_OCTAVE + 4
-"""Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of every value in it."""
+"""Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of every value in
+it."""
 NUM_BINS = 2 * BINS_PER_SIDE + 1
 
 
 def _edge(step: int) -> float:
-    # Linear within an octave: sums of powers of two, the same on every machine, as powers of 2^(1/16) are not.
+    # Linear within an octave: sums of powers of two, the same on every machine, as powers of 2^(1/16) are
+    # not.
     octave, part = divmod(step, _BINS_PER_OCTAVE)
     return SMALLEST * 2.0**octave * (1.0 + part / _BINS_PER_OCTAVE)
 
 
 HISTOGRAM_EDGES = tuple(
-    [-_edge(step) for step in range(BINS_PER_SIDE, -1, -1)] + [_edge(step) for step in range(BINS_PER_SIDE + 1)]
+    [-_edge(step) for step in range(BINS_PER_SIDE, -1, -1)]
+    + [_edge(step) for step in range(BINS_PER_SIDE + 1)]
 )
 """Edges of the bins, ascending; nats."""
 
 
 def log_ratio_histogram(values: Tensor, counted: Tensor) -> Tensor:
-    """Counts float64 ``[NUM_BINS]`` of those finite ``values`` (nats, any shape) that are ``counted`` (1, else 0)."""
-    # |l| = mantissa * 2^exponent, the mantissa in [0.5, 1): exact on every device, where a logarithm may round to either side of
-    # an edge, and ten times as fast as a search among the edges. The lower clamp is for 0, whose exponent is 0.
+    """Counts float64 ``[NUM_BINS]`` of those finite ``values`` (nats, any shape) that are ``counted`` (1,
+    else 0)."""
+    # |l| = mantissa * 2^exponent, the mantissa in [0.5, 1): exact on every device, where a logarithm may
+    # round to either side of an edge, and ten times as fast as a search among the edges. The lower clamp is
+    # for 0, whose exponent is 0.
     mantissa, exponent = torch.frexp(values.abs().clamp_(SMALLEST / 2, LARGEST))
     parts = (mantissa * (2 * _BINS_PER_OCTAVE)).floor_() - (_BINS_PER_OCTAVE - 1)
     steps = ((exponent - _FIRST_EXPONENT) * _BINS_PER_OCTAVE + parts).clamp_(0, BINS_PER_SIDE)
@@ -55,7 +61,8 @@ def bin_value(index: int) -> float:
 
 
 def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[float, float]:
-    """Return by percent the log-ratio below or at which that share of the counts lies (nearest rank); NaN without counts."""
+    """Return by percent the log-ratio below or at which that share of the counts lies (nearest rank); NaN
+    without counts."""
     below = list(accumulate(counts))
     if not below[-1]:
         return dict.fromkeys(percents, math.nan)
@@ -64,15 +71,19 @@ def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[floa
 
 
 def pareto_k(counts: Sequence[float]) -> float | None:
-    """The shape k of the upper tail of ``exp(l)`` for the log-ratios in a histogram; None when the tail is too short to tell.
+    """The shape k of the upper tail of ``exp(l)`` for the log-ratios in a histogram; None when the tail is
+    too short to tell.
 
-    None, too, when rounding of float32 alone makes the tail: k tells its shape, not its size, and such weights are all 1.
+    None, too, when rounding of float32 alone makes the tail: k tells its shape, not its size, and such
+    weights are all 1.
 
-    The tail is the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and Stephens (2009)
-    and drawn towards 1/2 by ten prior draws (Pareto-smoothed importance sampling: Vehtari et al., arXiv:1507.02646). Moments of
-    order 1/k and more do not exist: above 0.5 the weights have no variance, above 0.7 averages of practical size are unreliable.
+    The tail is the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and
+    Stephens (2009) and drawn towards 1/2 by ten prior draws (Pareto-smoothed importance sampling: Vehtari et
+    al., arXiv:1507.02646). Moments of order 1/k and more do not exist: above 0.5 the weights have no
+    variance, above 0.7 averages of practical size are unreliable.
     """
-    # From a histogram, which can be summed over micro-batches and ranks as a list of the largest weights cannot.
+    # From a histogram, which can be summed over micro-batches and ranks as a list of the largest weights
+    # cannot.
     total, seen, tail = math.fsum(counts), 0.0, []
     wanted = math.ceil(min(total / 5, 3 * math.sqrt(total)))
     for index in reversed(range(len(counts))):
@@ -89,12 +100,16 @@ def pareto_k(counts: Sequence[float]) -> float | None:
 
 
 def _generalised_pareto_shape(excesses: Sequence[float], counts: Sequence[float]) -> float:
-    """Zhang and Stephens (2009), Technometrics 51: the mean of a profile likelihood on a grid, for ascending values."""
+    """Zhang and Stephens (2009), Technometrics 51: the mean of a profile likelihood on a grid, for ascending
+    values."""
     below = list(accumulate(counts))
     number = below[-1]
     grid = 30 + int(math.sqrt(number))
     quartile = excesses[bisect_left(below, math.floor(number / 4 + 0.5))]
-    slopes = [1 / excesses[-1] + (1 - math.sqrt(grid / (step - 0.5))) / (3 * quartile) for step in range(1, grid + 1)]
+    slopes = [
+        1 / excesses[-1] + (1 - math.sqrt(grid / (step - 0.5))) / (3 * quartile)
+        for step in range(1, grid + 1)
+    ]
 
     def shape_of(slope: float) -> float:
         return math.fsum(n * math.log1p(-slope * x) for x, n in zip(excesses, counts, strict=True)) / number
@@ -106,4 +121,6 @@ def _generalised_pareto_shape(excesses: Sequence[float], counts: Sequence[float]
     ]
     best = max(likelihoods)
     weights = [math.exp(likelihood - best) for likelihood in likelihoods]
-    return shape_of(math.fsum(w * slope for w, slope in zip(weights, slopes, strict=True)) / math.fsum(weights))
+    return shape_of(
+        math.fsum(w * slope for w, slope in zip(weights, slopes, strict=True)) / math.fsum(weights)
+    )

@@ -15,16 +15,19 @@ from verl_rc.correction.totals import Extremes, Moments, SequenceSums
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 
 PROBABILITY_MARGIN = 1e-8
-"""Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite."""
+"""Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite.
+"""
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of the tokens of some sequences, and the statistics that rules look at.
+    """``l = log pi_train - log pi_rollout`` of the tokens of some sequences, and the statistics that rules
+    look at.
 
-    Every ``[b, t]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences have the precision
-    of the log-probs (float32 at least); exponentials and sums are float64. Masks are numbers, 1 and 0: on a CPU a product takes
-    a third of the time of ``where``, and nothing infinite is left that 0 would turn into NaN.
+    Every ``[b, t]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences
+    have the precision of the log-probs (float32 at least); exponentials and sums are float64. Masks are
+    numbers, 1 and 0: on a CPU a product takes a third of the time of ``where``, and nothing infinite is left
+    that 0 would turn into NaN.
     """
 
     values: Tensor
@@ -49,12 +52,16 @@ class LogRatio:
         values.mul_(ones)  # what is not finite is 0 by now: 0 times infinity would be NaN
         # A count is exact in float32, too, up to 16 million.
         tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
-        return cls(values, ones, response, log_probs, SequenceSums(tokens, response_tokens, sequence_sum(values)))
+        return cls(
+            values, ones, response, log_probs, SequenceSums(tokens, response_tokens, sequence_sum(values))
+        )
 
     @cached_property
     def train(self) -> Tensor:
         """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
-        return torch.nan_to_num(self.log_probs.train.detach().to(self.log_probs.dtype), 0.0, 0.0, 0.0).mul_(self.ones)
+        return torch.nan_to_num(self.log_probs.train.detach().to(self.log_probs.dtype), 0.0, 0.0, 0.0).mul_(
+            self.ones
+        )
 
     @cached_property
     def bounded(self) -> Tensor:
@@ -69,7 +76,8 @@ class LogRatio:
     @cached_property
     def excess(self) -> Tensor:
         """``rho - 1 = exp(bounded l) - 1``, float64, exact near 0."""
-        # Log-ratios are often 1e-4 and less: exp(l) - 1 would keep few of their digits in float64 and none in float32.
+        # Log-ratios are often 1e-4 and less: exp(l) - 1 would keep few of their digits in float64 and none in
+        # float32.
         return torch.expm1(self.precise)
 
     @cached_property
@@ -79,8 +87,10 @@ class LogRatio:
 
     @cached_property
     def k3(self) -> Tensor:
-        """``exp(l) - 1 - l >= 0``, float64: ``k3_estimate`` with the exponential that weights and metrics take, too."""
-        # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be negative.
+        """``exp(l) - 1 - l >= 0``, float64: ``k3_estimate`` with the exponential that weights and metrics
+        take, too."""
+        # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be
+        # negative.
         return (self.excess - self.precise).clamp_min_(0.0)
 
     def divergence(self, name: Divergence) -> Tensor:
@@ -102,7 +112,8 @@ class LogRatio:
         return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
     def count(self, found: Tensor) -> Tensor:
-        """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64 ``[b]``."""
+        """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64
+        ``[b]``."""
         return (found * self.ones).sum(dim=-1).double()
 
 
@@ -113,7 +124,8 @@ def indicator(compare: Callable[..., Tensor], values: Tensor, bound: float | Ten
 
 
 def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
-    """Largest and smallest of the finite ``values``, ``[b]`` or of each sequence ``[b, t]``, whose ``count`` is not 0."""
+    """Largest and smallest of the finite ``values``, ``[b]`` or of each sequence ``[b, t]``, whose ``count``
+    is not 0."""
     # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
     both = [excluded + values, excluded - values]

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
 from verl_rc.correction.signatures import signature_metrics
-from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Mean, Moments, RuleTotals, Totals, WeightTotals
+from verl_rc.correction.totals import (
+    AgeTotals,
+    Extremes,
+    FullTotals,
+    Gap,
+    Mean,
+    Moments,
+    RuleTotals,
+    Totals,
+    WeightTotals,
+)
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
@@ -64,7 +74,8 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
 def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
     tokens, sequences = weights.applied.tokens, weights.applied.sequences
     level = sequences if settings.is_per_row else tokens
-    # verl reports the extremes of raw weights where a sequence has one, of applied weights where every token has one.
+    # verl reports the extremes of raw weights where a sequence has one, of applied weights where every token
+    # has one.
     shown = weights.raw.sequences if settings.is_per_row and weights.raw is not None else tokens
     of_sequences = _extremes("rollout_is_seq_", sequences.extremes)
     metrics = {
@@ -73,7 +84,9 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
         "rollout_is_eff_sample_size": level.effective_sample_size,
         "rollout_is_seq_mean": sequences.mean,
         "rollout_is_seq_std": sequences.excess.sample_std,
-        "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in of_sequences.values()) if sequences.excess.count else 0.0,
+        "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in of_sequences.values())
+        if sequences.excess.count
+        else 0.0,
         **_extremes("rollout_is_", shown.extremes),
         **of_sequences,
     }
@@ -82,19 +95,30 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
     return metrics
 
 
-def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and tail."""
+def _full_weight_metrics(
+    numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings
+) -> dict[str, float]:
+    """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and
+    tail."""
     metrics = {}
     for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
         assert levels is not None
-        for level, sums in (("token", levels.tokens), ("sequence", levels.sequences), ("prompt", levels.prompts)):
+        for level, sums in (
+            ("token", levels.tokens),
+            ("sequence", levels.sequences),
+            ("prompt", levels.prompts),
+        ):
             if sums is not None:
                 metrics[f"rollout_is_ess_{kind}_{level}"] = sums.effective_sample_size
         shown = levels.sequences if settings.is_per_row else levels.tokens
         metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
         metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
-    counts = numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]] if settings.level in _HISTOGRAM_OF_LEVEL else []
+    counts = (
+        numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]]
+        if settings.level in _HISTOGRAM_OF_LEVEL
+        else []
+    )
     if any(counts):
         for percent, log in percentiles(counts, PERCENTS).items():
             metrics[f"rollout_is_p{percent}"] = math.exp(min(log, LOG_RATIO_BOUND))
@@ -115,12 +139,17 @@ def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
     }
 
 
-def _log_ratio_metrics(numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings) -> dict[str, float]:
-    """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for misalignment."""
+def _log_ratio_metrics(
+    numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings
+) -> dict[str, float]:
+    """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for
+    misalignment."""
     metrics = {"log_ratio_abs_max": max(full.log_ratio.largest, full.log_ratio.negated_smallest, 0.0)}
     for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
         if any(counts):
-            metrics |= {f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()}
+            metrics |= {
+                f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()
+            }
     for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.sequence_ratios)):
         z = misalignment_z(ratios) if settings.tests_misalignment else None
         metrics |= {} if z is None else {name: z}
@@ -130,9 +159,10 @@ def _log_ratio_metrics(numbers: Numbers, full: FullTotals[float], settings: Corr
 def misalignment_z(excess: Moments[float]) -> float | None:
     """``mean(rho - 1) / (std(rho) / sqrt(n))``: how many standard errors the mean raw ratio lies from 1.
 
-    Two proper distributions have a mean ratio of 1 however far they lie apart: lasting values far from 0 mean sampling filters
-    that the trainer does not mirror, or log-probs of other tokens. 0 when all ratios are exactly 1. None where there is no
-    spread to compare with: fewer than two ratios, or all the same but not 1.
+    Two proper distributions have a mean ratio of 1 however far they lie apart: lasting values far from 0 mean
+    sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 when all ratios are
+    exactly 1. None where there is no spread to compare with: fewer than two ratios, or all the same but not
+    1.
     """
     if excess.count >= 2 and excess.square == 0.0:
         return 0.0
@@ -166,10 +196,11 @@ def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
 
 
 def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:
-    """Share of tokens (``token_k1``) or sequences (``seq_sum_k1``, ``seq_mean_k1``) with a ratio train/rollout in [lower, upper].
+    """Share of tokens (``token_k1``) or sequences (``seq_sum_k1``, ``seq_mean_k1``) with a ratio
+    train/rollout in [lower, upper].
 
-    Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for bounds that are not
-    0 < lower <= upper, and without full diagnostics.
+    Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for
+    bounds that are not 0 < lower <= upper, and without full diagnostics.
     """
     if not 0 < lower <= upper:
         raise ValueError(f"bounds on a ratio must be 0 < lower <= upper; got {lower} and {upper}")
@@ -179,10 +210,12 @@ def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float
 
 
 def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
-    """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the tokens or sequences.
+    """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the
+    tokens or sequences.
 
-    Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.1 % of ln u; NaN when
-    nothing was measured. Raises ``ValueError`` for other rules, a share outside (0, 1], and without full diagnostics.
+    Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.1 % of
+    ln u; NaN when nothing was measured. Raises ``ValueError`` for other rules, a share outside (0, 1], and
+    without full diagnostics.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to accept must be in (0, 1]; got {share}")
@@ -199,5 +232,7 @@ def _counts(numbers: Numbers, rule: str) -> list[float]:
     if rule not in _HISTOGRAM_OF_RULE:
         raise ValueError(f"histograms answer for {', '.join(_HISTOGRAM_OF_RULE)}; got {rule!r}")
     if not numbers.histograms:
-        raise ValueError("histograms are measured with algorithm.rollout_correction.diagnostics=full only; it was core")
+        raise ValueError(
+            "histograms are measured with algorithm.rollout_correction.diagnostics=full only; it was core"
+        )
     return numbers.histograms[_HISTOGRAM_OF_RULE[rule]]

@@ -1,4 +1,5 @@
-"""Rejection rules: which tokens and sequences the divergence between train and rollout policy excludes from the loss."""
+"""Rejection rules: which tokens and sequences the divergence between train and rollout policy excludes from
+the loss."""
 
 from dataclasses import dataclass
 
@@ -13,19 +14,25 @@ from verl_rc.correction.totals import Mean, Means, Moments, RuleSums, RuleTotals
 
 @dataclass(frozen=True)
 class Rejection:
-    """Tokens ``[b, t]`` that are rejected by themselves, or sequences ``[B]`` that are rejected as a whole."""
+    """Tokens ``[b, t]`` that are rejected by themselves, or sequences ``[B]`` that are rejected as a
+    whole."""
 
     causes: dict[str, Tensor]
-    """1 for those that a cause rejects, and 0 elsewhere. A cause is the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
+    """1 for those that a cause rejects, and 0 elsewhere. A cause is the name of a rule, ``veto``, ``opsm`` or
+    ``nonfinite``."""
     kept: Tensor
     """1 for response tokens, or sequences, that no cause rejects, and 0 elsewhere."""
 
     @classmethod
     def from_causes(cls, causes: dict[str, Tensor], candidates: Tensor) -> "Rejection":
-        """Decide for ``candidates``, 1 and 0. Every cause applies to all of them, not to what another one has left."""
+        """Decide for ``candidates``, 1 and 0. Every cause applies to all of them, not to what another one has
+        left."""
         if not causes:
             return cls(causes, candidates)
-        return cls(causes, indicator(torch.eq, sum(causes.values(), torch.zeros_like(candidates)), 0.0).mul_(candidates))
+        return cls(
+            causes,
+            indicator(torch.eq, sum(causes.values(), torch.zeros_like(candidates)), 0.0).mul_(candidates),
+        )
 
     @property
     def alone(self) -> dict[str, Tensor]:
@@ -35,7 +42,8 @@ class Rejection:
 
 
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
-    """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0 for an empty one."""
+    """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0
+    for an empty one."""
     of_tokens = ratio.divergence(rule.divergence)
     if rule.scope == "token":
         return of_tokens
@@ -50,8 +58,9 @@ def reject_tokens(
 ) -> tuple[Rejection, dict[str, RuleSums]]:
     """Apply all rules that look at single tokens; also returns what these found.
 
-    ``advantages`` ``[b, t]`` are for the rule that depends on their sign; ``ValueError`` when they are missing. For tokens with
-    non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``, and no rule applies otherwise.
+    ``advantages`` ``[b, t]`` are for the rule that depends on their sign; ``ValueError`` when they are
+    missing. For tokens with non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``,
+    and no rule applies otherwise.
     """
     causes, found = dict[str, Tensor](), dict[str, RuleSums]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
@@ -65,8 +74,9 @@ def reject_tokens(
         if advantages is None:
             threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
             raise ValueError(f"{threshold} looks at the sign of the advantages: pass advantages [B, T]")
-        # Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9) drops negative samples that the trained
-        # policy no longer produces: A_t < 0 where mean_t log(pi_rollout / pi_train) is above the threshold.
+        # Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9) drops negative samples
+        # that the trained policy no longer produces: A_t < 0 where mean_t log(pi_rollout / pi_train) is above
+        # the threshold.
         drifted = -ratio.sums.mean(ratio.sums.log_ratio) > settings.opsm_threshold
         causes["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.nonfinite == "reject_token":
@@ -75,7 +85,8 @@ def reject_tokens(
 
 
 def reject_sequences(found: TokenSums, settings: CorrectionSettings) -> Rejection:
-    """Apply all rules that look at whole sequences. Without valid tokens one is rejected only for non-finite log-probs."""
+    """Apply all rules that look at whole sequences. Without valid tokens one is rejected only for non-finite
+    log-probs."""
     causes, sums = dict[str, Tensor](), found.sums
     for rule in settings.rules:
         if not rule.rule.is_per_token:
@@ -93,7 +104,9 @@ def _outside(rule: BoundedRule, statistic: Tensor) -> tuple[Tensor, Tensor]:
     return indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
 
 
-def _token_rule_sums(rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor) -> RuleSums:
+def _token_rule_sums(
+    rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor
+) -> RuleSums:
     total, seen = sequence_sum(statistic), extremes(statistic, ratio.ones)
     clamped = _clamped(rule, statistic).mul_(ratio.ones)
     moments = Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square()))
@@ -141,7 +154,8 @@ def rule_totals(rule: BoundedRule, found: TokenSums) -> tuple[RuleTotals[Tensor]
 
 
 def rejection_means(found: TokenSums, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept`` tokens are left."""
+    """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept``
+    tokens are left."""
     means, response = dict[str, Mean[Tensor]](), found.sums.response_tokens
     answered = response.clamp_max(1.0)
     if settings.rejects:
@@ -155,11 +169,15 @@ def rejection_means(found: TokenSums, kept: Tensor, settings: CorrectionSettings
 
 
 def exclusive_fractions(found: TokenSums, rejection: Rejection) -> Means[Tensor]:
-    """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
-    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both levels.
+    """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that
+    several reject."""
+    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
+    # levels.
     only = {name: found.kept * rejected for name, rejected in rejection.alone.items()}
     only |= {name: rejection.kept * tokens for name, tokens in found.alone.items()}
     response = found.sums.response_tokens
-    fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(tokens, response) for name, tokens in only.items()}
+    fractions = {
+        f"rollout_rs_{name}_exclusive_fraction": Mean(tokens, response) for name, tokens in only.items()
+    }
     overlap = response - rejection.kept * found.kept - sum(only.values())
     return {**fractions, "rollout_rs_overlap_fraction": Mean(overlap, response)}

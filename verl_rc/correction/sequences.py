@@ -27,7 +27,8 @@ class SequenceChunk:
 
 
 def chunk_positions(device: torch.device) -> int:
-    """How many positions a chunk has at most, unless a single row has more: temporaries take some 100 bytes of each."""
+    """How many positions a chunk has at most, unless a single row has more: temporaries take some 100 bytes
+    of each."""
     # On a CPU temporaries should stay in its cache; a device would mostly wait for launches of small kernels.
     return 50_000 if device.type == "cpu" else 1 << 20
 
@@ -35,13 +36,15 @@ def chunk_positions(device: torch.device) -> int:
 def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
     """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
     (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
-    # Most responses end long before the padding does: sequences of like length together are half the work. Not on a device, nor
-    # for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
+    # Most responses end long before the padding does: sequences of like length together are half the work.
+    # Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
     if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
         order = torch.arange(num_rows, device=response_mask.device)
         return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
     numbers = torch.arange(1, width + 1, dtype=torch.int32)
-    lengths, order = in_row_blocks(lambda mask: mask.bool().int().mul_(numbers).amax(dim=-1), response_mask).sort()
+    lengths, order = in_row_blocks(
+        lambda mask: mask.bool().int().mul_(numbers).amax(dim=-1), response_mask
+    ).sort()
     reach, chunks, last = lengths.tolist(), [], num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)
@@ -53,7 +56,8 @@ def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probs of the sampled tokens under two policies, nats. ``ValueError`` unless all three have one shape ``[B, T]``."""
+    """Log-probs of the sampled tokens under two policies, nats. ``ValueError`` unless all three have one
+    shape ``[B, T]``."""
 
     train: Tensor
     rollout: Tensor
@@ -107,10 +111,13 @@ class SequenceContext:
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
         """The facts of one chunk, but those that signatures look at, for all sequences at once."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
-        return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
+        return replace(
+            self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None}
+        )
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
-        """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""
+        """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``;
+        None if unknown."""
         if self.policy_versions is None or self.current_version is None:
             return None
         return torch.where(response_mask.bool(), self.current_version - _per_token(self.policy_versions), 0)
@@ -130,11 +137,14 @@ class SequenceContext:
         ):
             if value is not None and list(value.shape) not in fitting:
                 expected = " or ".join(map(str, fitting))
-                raise ValueError(f"{name} must have shape {expected}, like the log-probs; got {list(value.shape)}")
+                raise ValueError(
+                    f"{name} must have shape {expected}, like the log-probs; got {list(value.shape)}"
+                )
 
 
 def newest_version(policy_versions: Tensor, response_mask: Tensor) -> Tensor:
-    """The newest version among the response tokens, an int64 scalar still on its device; without any the lowest there can be."""
+    """The newest version among the response tokens, an int64 scalar still on its device; without any the
+    lowest there can be."""
     lowest = torch.iinfo(torch.int64).min
     versions = torch.where(response_mask.bool(), _per_token(policy_versions), lowest)
     return versions.amax() if versions.numel() else torch.full((), lowest, device=versions.device)

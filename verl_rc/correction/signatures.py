@@ -1,9 +1,11 @@
-"""Signatures: what each cause of a gap leaves in the log-probs, as sums over tokens that merge like all statistics.
+"""Signatures: what each cause of a gap leaves in the log-probs, as sums over tokens that merge like all
+statistics.
 
-Of a sampled token: ``l = log pi - log mu`` (train, rollout as reported), ``rho = exp(l)``, ``p = pi``. Of the distribution of the
-trainer that it belongs to: the entropy ``H``, and ``Q``, the sum of its squared probabilities. Under pi, ``u = log p + H`` has
-mean 0 and variance ``V``, the varentropy. ``g = 1 - 2p + Q`` is the squared norm of the gradient of log p for the logits:
-independent noise of variance ``s^2`` on every logit gives l the variance ``s^2 g``.
+Of a sampled token: ``l = log pi - log mu`` (train, rollout as reported), ``rho = exp(l)``, ``p = pi``. Of the
+distribution of the trainer that it belongs to: the entropy ``H``, and ``Q``, the sum of its squared
+probabilities. Under pi, ``u = log p + H`` has mean 0 and variance ``V``, the varentropy. ``g = 1 - 2p + Q``
+is the squared norm of the gradient of log p for the logits: independent noise of variance ``s^2`` on every
+logit gives l the variance ``s^2 g``.
 """
 
 import math
@@ -30,15 +32,27 @@ _LARGEST_FIRST = sorted(range(NUM_BINS), key=lambda index: abs(bin_value(index))
 _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 
 
-def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[Tensor]) -> Signatures[Tensor]:
-    """The sums over all tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of its tokens.
+def signature_sums(
+    log_probs: LogProbs, facts: SequenceContext, ratios: Moments[Tensor]
+) -> Signatures[Tensor]:
+    """The sums over all tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of
+    its tokens.
 
-    All others are estimated from every token of the first bucket of positions and every ``STRIDES``-th of the others, which
-    counts as so many. Which tokens those are depends on their positions alone: nothing changes with batches, ranks, order or
-    padding.
+    All others are estimated from every token of the first bucket of positions and every ``STRIDES``-th of the
+    others, which counts as so many. Which tokens those are depends on their positions alone: nothing changes
+    with batches, ranks, order or padding.
     """
-    ratio = LogRatio.from_log_probs(LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask))))
-    logs, temperature, surprisal, deviations, gradients, varentropies = ratio.precise, None, None, None, None, None
+    ratio = LogRatio.from_log_probs(
+        LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask)))
+    )
+    logs, temperature, surprisal, deviations, gradients, varentropies = (
+        ratio.precise,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     squares, engines = _by_position(logs.square()), tuple[Quotient[Tensor], ...]()
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
@@ -49,7 +63,9 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
         less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
         gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
         if facts.engines is not None:
-            engines = tuple(_by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0)))
+            engines = tuple(
+                _by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0))
+            )
     if facts.varentropies is not None:
         varentropies = _by_position(_finite(_drawn(facts.varentropies), ratio) * ratio.ones)
     return Signatures(
@@ -76,14 +92,16 @@ def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
 
 
 def _drawn(values: Tensor) -> Tensor:
-    """``[B, k]``: of ``[B, T]`` the positions that are looked at, each in the middle of those that it stands for."""
+    """``[B, k]``: of ``[B, T]`` the positions that are looked at, each in the middle of those that it stands
+    for."""
     edges = BOUNDS.position_edges
     parts = zip((0, *edges), (*edges, None), STRIDES, strict=True)
     return torch.cat([values[:, low + stride // 2 : high : stride] for low, high, stride in parts], dim=1)
 
 
 def _by_position(drawn: Tensor) -> tuple[Tensor, ...]:
-    """Sums of what ``_drawn`` took, by bucket of positions, each token as often as it counts; float64 ``[B]``."""
+    """Sums of what ``_drawn`` took, by bucket of positions, each token as often as it counts; float64
+    ``[B]``."""
     limited = zip(pairwise((0, *BOUNDS.position_edges)), STRIDES, strict=False)
     ends = accumulate(len(range(low + stride // 2, high, stride)) for (low, high), stride in limited)
     parts = zip(pairwise((0, *ends, None)), STRIDES, strict=True)
@@ -96,11 +114,17 @@ def _total(drawn: Tensor) -> Tensor:
 
 def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
     """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
-    head = LogProbs(*(values[:, : BOUNDS.head] for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)))
+    head = LogProbs(
+        *(
+            values[:, : BOUNDS.head]
+            for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)
+        )
+    )
     ratio, farthest = LogRatio.from_log_probs(head), max(BOUNDS.lags)
     # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens.
     rollout, ones = (
-        pad(values, (farthest, farthest)).unfold(-1, len(BOUNDS.lags), 1) for values in (ratio.train - ratio.values, ratio.ones)
+        pad(values, (farthest, farthest)).unfold(-1, len(BOUNDS.lags), 1)
+        for values in (ratio.train - ratio.values, ratio.ones)
     )
     ones = ones * ratio.ones[..., None]
     distances = (ratio.train[..., None] - rollout).abs_().mul_(ones)
@@ -111,8 +135,11 @@ def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
     return HeadSums(tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(counted)))
 
 
-def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratios: Sequence[float]) -> dict[str, float]:
-    """Metrics from merged sums and the histogram of the tokens' log-ratios; left out where nothing was measured."""
+def signature_metrics(
+    found: Signatures[float], head: HeadSums[float], log_ratios: Sequence[float]
+) -> dict[str, float]:
+    """Metrics from merged sums and the histogram of the tokens' log-ratios; left out where nothing was
+    measured."""
     metrics = {"missing_mass": found.missing.value, "rounded_fraction": head.rounded.value}
     metrics |= {"lag": float(_lag(head.lags)), "concentration": concentration(log_ratios)}
     for name, quotient in (("missing_mass_z", found.missing), ("temperature_z", found.temperature)):
@@ -126,16 +153,21 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
         metrics["surprisal_excess"] = found.surprisal.value
         if found.varentropies is not None and found.deviations is not None:
             tokens = found.surprisal.count
-            metrics["surprisal_excess_bound"] = _surprisal_bound(found.varentropies, found.deviations, tokens, log_ratios)
+            metrics["surprisal_excess_bound"] = _surprisal_bound(
+                found.varentropies, found.deviations, tokens, log_ratios
+            )
     if found.gradients is not None:
         parts = enumerate(zip(found.squares, found.gradients, strict=True))
-        noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
+        noise = {"logit_noise": (square, math.fsum(found.gradients))} | {
+            f"position_{n}_logit_noise": part for n, part in parts
+        }
         metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}
     return metrics | _engine_metrics(found.engines)
 
 
 def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
-    """Noise of each engine, and how certain it is that one has more than ``BOUNDS.engine_noise`` times that of the others."""
+    """Noise of each engine, and how certain it is that one has more than ``BOUNDS.engine_noise`` times that
+    of the others."""
     seen = {number: one for number, one in enumerate(engines) if one.b > SMALLEST_GRADIENTS}
     metrics = {f"engine_{number}_logit_noise": math.sqrt(one.value) for number, one in seen.items()}
     if len(seen) > 1:
@@ -153,17 +185,19 @@ def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
 def _surprisal_bound(
     varentropies: Sequence[float], deviations: Sequence[float], tokens: float, log_ratios: Sequence[float]
 ) -> float:
-    """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what chance does.
+    """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what
+    chance does.
 
-    ``varentropies`` and ``deviations``: sums of V and of u^2, by position; chance is judged by the larger one. Where the trainer
-    is certain of most tokens, a step may draw none of the unlikely ones, and u^2 is next to nothing. Or it draws one, and V is
-    little: very rare tokens add little to it.
+    ``varentropies`` and ``deviations``: sums of V and of u^2, by position; chance is judged by the larger
+    one. Where the trainer is certain of most tokens, a step may draw none of the unlikely ones, and u^2 is
+    next to nothing. Or it draws one, and V is little: very rare tokens add little to it.
     """
     if not tokens:
         return 0.0
     # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u].
     distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
-    # Given the tokens before it, u of a token has mean 0: variances add up. A token that counts as n has n^2 times its own.
+    # Given the tokens before it, u of a token has mean 0: variances add up. A token that counts as n has n^2
+    # times its own.
     of_sum = max(math.fsum(map(operator.mul, STRIDES, parts)) for parts in (varentropies, deviations))
     return distance * math.sqrt(math.fsum(varentropies) / tokens) + BOUNDS.z * math.sqrt(of_sum) / tokens
 
@@ -182,7 +216,8 @@ def _lag(lags: Sequence[Mean[float]]) -> int:
 
 
 def concentration(log_ratios: Sequence[float]) -> float:
-    """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are 0."""
+    """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are
+    0."""
     largest = [(bin_value(index) ** 2, log_ratios[index]) for index in _LARGEST_FIRST if log_ratios[index]]
     left, found = BOUNDS.largest_share * math.fsum(log_ratios), 0.0
     for square, count in largest:

@@ -1,6 +1,7 @@
 """The accumulators: what adds up over sequences, micro-batches and ranks, as records of one kind of number.
 
-``T`` is a tensor ``[B]`` (what each sequence adds), a scalar on the device (the sum of these) or a float (the same on the host).
+``T`` is a tensor ``[B]`` (what each sequence adds), a scalar on the device (the sum of these) or a float (the
+same on the host).
 """
 
 import math
@@ -66,7 +67,8 @@ class Moments(Mean[T]):
 class WeightSums(Generic[T]):
     """Weights ``w`` of tokens, sequences or prompts: ``excess`` of ``w - 1``, the others of ``w``."""
 
-    # Near 1, where most weights are, sums of w round their spread away; near 0, where a band puts weights, sums of w - 1 do.
+    # Near 1, where most weights are, sums of w round their spread away; near 0, where a band puts weights,
+    # sums of w - 1 do.
     excess: Moments[T]
     square: T
     extremes: Extremes[T]
@@ -78,18 +80,24 @@ class WeightSums(Generic[T]):
 
     @property
     def effective_sample_size(self: "WeightSums[float]") -> float:
-        """``(sum w)^2 / (n sum w^2)`` in [0, 1] (Kong 1992): the share of samples that would do as well with equal weights.
+        """``(sum w)^2 / (n sum w^2)`` in [0, 1] (Kong 1992): the share of samples that would do as well with
+        equal weights.
 
         0 when all weights are 0.
         """
         count = self.excess.count
         # Equal weights can round to a little above 1.
-        return min((count + self.excess.total) ** 2 / (count * self.square), 1.0) if count and self.square > 0 else 0.0
+        return (
+            min((count + self.excess.total) ** 2 / (count * self.square), 1.0)
+            if count and self.square > 0
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
 class WeightLevels(Generic[T]):
-    """Weights of tokens, and their means over the tokens of each sequence and over the sequences of each prompt."""
+    """Weights of tokens, and their means over the tokens of each sequence and over the sequences of each
+    prompt."""
 
     tokens: WeightSums[T]
     sequences: WeightSums[T]
@@ -111,7 +119,8 @@ class RuleTotals(Generic[T]):
     """The statistic of one rejection rule, over tokens or, for ``seq_*`` rules, over sequences."""
 
     clamped: Moments[T]
-    """Clamped to the rule's bounds and counted from the one nearest to 0, over tokens: of ``seq_*`` the sequence's on each."""
+    """Clamped to the rule's bounds and counted from the one nearest to 0, over tokens: of ``seq_*`` the
+    sequence's on each."""
     extremes: Extremes[T]
     sequences: Moments[T]
     """Over sequences; for rules on tokens the mean over those of each."""
@@ -169,11 +178,16 @@ class Quotient(Generic[T]):
     def error(self: "Quotient[float]") -> float:
         """Standard error over sequences."""
         value = self.value
-        return math.sqrt(max(self.aa - 2 * value * self.ab + value**2 * self.bb, 0.0)) / self.b if self.b else 0.0
+        return (
+            math.sqrt(max(self.aa - 2 * value * self.ab + value**2 * self.bb, 0.0)) / self.b
+            if self.b
+            else 0.0
+        )
 
     @property
     def z(self: "Quotient[float]") -> float | None:
-        """The value in standard errors; None where sequences do not differ, so that there is nothing to compare it with."""
+        """The value in standard errors; None where sequences do not differ, so that there is nothing to
+        compare it with."""
         if self.aa == 0.0:
             return 0.0
         # Sequences that are all the same leave an error of rounding, not of 0.
@@ -227,7 +241,8 @@ class FullTotals(Generic[T]):
     splits: Means[T]
     """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
     signatures: Signatures[T] | None = None
-    """None, like ``head``, after the step's first update: the trainer no longer has the weights that should agree."""
+    """None, like ``head``, after the step's first update: the trainer no longer has the weights that should
+    agree."""
     head: HeadSums[T] | None = None
 
 
@@ -246,7 +261,8 @@ class Totals(Generic[T]):
     weights: WeightTotals[T] | None
     rules: dict[str, RuleTotals[T]]
     ages: tuple[AgeTotals[T], ...]
-    """Totals by updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
+    """Totals by updates since the weights that sampled a token; the last holds all older ones. Empty: ages
+    are unknown."""
     age: Extremes[T] | None
     full: FullTotals[T] | None
 
@@ -268,7 +284,8 @@ class SequenceSums:
 
     @property
     def real(self) -> Tensor:
-        """1 for sequences with valid tokens, which means over sequences are taken of, and 0 for all others."""
+        """1 for sequences with valid tokens, which means over sequences are taken of, and 0 for all
+        others."""
         return self.tokens.clamp_max(1.0)
 
     def mean(self, sums: Tensor) -> Tensor:
@@ -311,7 +328,8 @@ class TokenSums:
     rules: dict[str, RuleSums]
     """Sums of rules on tokens."""
     weights: tuple[WeightSums[Tensor], ...]
-    """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one."""
+    """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one.
+    """
     raw_weight: Tensor | None
     """Their mean ``w - 1`` before the threshold."""
     ages: tuple[AgeTotals[Tensor], ...]
@@ -323,8 +341,10 @@ class TokenSums:
 
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:
-    """One record from records of one shape: ``convert(*numbers, is_extreme=...)`` in place of every number, in a fixed order."""
-    # Fields and dictionaries keep their order, so that every rank puts a number at the same place of the vector it reduces.
+    """One record from records of one shape: ``convert(*numbers, is_extreme=...)`` in place of every number,
+    in a fixed order."""
+    # Fields and dictionaries keep their order, so that every rank puts a number at the same place of the
+    # vector it reduces.
     first = records[0]
     if isinstance(first, dict):
         return {name: map_totals(convert, *(record[name] for record in records)) for name in first}
@@ -333,5 +353,7 @@ def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = Fa
     if is_dataclass(first):
         values = [[getattr(record, field.name) for record in records] for field in fields(first)]
         record_type: Callable[..., Any] = type(first)
-        return record_type(*(map_totals(convert, *parts, is_extreme=isinstance(first, Extremes)) for parts in values))
+        return record_type(
+            *(map_totals(convert, *parts, is_extreme=isinstance(first, Extremes)) for parts in values)
+        )
     return None if first is None else convert(*records, is_extreme=is_extreme)

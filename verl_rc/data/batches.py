@@ -1,8 +1,10 @@
-"""The batch records that stages pass to each other, with shape and unit of every field, and fingerprints of their tokens.
+"""The batch records that stages pass to each other, with shape and unit of every field, and fingerprints of
+their tokens.
 
-Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R`` padded response width
-(padding right). Log-probs are in nats; the log-prob at response position t is that *of* response token t.
-Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
+Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
+padded response width (padding right). Log-probs are in nats; the log-prob at response position t is that *of*
+response token t. Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as
+plain tensors.
 """
 
 import functools
@@ -48,9 +50,11 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
 
 
 def _check(record: Any) -> None:
-    """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``_FIELDS``; None is skipped.
+    """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``_FIELDS``; None is
+    skipped.
 
-    The sizes B, P and R are those of the record's ``tokens`` if it has any, else those of the first field with that dimension.
+    The sizes B, P and R are those of the record's ``tokens`` if it has any, else those of the first field
+    with that dimension.
     """
     tokens = getattr(record, "tokens", None)
     sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
@@ -64,7 +68,8 @@ def _check(record: Any) -> None:
         shape = [sizes.get(symbol, symbol) for symbol in symbols]
         if list(value.shape) != shape or value.dtype != dtype:
             raise ValueError(
-                f"{type(record).__name__}.{name} must be {dtype} of shape {shape}, got {value.dtype} of shape "
+                f"{type(record).__name__}.{name} must be {dtype} of shape {shape}, got {value.dtype} of "
+                "shape "
                 f"{list(value.shape)}."
             )
 
@@ -105,9 +110,11 @@ class Completions(TensorClass):
     finished: Tensor
     """bool ``[B]``: ended by a stop token (False: cut off at a limit)."""
     response_mask: Tensor | None = None
-    """bool ``[B, R]``: tokens the policy sampled; False at tool tokens and padding. None: it sampled every response token."""
+    """bool ``[B, R]``: tokens the policy sampled; False at tool tokens and padding. None: it sampled every
+    response token."""
     num_turns: Tensor | None = None
-    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
+    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None:
+    no tools."""
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
     engines: Tensor | None = None
@@ -128,7 +135,8 @@ class RolloutBatch(TensorClass):
     rollout_log_probs: Tensor
     """float32 ``[B, R]``: log-prob under the rollout policy, 0 where ``response_mask`` is False."""
     policy_versions: Tensor
-    """int64 ``[B, R]``: version of the weights that sampled each token, -1 where ``response_mask`` is False."""
+    """int64 ``[B, R]``: version of the weights that sampled each token, -1 where ``response_mask`` is False.
+    """
     group_ids: Tensor
     """int64 ``[B]``: index of the row's prompt in the step."""
     finished: Tensor
@@ -136,7 +144,8 @@ class RolloutBatch(TensorClass):
     fingerprints: Tensor | None = None
     """int64 ``[B]``: fingerprint of each row's tokens as returned by the engine; see ``fingerprints``."""
     num_turns: Tensor | None = None
-    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
+    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None:
+    no tools."""
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
     engines: Tensor | None = None
@@ -151,15 +160,17 @@ class PolicyEvaluations(TensorClass):
     """Outputs of the trainer's models on the sampled tokens before the update."""
 
     old_log_probs: Tensor
-    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); where
-    the actor corrects, the rollout policy takes its place."""
+    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
+    step); where the actor corrects, the rollout policy takes its place."""
     entropies: Tensor | None = None
-    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None where the actor corrects."""
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None where the
+    actor corrects."""
     sum_pi_squared: Tensor | None = None
-    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither estimator nor
-    diagnostics need it."""
+    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither
+    estimator nor diagnostics need it."""
     varentropies: Tensor | None = None
-    """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2; with both of the above."""
+    """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2; with both
+    of the above."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
@@ -194,7 +205,8 @@ class TrainBatch(TensorClass):
     scores: Tensor | None = None
     """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
     policy_versions: Tensor | None = None
-    """int64 ``[B, R]``: version of the weights that sampled each token; for diagnostics and interpolation in the actor."""
+    """int64 ``[B, R]``: version of the weights that sampled each token; for diagnostics and interpolation in
+    the actor."""
     engines: Tensor | None = None
     """int64 ``[B]``: number of the engine that sampled a row; only for diagnostics in the actor."""
 
@@ -231,7 +243,8 @@ class TokenScores:
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
     varentropies: Tensor | None = None
-    """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both of the above."""
+    """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both
+    of the above."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -283,7 +296,8 @@ __all__ = [
 
 _SEED = 0x5EED
 _TOKENS_AT_ONCE = 1 << 15
-"""Number of 8-byte numbers per block, which fit into a core's cache: four to six times as fast as all rows at once."""
+"""Number of 8-byte numbers per block, which fit into a core's cache: four to six times as fast as all rows at
+once."""
 
 
 class TokensChangedError(RuntimeError):
@@ -291,10 +305,12 @@ class TokensChangedError(RuntimeError):
 
 
 def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
-    """int64 ``[B]``: equal for rows with equal prompt, response and ``response_mask`` (bool ``[B, R]``); padding is ignored.
+    """int64 ``[B]``: equal for rows with equal prompt, response and ``response_mask`` (bool ``[B, R]``);
+    padding is ignored.
 
-    Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv:1202.4961): every position has a random factor of its own, so two
-    rows that differ by token ids below 2^30 collide with a probability below 2^-32. Comparable on machines with the same torch.
+    Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv:1202.4961): every position has a random factor of
+    its own, so two rows that differ by token ids below 2^30 collide with a probability below 2^-32.
+    Comparable on machines with the same torch.
     """
     prompt_width, width = tokens.prompts.shape[1], tokens.responses.shape[1]
     prompt_factors, factors = _factors(prompt_width, 0).flip(-1), _factors(width, 1)
@@ -306,26 +322,31 @@ def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
         written = positions_mask(tokens.response_lengths[rows], width)
         # 1 is added so that a token with id 0 is not nothing
         of_prompt = (tokens.prompts[rows] + 1).mul_(prompt_factors).mul_(in_prompt)
-        of_response = (tokens.responses[rows] + 1).mul_(2).add_(response_mask[rows]).mul_(factors).mul_(written)
+        of_response = (
+            (tokens.responses[rows] + 1).mul_(2).add_(response_mask[rows]).mul_(factors).mul_(written)
+        )
         parts.append(of_prompt.sum(-1) + of_response.sum(-1))
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
 def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: Tensor) -> None:
-    """Raise ``TokensChangedError`` naming rows whose fingerprint differs from the ``expected`` one (int64 ``[B]``), which was
-    computed when the engine returned them."""
+    """Raise ``TokensChangedError`` naming rows whose fingerprint differs from the ``expected`` one (int64
+    ``[B]``), which was computed when the engine returned them."""
     changed = (fingerprints(tokens, response_mask) != expected).nonzero()[:, 0].tolist()
     if changed:
         raise TokensChangedError(
-            "every row must be trained on with the token ids that were sampled, prompt, response and tool tokens alike, but "
-            f"{len(changed)} of {len(expected)} rows have changed since they came from the engine; the first are "
+            "every row must be trained on with the token ids that were sampled, prompt, response and tool "
+            "tokens alike, but "
+            f"{len(changed)} of {len(expected)} rows have changed since they came from the engine; the first "
+            "are "
             f"{changed[:5]}. Something between sampling and update rewrites rows, or mixes them up."
         )
 
 
 @functools.lru_cache(maxsize=16)
 def _factors(width: int, stream: int) -> Tensor:
-    """int64 ``[width]``: random odd numbers; the factors of a narrower batch are a prefix of a wider batch's."""
+    """int64 ``[width]``: random odd numbers; the factors of a narrower batch are a prefix of a wider
+    batch's."""
     generator = torch.Generator().manual_seed(_SEED + stream)
     lowest = torch.iinfo(torch.int64).min
     drawn = [torch.randint(lowest, -lowest - 1, (1,), generator=generator) for _ in range(width)]

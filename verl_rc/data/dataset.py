@@ -1,4 +1,5 @@
-"""The prompt data set in verl's format: reading, selection, tokenisation, and a resumable stream of shuffled batches."""
+"""The prompt data set in verl's format: reading, selection, tokenisation, and a resumable stream of shuffled
+batches."""
 
 import bisect
 import itertools
@@ -20,14 +21,18 @@ from verl_rc.data.tokenize import encode_prompt
 class EpochBatches(Sampler[list[int]]):
     """Batches of row numbers over epochs; each iteration yields the rest of one epoch.
 
-    The order depends only on ``seed`` and the epoch. Rows that do not fill a last batch are dropped in that epoch.
-    The epoch advances together with its last batch, so a state taken there continues with the next epoch.
+    The order depends only on ``seed`` and the epoch. Rows that do not fill a last batch are dropped in that
+    epoch. The epoch advances together with its last batch, so a state taken there continues with the next
+    epoch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        """``shuffle=False`` keeps the order of the rows. Raises ``ValueError`` when no batch can be filled."""
+        """``shuffle=False`` keeps the order of the rows. Raises ``ValueError`` when no batch can be
+        filled."""
         if num_rows < batch_size:
-            raise ValueError(f"an epoch must fill at least one batch of {batch_size} rows, got {num_rows} rows.")
+            raise ValueError(
+                f"an epoch must fill at least one batch of {batch_size} rows, got {num_rows} rows."
+            )
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed
@@ -57,13 +62,16 @@ class EpochBatches(Sampler[list[int]]):
         return {**self._identity(), "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
-        """Continue from a ``state_dict``. Raises ``ValueError`` when it belongs to other data or another order."""
+        """Continue from a ``state_dict``. Raises ``ValueError`` when it belongs to other data or another
+        order."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise ValueError(
-                f"a resumed run must read the data it was started with: the saved state has {saved}, now it is "
-                f"{identity}. Restore data.train_files, data.train_weights, data.train_batch_size, data.shuffle and "
+                f"a resumed run must read the data it was started with: the saved state has {saved}, now it "
+                "is "
+                f"{identity}. Restore data.train_files, data.train_weights, data.train_batch_size, "
+                "data.shuffle and "
                 "data.seed, or start a new run."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
@@ -91,20 +99,24 @@ class EpochBatches(Sampler[list[int]]):
 class MixedBatches(EpochBatches):
     """Batches in which every file has its share of the rows, over epochs; resumable.
 
-    An epoch has as many rows as the files together. A file with more than its natural share is repeated in a new order; a file
-    with less continues in the next epoch where it stopped.
+    An epoch has as many rows as the files together. A file with more than its natural share is repeated in a
+    new order; a file with less continues in the next epoch where it stopped.
     """
 
-    def __init__(self, file_sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool) -> None:
-        """``file_sizes``: rows of each file, in the order of concatenation; ``weights``: their shares, in any unit.
+    def __init__(
+        self, file_sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
+    ) -> None:
+        """``file_sizes``: rows of each file, in the order of concatenation; ``weights``: their shares, in any
+        unit.
 
-        ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when no batch can be filled, or a file
-        has no row.
+        ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when no batch can be
+        filled, or a file has no row.
         """
         super().__init__(sum(file_sizes), batch_size, seed, shuffle)
         if min(file_sizes) < 1:
             raise ValueError(
-                "every file with a weight in data.train_weights must have at least one row left after data.train_max_samples "
+                "every file with a weight in data.train_weights must have at least one row left after "
+                "data.train_max_samples "
                 f"and filtering, got {list(file_sizes)} rows. Remove the file, or loosen the filter."
             )
         self._file_sizes = list(file_sizes)
@@ -113,7 +125,9 @@ class MixedBatches(EpochBatches):
         self._rows_per_epoch = [self._files.count(file) for file in range(len(self._file_sizes))]
 
     def _identity(self) -> dict[str, int | bool | str]:
-        mixture = ",".join(f"{size}*{weight!r}" for size, weight in zip(self._file_sizes, self._weights, strict=True))
+        mixture = ",".join(
+            f"{size}*{weight!r}" for size, weight in zip(self._file_sizes, self._weights, strict=True)
+        )
         return {**super()._identity(), "mixture": mixture}
 
     def _order(self, epoch: int) -> list[int]:
@@ -136,8 +150,8 @@ class MixedBatches(EpochBatches):
 
 
 def interleave(weights: Sequence[float], count: int) -> list[int]:
-    """``count`` file numbers, spread as evenly as ``weights`` (positive, in any unit) allow: the file that is furthest
-    behind its share comes next, the first of several.
+    """``count`` file numbers, spread as evenly as ``weights`` (positive, in any unit) allow: the file that is
+    furthest behind its share comes next, the first of several.
     """
     shares = [weight / sum(weights) for weight in weights]
     served = [0] * len(shares)
@@ -151,20 +165,25 @@ def interleave(weights: Sequence[float], count: int) -> list[int]:
 
 
 def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> str:
-    """A line with the histogram of prompt lengths (tokens, before truncation) against ``data.max_prompt_length``.
+    """A line with the histogram of prompt lengths (tokens, before truncation) against
+    ``data.max_prompt_length``.
 
-    ``lengths`` may be those of a sample of ``num_prompts`` prompts. Bins double: 1, 2-3, 4-7, 8-15 tokens and so on.
+    ``lengths`` may be those of a sample of ``num_prompts`` prompts. Bins double: 1, 2-3, 4-7, 8-15 tokens and
+    so on.
     """
     ordered = sorted(lengths)
     bins: dict[int, int] = {}
     for length in ordered:
         exponent = length.bit_length()
         bins[exponent] = bins.get(exponent, 0) + 1
-    shares = ", ".join(f"{_bin_name(exponent)}: {count / len(ordered):.0%}" for exponent, count in bins.items())
+    shares = ", ".join(
+        f"{_bin_name(exponent)}: {count / len(ordered):.0%}" for exponent, count in bins.items()
+    )
     longer = sum(length > limit for length in ordered)
     counted = f"{num_prompts}" if len(ordered) == num_prompts else f"{len(ordered)} of {num_prompts}"
     return (
-        f"{counted} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest {ordered[-1]}, "
+        f"{counted} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest "
+        f"{ordered[-1]}, "
         f"data.max_prompt_length={limit}, longer {longer / len(ordered):.1%}"
     )
 
@@ -184,7 +203,8 @@ class PromptRow:
     """One prompt of the data set."""
 
     row_index: int
-    """Index among all rows of the files before selection and filter; part of the seed of the row's samples."""
+    """Index among all rows of the files before selection and filter; part of the seed of the row's samples.
+    """
     prompt_token_ids: list[int]
     """Token ids of the prompt under the chat template, up to the start of the answer."""
     messages: list[dict[str, Any]]
@@ -245,10 +265,15 @@ class RowChoice:
 class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised on access."""
 
-    def __init__(self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice) -> None:
-        """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
+    def __init__(
+        self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice
+    ) -> None:
+        """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is
+        wrong."""
         if not files:
-            raise ValueError("data.train_files and data.val_files must name at least one file each, got an empty list.")
+            raise ValueError(
+                "data.train_files and data.val_files must name at least one file each, got an empty list."
+            )
         columns = (options.prompt_key, "data_source", "reward_model")
         self._files: list[RecordFile | CustomRecords] = [
             RecordFile(file, columns, ["extra_info"]) if isinstance(file, str) else file for file in files
@@ -264,11 +289,14 @@ class PromptDataset(Dataset[PromptRow]):
         self._row_indices = choice.row_indices(self._ends[-1])
         if options.filter_overlong:
             limit = options.max_prompt_length
-            self._row_indices = [row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit]
+            self._row_indices = [
+                row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit
+            ]
         if not self._row_indices:
             raise ValueError(
                 f"data.max_prompt_length={options.max_prompt_length} must leave at least one prompt of "
-                f"{[file.path for file in self._files]}, but data.filter_overlong_prompts leaves none. Raise the limit."
+                f"{[file.path for file in self._files]}, but data.filter_overlong_prompts leaves none. Raise "
+                "the limit."
             )
         self[0]  # a file in the wrong format is refused now, not in the first step
 
@@ -290,18 +318,23 @@ class PromptDataset(Dataset[PromptRow]):
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
 
     def describe_lengths(self, at_most: int = 1000) -> str:
-        """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for the options."""
+        """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for
+        the options."""
         rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
         token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
         for ids, where in token_ids:
             fit_prompt(ids, self._options, where)
-        return describe_lengths([len(ids) for ids, _ in token_ids], len(self), self._options.max_prompt_length)
+        return describe_lengths(
+            [len(ids) for ids, _ in token_ids], len(self), self._options.max_prompt_length
+        )
 
     def row(self, row_index: int) -> PromptRow:
-        """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this index."""
+        """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this
+        index."""
         if row_index not in self._row_indices:
             raise ValueError(
-                f"the checkpoint was sampling row {row_index} of data.train_files, which the chosen rows do not have. "
+                f"the checkpoint was sampling row {row_index} of data.train_files, which the chosen rows do "
+                "not have. "
                 "Give the data it was trained on, or start anew with trainer.resume_mode=disable."
             )
         return self[self._row_indices.index(row_index)]
@@ -312,7 +345,11 @@ class PromptDataset(Dataset[PromptRow]):
         record, where = self._record(row_index)
         messages, token_ids = self._encode(record, where)
         reward_model = record["reward_model"]
-        if record["data_source"] is None or not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+        if (
+            record["data_source"] is None
+            or not isinstance(reward_model, dict)
+            or "ground_truth" not in reward_model
+        ):
             raise ValueError(
                 "a row must have a data_source and a reward_model {'style': ..., 'ground_truth': ...}, got "
                 f"{record['data_source']!r} and {reward_model!r} in {where}. Convert the file."
@@ -346,7 +383,8 @@ def _extra_info(record: Record, where: str) -> dict[str, Any]:
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(
-            f"column 'extra_info' must hold a mapping of further fields or null, got {str(extra_info)[:80]!r} in {where}."
+            "column 'extra_info' must hold a mapping of further fields or null, got "
+            f"{str(extra_info)[:80]!r} in {where}."
         )
     return extra_info or {}
 
@@ -354,7 +392,8 @@ def _extra_info(record: Record, where: str) -> dict[str, Any]:
 def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list[int]:
     """``token_ids`` cut to the maximum length according to ``truncation``; ``middle`` cuts out the middle.
 
-    Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is ``error``.
+    Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is
+    ``error``.
     """
     limit = options.max_prompt_length
     if len(token_ids) <= limit:
@@ -376,10 +415,11 @@ def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list
 
 
 def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoader[list[PromptRow]]":
-    """Build a loader of batches of ``config.prompts_per_draw`` prompts; an iteration is an epoch, without an incomplete batch.
+    """Build a loader of batches of ``config.prompts_per_draw`` prompts; an iteration is an epoch, without an
+    incomplete batch.
 
-    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises ``ValueError`` for
-    invalid data.
+    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises
+    ``ValueError`` for invalid data.
     """
     choice = RowChoice(config.train_max_samples, config.seed if config.shuffle else None)
     dataset = _prompts(config.train_files, config, tokenizer, choice)
@@ -389,7 +429,9 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
             f"data.train_files must give at least data.{key}={config.prompts_per_draw} prompts, got "
             f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
         )
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torchdata calls a deprecated torch function
+    with warnings.catch_warnings(
+        action="ignore", category=UserWarning
+    ):  # torchdata calls a deprecated torch function
         return StatefulDataLoader(
             dataset,
             batch_sampler=_batches(dataset, config),
@@ -407,13 +449,17 @@ def prompt_sources(files: Sequence[str], config: DataConfig, tokenizer: Any) -> 
 
 
 def _prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, choice: RowChoice) -> PromptDataset:
-    return PromptDataset(prompt_sources(files, config, tokenizer), tokenizer, PromptOptions.from_config(config), choice)
+    return PromptDataset(
+        prompt_sources(files, config, tokenizer), tokenizer, PromptOptions.from_config(config), choice
+    )
 
 
 def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
     if config.train_weights is None:
         return EpochBatches(len(dataset), config.prompts_per_draw, config.seed, config.shuffle)
-    return MixedBatches(dataset.file_sizes(), config.train_weights, config.prompts_per_draw, config.seed, config.shuffle)
+    return MixedBatches(
+        dataset.file_sizes(), config.train_weights, config.prompts_per_draw, config.seed, config.shuffle
+    )
 
 
 def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
@@ -421,14 +467,16 @@ def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
 
 
 def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:
-    """All validation prompts in the order of the files, or ``val_max_samples`` of them; ``ValueError`` for invalid data."""
+    """All validation prompts in the order of the files, or ``val_max_samples`` of them; ``ValueError`` for
+    invalid data."""
     choice = RowChoice(config.val_max_samples, config.seed if config.shuffle else None)
     dataset = _prompts(config.val_files, config, tokenizer, choice)
     return [dataset[index] for index in range(len(dataset))]
 
 
 class PromptStream:
-    """Draws batches from a loader; an iteration of the loader is an epoch, and the next one starts automatically."""
+    """Draws batches from a loader; an iteration of the loader is an epoch, and the next one starts
+    automatically."""
 
     def __init__(self, loader: Any) -> None:
         """``loader``: result of ``build_train_loader``; it must have no other consumer."""
@@ -453,7 +501,8 @@ class PromptStream:
             self._passing = None
 
     def row(self, row_index: int) -> PromptRow:
-        """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of this index."""
+        """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of
+        this index."""
         found: PromptRow = self._loader.dataset.row(row_index)
         return found
 
@@ -462,10 +511,12 @@ class PromptStream:
         return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid or of other data or another order."""
+        """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid or of other data or another
+        order."""
         if state.keys() != {"batches_drawn", "loader"}:
             raise ValueError(
-                f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: it was written by "
+                f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: "
+                "it was written by "
                 "another release. Start anew with trainer.resume_mode=disable."
             )
         self._batches_drawn = int(state["batches_drawn"])

@@ -1,7 +1,9 @@
-"""Groups on their way through an asynchronous run: a prompt with its samples, each a list of what was sampled and answered.
+"""Groups on their way through an asynchronous run: a prompt with its samples, each a list of what was sampled
+and answered.
 
-A response is a list of parts; a part is what one request sampled under one version of the weights. A new turn after a tool's
-answer, an update of the weights, a lost engine and a resumed run are one thing: to go on from the tokens so far.
+A response is a list of parts; a part is what one request sampled under one version of the weights. A new turn
+after a tool's answer, an update of the weights, a lost engine and a resumed run are one thing: to go on from
+the tokens so far.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +55,8 @@ class GroupSample:
 
     @property
     def num_turns(self) -> int:
-        """Messages of the conversation: the prompt, the policy's turns, the tools' answers. Parts in a row are one turn."""
+        """Messages of the conversation: the prompt, the policy's turns, the tools' answers. Parts in a row
+        are one turn."""
         kinds = [isinstance(turn, Part) for turn in self.turns]
         begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
         return 1 + begun + kinds.count(False)
@@ -116,23 +119,30 @@ class Group:
         return sum(sample.num_sampled for sample in self.samples)
 
     def scored(self, scores: GroupScores, fate: Fate) -> "Group":
-        """Return the group with its scores, decided. Raises ``ValueError`` unless it is whole and has a score for each sample."""
+        """Return the group with its scores, decided. Raises ``ValueError`` unless it is whole and has a score
+        for each sample."""
         if not self.is_whole or len(scores.values) != len(self.samples):
             raise ValueError(
-                f"group {self.number} must be whole and get a score for each of its {len(self.samples)} samples, got "
+                f"group {self.number} must be whole and get a score for each of its {len(self.samples)} "
+                "samples, got "
                 f"{len(scores.values)}."
             )
         return replace(self, scores=scores, fate=fate)
 
 
-def completions(samples: Sequence[GroupSample], *, with_tools: bool = False, width: int | None = None) -> Completions:
+def completions(
+    samples: Sequence[GroupSample], *, with_tools: bool = False, width: int | None = None
+) -> Completions:
     """Ended samples as an engine returns them, in order, padded to ``width`` or to the longest.
 
-    The columns about tools are None unless the run has tools. Raises ``ValueError`` when a sample has not ended.
+    The columns about tools are None unless the run has tools. Raises ``ValueError`` when a sample has not
+    ended.
     """
     open_samples = [(sample.number, sample.index) for sample in samples if sample.state != "ended"]
     if open_samples:
-        raise ValueError(f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not.")
+        raise ValueError(
+            f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
+        )
     lengths = [sum(len(turn.token_ids) for turn in sample.turns) for sample in samples]
     rows, width = len(samples), max(lengths, default=0) if width is None else width
     responses = torch.zeros(rows, width, dtype=torch.int64)
@@ -161,21 +171,30 @@ def completions(samples: Sequence[GroupSample], *, with_tools: bool = False, wid
 
 
 def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch, texts: Sequence[str]) -> Samples:
-    """Scored groups as what a step trains on: ``rollouts`` and ``texts`` hold their samples, group after group.
+    """Scored groups as what a step trains on: ``rollouts`` and ``texts`` hold their samples, group after
+    group.
 
     An extra that a group lacks is None there. Raises ``ValueError`` when a group has no scores.
     """
     scores = [group.scores for group in groups if group.scores is not None]
     if len(scores) != len(groups):
-        raise ValueError(f"every group must be scored, {[group.number for group in groups if group.scores is None][:5]} are not.")
+        raise ValueError(
+            f"every group must be scored, {[group.number for group in groups if group.scores is None][:5]} "
+            "are not."
+        )
     names = sorted({name for one in scores for name in one.extras})
-    before = [one.unpenalised for one in scores if one.unpenalised is not None]  # all groups of a run have it, or none
+    before = [
+        one.unpenalised for one in scores if one.unpenalised is not None
+    ]  # all groups of a run have it, or none
     return Samples(
         rollouts,
         torch.cat([one.values for one in scores]),
         prompts=[group.row for group in groups],
         texts=list(texts),
-        extras={name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))] for name in names},
+        extras={
+            name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))]
+            for name in names
+        },
         unpenalised=torch.cat(before) if before else None,
     )
 
@@ -183,8 +202,8 @@ def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch, texts: Seque
 def pack(groups: Sequence[Group]) -> dict[str, Any]:
     """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), plain data for the rest.
 
-    Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of its prompt a group
-    keeps the row's index alone.
+    Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of
+    its prompt a group keeps the row's index alone.
     """
     turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
     no_log_probs = torch.zeros(0, dtype=torch.float32)
@@ -204,7 +223,8 @@ def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[G
     groups = [_group(plain, row_of(plain["row_index"]), tokens, log_probs) for plain in packed["groups"]]
     if tokens.left or log_probs.left:
         raise ValueError(
-            f"saved groups must use up all saved tokens, {tokens.left} and {log_probs.left} log-probs are left over."
+            f"saved groups must use up all saved tokens, {tokens.left} and {log_probs.left} log-probs are "
+            "left over."
         )
     return groups
 
@@ -245,7 +265,10 @@ def _plain_group(group: Group) -> dict[str, Any]:
 
 def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
-        "turns": [(len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER) for turn in sample.turns],
+        "turns": [
+            (len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER)
+            for turn in sample.turns
+        ],
         "ended": sample.state == "ended",
         "finished": sample.finished,
         "tool_calls": sample.tool_calls,
@@ -272,7 +295,10 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
     scores = None
     if plain["scores"] is not None:
         scores = GroupScores(_floats(plain["scores"]), plain["extras"], _floats(plain["unpenalised"]))
-    facts = {name: plain[name] for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")}
+    facts = {
+        name: plain[name]
+        for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
+    }
     return Group(row=row, samples=samples, scores=scores, **facts)
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Row numbers in ``num_parts`` lists whose token sums are nearly equal; each list ascending.
 
-    Longest-processing-time greedy (Graham 1969): longest row first, always to the lightest part, never more than
-    ``ceil(rows / parts)`` rows to one part, so the numbers of rows differ by at most one when they do not divide.
+    Longest-processing-time greedy (Graham 1969): longest row first, always to the lightest part, never more
+    than ``ceil(rows / parts)`` rows to one part, so the numbers of rows differ by at most one when they do
+    not divide.
     """
     if num_parts < 1:
         raise ValueError(f"rows are split into at least one part, got {num_parts}.")
@@ -42,16 +43,18 @@ class MicroBatchLimit:
             raise ValueError(f"a micro-batch is limited by rows or by tokens, got {self}.")
 
     def shared_by(self, ranks: int) -> "MicroBatchLimit":
-        """The limit of a micro-batch whose tokens ``ranks`` ranks share: each has as many tokens as it would have alone."""
+        """The limit of a micro-batch whose tokens ``ranks`` ranks share: each has as many tokens as it would
+        have alone."""
         return self if self.max_tokens is None else MicroBatchLimit(max_tokens=self.max_tokens * ranks)
 
 
 def assign_rows(lengths: Sequence[int], num_ranks: int, limit: MicroBatchLimit) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.
 
-    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers). Every rank gets the
-    same *number* of micro-batches, because FSDP's collectives need all ranks in every forward pass; a rank with fewer rows gets
-    empty lists, for which it runs a forward pass that contributes nothing.
+    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers).
+    Every rank gets the same *number* of micro-batches, because FSDP's collectives need all ranks in every
+    forward pass; a rank with fewer rows gets empty lists, for which it runs a forward pass that contributes
+    nothing.
     """
     per_rank = balanced_partition(lengths, num_ranks)
     micro_batches = [_cut(rows, lengths, limit) for rows in per_rank]

@@ -1,4 +1,5 @@
-"""The pieces of a response: what one request sampled under one version of the weights, and what tools answered in between."""
+"""The pieces of a response: what one request sampled under one version of the weights, and what tools
+answered in between."""
 
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ class Part:
         _check_tokens("Part.log_probs", self.log_probs, torch.float32)
         if len(self.token_ids) != len(self.log_probs) or self.version < 0:
             raise ValueError(
-                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} tokens, "
+                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} "
+                "tokens, "
                 f"{len(self.log_probs)} log-probs and version {self.version}."
             )
 
@@ -74,11 +76,23 @@ def parts_of(
 def row_parts(completions: Completions, row: int) -> "list[Part | Answer]":
     """``parts_of`` a row of what an engine returned."""
     span = slice(int(completions.response_lengths[row]))
-    tokens, log_probs, versions = completions.responses, completions.rollout_log_probs, completions.policy_versions
+    tokens, log_probs, versions = (
+        completions.responses,
+        completions.rollout_log_probs,
+        completions.policy_versions,
+    )
     mask = completions.response_mask
-    return parts_of(tokens[row, span], log_probs[row, span], versions[row, span], None if mask is None else mask[row, span])
+    return parts_of(
+        tokens[row, span],
+        log_probs[row, span],
+        versions[row, span],
+        None if mask is None else mask[row, span],
+    )
 
 
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
     if values.dtype != dtype or values.ndim != 1 or not len(values):
-        raise ValueError(f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape {list(values.shape)}.")
+        raise ValueError(
+            f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape "
+            f"{list(values.shape)}."
+        )

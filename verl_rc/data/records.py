@@ -1,4 +1,5 @@
-"""Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name the row."""
+"""Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name
+the row."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,8 @@ class RecordFile:
     def __init__(self, path: str, columns: Sequence[str], optional_columns: Sequence[str] = ()) -> None:
         """Read ``columns`` (and ``optional_columns`` where they exist) of ``path``.
 
-        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or is not valid UTF-8.
+        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or is
+        not valid UTF-8.
         """
         self.path = path
         table = _read_table(path)
@@ -30,11 +32,14 @@ class RecordFile:
         missing = [name for name in columns if name not in present]
         if missing:
             raise ValueError(
-                f"a data file must have the columns {list(columns)}, but {path} lacks {missing}; it has {present}. "
+                f"a data file must have the columns {list(columns)}, but {path} lacks {missing}; it has "
+                f"{present}. "
                 "Convert the file, or name its columns with data.prompt_key (RL) or data.messages_key (SFT)."
             )
         if table.num_rows == 0:
-            raise ValueError(f"a data file must have at least one row, but {path} has none. Remove it from the list.")
+            raise ValueError(
+                f"a data file must have at least one row, but {path} has none. Remove it from the list."
+            )
         wanted = [*columns, *(name for name in optional_columns if name in present)]
         self._table = table.select(wanted)
         self._converted(lambda: self._table.validate(full=True), "its columns")
@@ -56,8 +61,8 @@ class RecordFile:
     def check_messages(self, name: str) -> None:
         """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages.
 
-        Checks the Arrow columns without creating Python objects; columns of unusual types are left to ``check_messages`` of each
-        row.
+        Checks the Arrow columns without creating Python objects; columns of unusual types are left to
+        ``check_messages`` of each row.
         """
         row = _first_row_without_messages(self._table.column(name))
         if row is not None:
@@ -67,26 +72,34 @@ class RecordFile:
         """Raise ``ValueError`` naming the first row whose column ``name`` is null."""
         row = self._table.column(name).is_null().index(True).as_py()
         if row >= 0:
-            raise ValueError(f"column {name!r} must hold a value in every row, but row {row} of {self.path} has none.")
+            raise ValueError(
+                f"column {name!r} must hold a value in every row, but row {row} of {self.path} has none."
+            )
 
     def _converted(self, convert: Callable[[], T], what: str) -> T:
         try:
             return convert()
         except Exception as error:
-            raise ValueError(f"{what} of {self.path} must be readable, but are not: {error}. Write it anew.") from error
+            raise ValueError(
+                f"{what} of {self.path} must be readable, but are not: {error}. Write it anew."
+            ) from error
 
 
 def _first_row_without_messages(column: pa.ChunkedArray) -> int | None:
     """The first row that is null, an empty list, or a list with a message that lacks its role or content."""
     kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
         return None
     if not {"role", "content"} <= {field.name for field in kind.value_type}:
         return None
     first = 0
     for chunk in column.chunks:
         messages = chunk.flatten()
-        incomplete = pc.or_(pc.is_null(pc.struct_field(messages, "role")), pc.is_null(pc.struct_field(messages, "content")))
+        incomplete = pc.or_(
+            pc.is_null(pc.struct_field(messages, "role")), pc.is_null(pc.struct_field(messages, "content"))
+        )
         rows = [
             pc.index(pc.is_null(chunk), True).as_py(),
             pc.index(pc.list_value_length(chunk), 0).as_py(),
@@ -108,14 +121,20 @@ def _read_table(path: str) -> pa.Table:
         )
     try:
         if file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8").split("\n")  # and no others: a text may hold Unicode's line separators
-            return _table_of([_parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()], "line")
+            lines = file.read_text(encoding="utf-8").split(
+                "\n"
+            )  # and no others: a text may hold Unicode's line separators
+            return _table_of(
+                [_parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()],
+                "line",
+            )
         if file.suffix == ".json":
             return _table_of(_parsed(file.read_text(encoding="utf-8"), "the file"), "record")
         return pq.read_table(file)
     except Exception as error:
         raise ValueError(
-            f"data files must be parquet, .jsonl (one record per line) or .json (a list of records), but {path} "
+            "data files must be parquet, .jsonl (one record per line) or .json (a list of records), but "
+            f"{path} "
             f"could not be read: {error}. Write it anew, or drop it."
         ) from error
 
@@ -148,9 +167,12 @@ def _array_of(name: str, values: list[Any]) -> pa.Array:
 def check_messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
     """``messages`` as chat messages without empty entries.
 
-    Raises ``ValueError`` naming ``column`` and ``where`` unless it is a list of mappings with a role and a text.
+    Raises ``ValueError`` naming ``column`` and ``where`` unless it is a list of mappings with a role and a
+    text.
     """
-    valid = isinstance(messages, list) and len(messages) > 0 and all(_is_message(message) for message in messages)
+    valid = (
+        isinstance(messages, list) and len(messages) > 0 and all(_is_message(message) for message in messages)
+    )
     if not valid:
         raise ValueError(
             f"column {column!r} must hold a list of chat messages {{'role': ..., 'content': text}}, got "
@@ -170,14 +192,16 @@ _KEY = "data.custom_cls"
 class CustomRecords:
     """The rows of an instance of ``data.custom_cls``, instead of a data file.
 
-    The class is called with verl's keyword arguments ``data_files``, ``tokenizer``, ``processor`` (always None) and
-    ``config``, and has ``__len__`` and ``__getitem__``. A row is a mapping in verl's format: chat messages under
-    ``data.prompt_key`` or ``raw_prompt``, ``data_source``, ``reward_model``, and ``extra_info`` if there is any. Tokens,
-    limits and the choice of rows are made from it as from a file's row.
+    The class is called with verl's keyword arguments ``data_files``, ``tokenizer``, ``processor`` (always
+    None) and ``config``, and has ``__len__`` and ``__getitem__``. A row is a mapping in verl's format: chat
+    messages under ``data.prompt_key`` or ``raw_prompt``, ``data_source``, ``reward_model``, and
+    ``extra_info`` if there is any. Tokens, limits and the choice of rows are made from it as from a file's
+    row.
     """
 
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
-        """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no row."""
+        """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no
+        row."""
         assert config.custom_cls.path is not None
         assert config.custom_cls.name is not None
         self.path = f"{config.custom_cls.name} of {config.custom_cls.path}"
@@ -187,12 +211,17 @@ class CustomRecords:
             self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
         except (Exception, SystemExit) as error:
             raise ValueError(
-                f"{self.path} ({_KEY}) must take data_files, tokenizer, processor and config, but it raised {error!r}."
+                f"{self.path} ({_KEY}) must take data_files, tokenizer, processor and config, but it raised "
+                f"{error!r}."
             ) from error
         if not hasattr(self._rows, "__len__") or not hasattr(self._rows, "__getitem__"):
-            raise ValueError(f"{_KEY}.name must name a class with __len__ and __getitem__, {self.path} lacks one of them.")
+            raise ValueError(
+                f"{_KEY}.name must name a class with __len__ and __getitem__, {self.path} lacks one of them."
+            )
         if len(self) == 0:
-            raise ValueError(f"{self.path} ({_KEY}) must give at least one row for {list(data_files)}, it gives none.")
+            raise ValueError(
+                f"{self.path} ({_KEY}) must give at least one row for {list(data_files)}, it gives none."
+            )
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -207,14 +236,17 @@ class CustomRecords:
         try:
             row = self._rows[index]
         except (Exception, SystemExit) as error:
-            raise ValueError(f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}.") from error
+            raise ValueError(
+                f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}."
+            ) from error
         given = dict(row) if isinstance(row, Mapping) else {}
         if self._prompt_key not in given and "raw_prompt" in given:
             given[self._prompt_key] = given["raw_prompt"]
         missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in given]
         if missing:
             raise ValueError(
-                f"a row of {self.path} must be a mapping with the keys {self._prompt_key!r} (or 'raw_prompt'), 'data_source' and "
+                f"a row of {self.path} must be a mapping with the keys {self._prompt_key!r} (or "
+                "'raw_prompt'), 'data_source' and "
                 f"'reward_model', but row {index} lacks {missing}; it is {str(row)[:120]}."
             )
         return given

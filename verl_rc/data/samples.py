@@ -19,7 +19,8 @@ class Samples:
     scores: Tensor
     """float32 ``[B]``: outcome scores, including the overlong penalty if enabled."""
     prompts: list[PromptRow] = field(default_factory=list)
-    """The prompts, indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula reads them."""
+    """The prompts, indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula
+    reads them."""
     texts: list[str] = field(default_factory=list)
     """``B`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)
@@ -27,27 +28,39 @@ class Samples:
     unpenalised: Tensor | None = None
     """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
     reward_baselines: Tensor | None = None
-    """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is ``remax``."""
+    """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is
+    ``remax``."""
     component_scores: Tensor | None = None
-    """float32 ``[B, K]``: the parts of the reward named by ``algorithm.gdpo_reward_keys``; None unless the estimator is
-    ``gdpo``."""
+    """float32 ``[B, K]``: the parts of the reward named by ``algorithm.gdpo_reward_keys``; None unless the
+    estimator is ``gdpo``."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming the field whose dtype or length does not fit the rollouts."""
         rows = len(self)
-        for name, dimensions in (("scores", 1), ("unpenalised", 1), ("reward_baselines", 1), ("component_scores", 2)):
+        for name, dimensions in (
+            ("scores", 1),
+            ("unpenalised", 1),
+            ("reward_baselines", 1),
+            ("component_scores", 2),
+        ):
             value: Tensor | None = getattr(self, name)
-            if value is not None and (value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows):
+            if value is not None and (
+                value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows
+            ):
                 raise ValueError(
                     f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, "
                     f"got {value.dtype} of shape {list(value.shape)}."
                 )
-        columns: dict[str, Sequence[object]] = {f"extras[{name!r}]": column for name, column in self.extras.items()}
+        columns: dict[str, Sequence[object]] = {
+            f"extras[{name!r}]": column for name, column in self.extras.items()
+        }
         if self.texts:
             columns["texts"] = self.texts
         for name, column in columns.items():
             if len(column) != rows:
-                raise ValueError(f"Samples.{name} must have one value for each of {rows} rows, got {len(column)}.")
+                raise ValueError(
+                    f"Samples.{name} must have one value for each of {rows} rows, got {len(column)}."
+                )
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -95,13 +108,18 @@ class Samples:
             rollouts.append(renumbered)
             prompts += part.prompts
         names = sorted({name for part in parts for name in part.extras})
-        before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
+        before = [
+            part.unpenalised for part in parts if part.unpenalised is not None
+        ]  # all parts of a run have it, or none
         return cls(
             concatenate_rollouts(rollouts, pad_token_id),
             torch.cat([part.scores for part in parts]),
             prompts=prompts,
             texts=[text for part in parts for text in part.texts],
-            extras={name: [value for part in parts for value in part.extras.get(name, [None] * len(part))] for name in names},
+            extras={
+                name: [value for part in parts for value in part.extras.get(name, [None] * len(part))]
+                for name in names
+            },
             unpenalised=torch.cat(before) if before else None,
         )
 
@@ -115,7 +133,9 @@ def concatenate_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> Ro
         raise ValueError("at least one rollout batch must be given, got none.")
     prompt_width = max(part.tokens.prompts.shape[1] for part in parts)
     width = max(part.tokens.responses.shape[1] for part in parts)
-    joined: RolloutBatch = RolloutBatch.cat([_padded(part, prompt_width, width, pad_token_id) for part in parts])
+    joined: RolloutBatch = RolloutBatch.cat(
+        [_padded(part, prompt_width, width, pad_token_id) for part in parts]
+    )
     return joined
 
 
@@ -132,7 +152,9 @@ def select_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[Rollou
 def _padded(part: RolloutBatch, prompt_width: int, width: int, pad_token_id: int) -> RolloutBatch:
     missing = width - part.tokens.responses.shape[1]
     padded = part.clone()
-    padded.tokens.prompts = pad(part.tokens.prompts, (prompt_width - part.tokens.prompts.shape[1], 0), value=pad_token_id)
+    padded.tokens.prompts = pad(
+        part.tokens.prompts, (prompt_width - part.tokens.prompts.shape[1], 0), value=pad_token_id
+    )
     padded.tokens.responses = pad(part.tokens.responses, (0, missing), value=pad_token_id)
     padded.response_mask = pad(part.response_mask, (0, missing), value=False)
     padded.rollout_log_probs = pad(part.rollout_log_probs, (0, missing), value=0.0)

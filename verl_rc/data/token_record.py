@@ -1,7 +1,8 @@
-"""Token records: what a step computed for each token of some of its rows, one parquet file a step in the run's folder.
+"""Token records: what a step computed for each token of some of its rows, one parquet file a step in the
+run's folder.
 
-A file is written under another name and renamed, so a killed run leaves whole files only. ``pieces.jsonl`` beside them has the
-text of every token id, so that no tokenizer is needed to read them. Neither needs torch.
+A file is written under another name and renamed, so a killed run leaves whole files only. ``pieces.jsonl``
+beside them has the text of every token id, so that no tokenizer is needed to read them. Neither needs torch.
 """
 
 import json
@@ -35,8 +36,8 @@ ROW_COLUMNS: Mapping[str, pa.DataType] = {
     "score": pa.float32(),
     "finished": pa.bool_(),
 }
-"""One value a row: its place in the batch, its prompt, the data source, ``random`` or ``worst``, the probability with which a
-random row was taken, the outcome score, and whether a stop token ended it."""
+"""One value a row: its place in the batch, its prompt, the data source, ``random`` or ``worst``, the
+probability with which a random row was taken, the outcome score, and whether a stop token ended it."""
 TOKEN_COLUMNS: Mapping[str, pa.DataType] = {
     "response_ids": pa.int32(),
     "token_class": pa.int8(),
@@ -52,16 +53,21 @@ TOKEN_COLUMNS: Mapping[str, pa.DataType] = {
     "advantage": pa.float32(),
     "version": pa.int32(),
 }
-"""One value a response token. ``noise_scale`` is the square root of ``g = 1 - 2p + sum of squared probabilities``, the part of
-a logit's noise that reaches the token's log-prob; ``kept`` is False where rollout correction rejects the token."""
+"""One value a response token. ``noise_scale`` is the square root of ``g = 1 - 2p + sum of squared
+probabilities``, the part of a logit's noise that reaches the token's log-prob; ``kept`` is False where
+rollout correction rejects the token."""
 _ALWAYS = ("token_class", "response_mask", "rollout_log_prob")
 _PROMPTS = "prompt_ids"
 _FACTS = b"verl_rc.token_record"
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
 _REPLACED = "replaced"
 _NUMPY: Mapping[pa.DataType, str] = {
-    pa.int8(): "int8", pa.int32(): "int32", pa.bool_(): "bool", pa.float16(): "float16", pa.float32(): "float32"
-}  # fmt: skip
+    pa.int8(): "int8",
+    pa.int32(): "int32",
+    pa.bool_(): "bool",
+    pa.float16(): "float16",
+    pa.float32(): "float32",
+}
 
 TOKEN_CLASSES = ("word", "digits", "whitespace", "punctuation", "special", "fragment")
 """Kinds of tokens by their text; a fragment is part of a character, or not text at all."""
@@ -103,11 +109,14 @@ class TokenRecord:
         return slice(start, start + int(self.lengths[index]))
 
     def log_ratio(self) -> Array | None:
-        """float64 ``[tokens]``: log-prob of the trainer less that of the engine, nats; None where the former is not known."""
+        """float64 ``[tokens]``: log-prob of the trainer less that of the engine, nats; None where the former
+        is not known."""
         if "old_log_prob" not in self.tokens:
             return None
         with np.errstate(invalid="ignore"):
-            difference: Array = self.tokens["old_log_prob"].astype("float64") - self.tokens["rollout_log_prob"]
+            difference: Array = (
+                self.tokens["old_log_prob"].astype("float64") - self.tokens["rollout_log_prob"]
+            )
         return difference
 
 
@@ -123,17 +132,28 @@ def record_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_record(folder: Path, record: TokenRecord) -> Path:
-    """Write a record to its place in ``folder``, readable by the user alone; an earlier one of the step is replaced."""
-    columns = {name: pa.array(record.rows[name], kind) for name, kind in ROW_COLUMNS.items() if name in record.rows}
+    """Write a record to its place in ``folder``, readable by the user alone; an earlier one of the step is
+    replaced."""
+    columns = {
+        name: pa.array(record.rows[name], kind) for name, kind in ROW_COLUMNS.items() if name in record.rows
+    }
     offsets = pa.array(np.concatenate([[0], np.cumsum(record.lengths)]).astype("int32"))
     for name, kind in TOKEN_COLUMNS.items():
         if name in record.tokens:
-            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(record.tokens[name].astype(_NUMPY[kind])))
+            columns[name] = pa.ListArray.from_arrays(
+                offsets, pa.array(record.tokens[name].astype(_NUMPY[kind]))
+            )
     if record.prompts is not None:
-        columns[_PROMPTS] = pa.array([prompt.astype("int32") for prompt in record.prompts], pa.list_(pa.int32()))
+        columns[_PROMPTS] = pa.array(
+            [prompt.astype("int32") for prompt in record.prompts], pa.list_(pa.int32())
+        )
     facts = {**record.facts, "schema_version": SCHEMA_VERSION}
     table = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts).encode()})
-    split = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if name in columns and pa.types.is_floating(kind)]
+    split = [
+        f"{name}.list.element"
+        for name, kind in TOKEN_COLUMNS.items()
+        if name in columns and pa.types.is_floating(kind)
+    ]
     others = [name if name in ROW_COLUMNS else f"{name}.list.element" for name in columns]
     path = record_path(folder, record.step)
     beside = folder / f".{path.name}.{os.getpid()}.partial"
@@ -161,7 +181,11 @@ def read_record(path: Path) -> TokenRecord:
     try:
         file = parquet.ParquetFile(path)
         facts = _facts(file.schema_arrow.metadata or {})
-        known = {name: _type_of(name) for name in (*ROW_COLUMNS, *TOKEN_COLUMNS, _PROMPTS) if name in file.schema_arrow.names}
+        known = {
+            name: _type_of(name)
+            for name in (*ROW_COLUMNS, *TOKEN_COLUMNS, _PROMPTS)
+            if name in file.schema_arrow.names
+        }
         missing = [name for name in (*ROW_COLUMNS, *_ALWAYS) if name not in known]
         if missing:
             raise DamagedRecordError(f"it has no column {', '.join(missing)}")
@@ -198,7 +222,9 @@ def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError) as error:
         raise DamagedRecordError("it has no facts of a token record") from error
     if version != SCHEMA_VERSION:
-        raise DamagedRecordError(f"it has version {version} of the schema, and version {SCHEMA_VERSION} is read here")
+        raise DamagedRecordError(
+            f"it has version {version} of the schema, and version {SCHEMA_VERSION} is read here"
+        )
     if not isinstance(facts, dict) or not isinstance(step, int):
         raise DamagedRecordError("its facts are none of a token record")
     return facts
@@ -235,7 +261,8 @@ def _same_lengths(columns: Mapping[str, Any]) -> Array:
 
 
 def set_aside_later(folder: Path, steps_done: int) -> None:
-    """Give the records after ``steps_done``, which a resumed run does again, names that no reader looks at; remove half files."""
+    """Give the records after ``steps_done``, which a resumed run does again, names that no reader looks at;
+    remove half files."""
     for partial in folder.glob(".step_*.partial"):
         partial.unlink(missing_ok=True)
     for step, path in record_files(folder):
@@ -246,8 +273,8 @@ def set_aside_later(folder: Path, steps_done: int) -> None:
 def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str]) -> int:
     """Remove files until the folder fits; returns how many went.
 
-    First those that a resumed run replaced; then every second record, beginning with the second oldest, of those whose ``why`` is
-    not in ``keeps``; at last of the others. The newest record stays.
+    First those that a resumed run replaced; then every second record, beginning with the second oldest, of
+    those whose ``why`` is not in ``keeps``; at last of the others. The newest record stays.
     """
     sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
     before, total = len(sizes), sum(sizes.values())
@@ -267,7 +294,10 @@ def _in_order_of_removal(folder: Path, sizes: Mapping[Path, int], keeps: Sequenc
     records = [path for _, path in record_files(folder)]
     yield from sorted(set(sizes) - set(records))
     kept = {path for path in records[:-1] if _why(path) in keeps}
-    for part in ([path for path in records[:-1] if path not in kept], [path for path in records[:-1] if path in kept]):
+    for part in (
+        [path for path in records[:-1] if path not in kept],
+        [path for path in records[:-1] if path in kept],
+    ):
         left = part
         while left:
             yield from left[1::2] if len(left) > 1 else left

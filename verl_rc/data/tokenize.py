@@ -1,4 +1,5 @@
-"""Tokenizers and chat templates: encoding prompts, conversations, tool answers, and training examples for SFT."""
+"""Tokenizers and chat templates: encoding prompts, conversations, tool answers, and training examples for
+SFT."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -18,18 +19,22 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """Load the tokenizer of a model folder or hub id from its ``tokenizer.json``.
 
     A ``tokenizer.json`` is read as it stands: ``AutoTokenizer`` of transformers 5 would replace the file's
-    pre-tokenizer by that of the model's architecture, which cuts text of a custom vocabulary in the wrong places. Only
-    code that comes with the model (``trust_remote_code``) takes precedence over the file. Without a padding token, EOS is the
-    padding token.
+    pre-tokenizer by that of the model's architecture, which cuts text of a custom vocabulary in the wrong
+    places. Only code that comes with the model (``trust_remote_code``) takes precedence over the file.
+    Without a padding token, EOS is the padding token.
 
     Raises ``ValueError`` when the folder, the tokenizer, its chat template or its EOS token is missing.
     """
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not folder.is_dir():
-        raise ValueError(f"model.path must be an existing folder or a hub id, got {path!r}: there is no such folder.")
+        raise ValueError(
+            f"model.path must be an existing folder or a hub id, got {path!r}: there is no such folder."
+        )
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
         # transformers 5 would make a tokenizer of one token up
-        raise ValueError(f"model.path must hold the model's tokenizer (tokenizer.json), and {path!r} has no such file.")
+        raise ValueError(
+            f"model.path must hold the model's tokenizer (tokenizer.json), and {path!r} has no such file."
+        )
     source = model_source(path)
     tokenizer = _load_remote_code(source) if trust_remote_code else None
     if tokenizer is None:
@@ -37,7 +42,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
     if missing:
         raise ValueError(
-            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks {' and '.join(missing)}. "
+            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks "
+            f"{' and '.join(missing)}. "
             "Add them to its tokenizer_config.json, or take the instruction-tuned variant of the model."
         )
     if tokenizer.pad_token_id is None:
@@ -61,7 +67,8 @@ def _load_files(source: str) -> PreTrainedTokenizerBase:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"model.path must be a folder or hub id with a tokenizer (tokenizer.json), got {source!r}: {reason}"
+                f"model.path must be a folder or hub id with a tokenizer (tokenizer.json), got {source!r}: "
+                f"{reason}"
             ) from error
     return tokenizer
 
@@ -85,27 +92,35 @@ def encode_messages(
     """
     try:
         token_ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
+            [dict(message) for message in messages],
+            tokenize=True,
+            return_dict=False,
+            **(template_arguments or {}),
         )
     except Exception as error:  # a template's code may raise any exception
         raise ValueError(
-            f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: {error}. Change the "
+            f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: "
+            f"{error}. Change the "
             "messages, data.apply_chat_template_kwargs, or the tokenizer's template."
         ) from error
     if not token_ids:
-        raise ValueError(f"the chat template must render {reprlib.repr(messages)} to at least one token, but gives none.")
+        raise ValueError(
+            f"the chat template must render {reprlib.repr(messages)} to at least one token, but gives none."
+        )
     return token_ids
 
 
 class ToolTurnEncoder:
-    """Encodes tool answers: the tokens between the EOS token of an assistant's turn and the start of its next turn.
+    """Encodes tool answers: the tokens between the EOS token of an assistant's turn and the start of its next
+    turn.
 
-    Only these tokens come from text. The conversation before them stays as token ids, because retokenised text need not give
-    the sampled tokens.
+    Only these tokens come from text. The conversation before them stays as token ids, because retokenised
+    text need not give the sampled tokens.
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the EOS token."""
+        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the EOS
+        token."""
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
         self._turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -128,7 +143,8 @@ class ToolTurnEncoder:
         start = len(self._before)
         if whole[:start] != self._before or len(whole) == start:
             raise ValueError(
-                "for tools the chat template must render a tool's answer behind the turns before it, but it makes "
+                "for tools the chat template must render a tool's answer behind the turns before it, but it "
+                "makes "
                 f"{self._tokenizer.decode(whole)!r} of {messages}. Change the tokenizer's chat template."
             )
         return whole[start:]
@@ -148,11 +164,15 @@ class WorkedExample:
         return len(self.prompt_token_ids) + len(self.answer_token_ids)
 
 
-def read_worked_examples(files: Sequence[str], messages_key: str, tokenizer: Any, max_length: int) -> list[WorkedExample]:
-    """Read the examples of data files whose column ``messages_key`` holds chat messages that end with the assistant's.
+def read_worked_examples(
+    files: Sequence[str], messages_key: str, tokenizer: Any, max_length: int
+) -> list[WorkedExample]:
+    """Read the examples of data files whose column ``messages_key`` holds chat messages that end with the
+    assistant's.
 
-    Raises ``ValueError`` naming the file or row when a file or column is missing, a conversation does not end with the
-    assistant, the chat template does not continue the prompt, or an example is longer than ``max_length`` tokens.
+    Raises ``ValueError`` naming the file or row when a file or column is missing, a conversation does not end
+    with the assistant, the chat template does not continue the prompt, or an example is longer than
+    ``max_length`` tokens.
     """
     examples = []
     for path in files:
@@ -175,12 +195,14 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, whe
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
         raise ValueError(
             "the chat template must render a conversation as its prompt followed by the answer, but in "
-            f"{where} the prompt is {tokenizer.decode(prompt)!r} and the whole {tokenizer.decode(whole)!r}. Change the "
+            f"{where} the prompt is {tokenizer.decode(prompt)!r} and the whole {tokenizer.decode(whole)!r}. "
+            "Change the "
             "tokenizer's chat template."
         )
     if len(whole) > max_length:
         raise ValueError(
-            f"an example must have at most data.max_length={max_length} tokens, got {len(whole)} in {where}. Raise the "
+            f"an example must have at most data.max_length={max_length} tokens, got {len(whole)} in {where}. "
+            "Raise the "
             "limit or remove the row."
         )
     return WorkedExample(prompt, whole[len(prompt) :])

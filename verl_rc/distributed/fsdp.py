@@ -13,18 +13,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 
 def sharding_mesh(data_parallel: DeviceMesh, size: int) -> DeviceMesh:
-    """The mesh over which weights are sharded: all ranks, or for a smaller ``size`` groups of so many neighbouring ranks.
+    """The mesh over which weights are sharded: all ranks, or for a smaller ``size`` groups of so many
+    neighbouring ranks.
 
-    Of two dimensions then, ``replicate`` and ``shard``: every group has a copy, and gradients are summed over both.
+    Of two dimensions then, ``replicate`` and ``shard``: every group has a copy, and gradients are summed over
+    both.
     """
     ranks = data_parallel.size()
     if not 0 < size < ranks:
         return data_parallel
-    return DeviceMesh(data_parallel.device_type, data_parallel.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh(
+        data_parallel.device_type, data_parallel.mesh.view(-1, size), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _cut(mesh: DeviceMesh) -> list[Placement]:
-    """How parameters lie on a mesh: cut along their first dimension over its last one, and copied over the other."""
+    """How parameters lie on a mesh: cut along their first dimension over its last one, and copied over the
+    other."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
 
 
@@ -56,8 +61,8 @@ def shard_model(
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     assert isinstance(model, FSDPModule)
-    # FSDP2 looks again at its modules' parameters when the model is moved. Cloned: what was read lies in the mapped file, where
-    # others may write.
+    # FSDP2 looks again at its modules' parameters when the model is moved. Cloned: what was read lies in the
+    # mapped file, where others may write.
     model._apply(torch.clone)
     if mesh.ndim > 1:
         _copy_from_first_group(model, mesh)
@@ -65,7 +70,8 @@ def shard_model(
 
 
 def _copy_from_first_group(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every group the first one's weights: what is drawn at random (adapters) each group has drawn by itself."""
+    """Give every group the first one's weights: what is drawn at random (adapters) each group has drawn by
+    itself."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         dist.broadcast(parameter.to_local().detach(), group=mesh.get_group("replicate"), group_src=0)
@@ -73,7 +79,8 @@ def _copy_from_first_group(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside the context, parameters that are shards have their whole size, but no memory; ``empty`` makes such a tensor.
+    """Inside the context, parameters that are shards have their whole size, but no memory; ``empty`` makes
+    such a tensor.
 
     For code that goes by the sizes of parameters. Whether they are trained may change inside.
     """
@@ -108,13 +115,15 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ValueError(
-            f"sharding needs a model class that names its decoder layers in _no_split_modules, got {type(model).__name__}."
+            "sharding needs a model class that names its decoder layers in _no_split_modules, got "
+            f"{type(model).__name__}."
         )
     return layers
 
 
 def gather_full_tensors(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Whole tensors behind shards, detached, in ``dtype``; one collective for all that are sharded, of values already cast."""
+    """Whole tensors behind shards, detached, in ``dtype``; one collective for all that are sharded, of values
+    already cast."""
     here = [tensor.detach() for tensor in tensors]
     gathered = iter(_gather([one for one in here if _is_divided(one)], dtype))
     return [next(gathered) if _is_divided(one) else gather_full_tensor(one).to(dtype) for one in here]
@@ -126,7 +135,8 @@ def _is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
-    """Of one mesh, all cut along their first dimension over its last one; each of its groups gathers by itself."""
+    """Of one mesh, all cut along their first dimension over its last one; each of its groups gathers by
+    itself."""
     if not shards:
         return []
     mesh = shards[0].device_mesh
@@ -141,17 +151,26 @@ def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
     # As bytes: gloo does not know every type of number.
     dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group(-1))
     parts = everyone.view(ranks, -1).split(sizes, dim=1)
-    return [part.reshape(-1, *shard.shape[1:])[: shard.shape[0]] for part, shard in zip(parts, shards, strict=True)]
+    return [
+        part.reshape(-1, *shard.shape[1:])[: shard.shape[0]]
+        for part, shard in zip(parts, shards, strict=True)
+    ]
 
 
 def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``weight + scale * left @ right`` in fp32, detached; where ``weight`` and ``left`` are shards, on this rank's rows."""
+    """``weight + scale * left @ right`` in fp32, detached; where ``weight`` and ``left`` are shards, on this
+    rank's rows."""
     if not isinstance(weight, DTensor):
         return weight.detach().float() + scale * (left.detach().float() @ right)
     assert isinstance(left, DTensor)
     rows = weight.to_local().detach().float() + scale * (left.to_local().detach().float() @ right)
     return DTensor.from_local(
-        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        rows,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
     )
 
 

@@ -1,4 +1,5 @@
-"""This node's network: the interface that carries an address, and ports that their owner binds before it tells them.
+"""This node's network: the interface that carries an address, and ports that their owner binds before it
+tells them.
 
 Imports nothing heavy: processes need it before their environment is complete.
 """
@@ -19,15 +20,18 @@ def interface_of(address: str) -> str:
         if any(one.address.partition("%")[0] == address for one in carried):
             return name
     raise ValueError(
-        f"no network interface of this node has the address {address}, under which Ray knows the node; there are "
-        f"{', '.join(found)}. Set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and VLLM_HOST_IP on the node before its Ray is started."
+        f"no network interface of this node has the address {address}, under which Ray knows the node; there "
+        "are "
+        f"{', '.join(found)}. Set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and VLLM_HOST_IP on the node before "
+        "its Ray is started."
     )
 
 
 def network_variables(address: str) -> dict[str, str]:
     """Environment with which gloo, NCCL and vLLM use the interface of this ``address``.
 
-    Left to themselves, gloo and vLLM take what the hostname resolves to, which is 127.0.1.1 on Debian and Ubuntu.
+    Left to themselves, gloo and vLLM take what the hostname resolves to, which is 127.0.1.1 on Debian and
+    Ubuntu.
     """
     name = interface_of(address)
     # "=": otherwise NCCL takes every interface whose name begins so.

@@ -21,7 +21,9 @@ def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: 
         return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
     listener = take_listener(host, port)
     # detach(): the store closes the descriptor, Python must not close it too.
-    return dist.TCPStore(host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach()
+    )
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,17 @@ def trainer_device(kind: str) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("trainer.device=cuda needs a CUDA device, and torch sees none. Use trainer.device=cpu or auto.")
+        raise ValueError(
+            "trainer.device=cuda needs a CUDA device, and torch sees none. Use trainer.device=cpu or auto."
+        )
     return torch.device(kind)
 
 
-def join_trainer_group(address: RankAddress, device: torch.device, timeout_seconds: float = 600.0) -> DeviceMesh:
-    """Initialise the default process group of the trainer ranks; returns the one-dimensional data-parallel mesh.
+def join_trainer_group(
+    address: RankAddress, device: torch.device, timeout_seconds: float = 600.0
+) -> DeviceMesh:
+    """Initialise the default process group of the trainer ranks; returns the one-dimensional data-parallel
+    mesh.
 
     The models of a process share the group: the first one joins it.
     """
@@ -66,8 +73,12 @@ def _initialise(address: RankAddress, device: torch.device, timeout: timedelta) 
         torch.cuda.set_device(address.local_rank)
     # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store = open_store(address.master_host, address.master_port, address.world_size, address.rank == 0, timeout)
-    dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.world_size, timeout=timeout)
+    store = open_store(
+        address.master_host, address.master_port, address.world_size, address.rank == 0, timeout
+    )
+    dist.init_process_group(
+        backend, store=store, rank=address.rank, world_size=address.world_size, timeout=timeout
+    )
 
 
 def leave_trainer_group() -> None:

@@ -1,4 +1,5 @@
-"""Sequence parallelism by all-to-alls over attention heads (Ulysses, arXiv:2309.14509): a group of ranks shares each micro-batch.
+"""Sequence parallelism by all-to-alls over attention heads (Ulysses, arXiv:2309.14509): a group of ranks
+shares each micro-batch.
 
 Every rank computes an equal part of its tokens, and in attention an equal part of the heads over all of them.
 """
@@ -25,12 +26,16 @@ class SequenceParallel:
     """Ranks of the group, at least 2."""
 
     def own_tokens(self, packed: Tensor) -> Tensor:
-        """This rank's part ``[ceil(N / size)]`` of ``packed`` ``[N]``; zeros follow the last token, so that parts are equal."""
+        """This rank's part ``[ceil(N / size)]`` of ``packed`` ``[N]``; zeros follow the last token, so that
+        parts are equal."""
         each = self._tokens_each(packed.shape[0])
-        return F.pad(packed, (0, each * self.size - packed.shape[0]))[self.rank * each : (self.rank + 1) * each]
+        return F.pad(packed, (0, each * self.size - packed.shape[0]))[
+            self.rank * each : (self.rank + 1) * each
+        ]
 
     def own_positions(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part, and where.
+        """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part,
+        and where.
 
         Returns bool ``[K]``, and for those that do the positions in the part.
         """
@@ -41,8 +46,8 @@ class SequenceParallel:
     def gather(self, own: Tensor, is_own: Tensor) -> Tensor:
         """Values ``[K]`` of all ranks from this rank's ``own``, which lie where ``is_own`` (bool ``[K]``).
 
-        Every rank is to compute the same loss from them. Its gradient goes to the rank that a value came from, once: of this
-        rank's loss that is the gradient of its own values.
+        Every rank is to compute the same loss from them. Its gradient goes to the rank that a value came
+        from, once: of this rank's loss that is the gradient of its own values.
         """
         share = torch.zeros(is_own.shape, dtype=own.dtype, device=own.device).masked_scatter(is_own, own)
         # Each value is added to zeros, which is exact.
@@ -50,7 +55,8 @@ class SequenceParallel:
         return total
 
     def heads_of_all_tokens(self, *projections: Tensor) -> list[Tensor]:
-        """Own heads over all tokens ``[1, heads / size, size * n, D]`` from all heads over own tokens ``[1, heads, n, D]`` each.
+        """Own heads over all tokens ``[1, heads / size, size * n, D]`` from all heads over own tokens ``[1,
+        heads, n, D]`` each.
 
         Heads of keys and values that are fewer than ranks, or do not divide, are repeated until they do.
         """
@@ -62,7 +68,8 @@ class SequenceParallel:
         return [part.view_as(like).transpose(0, 1).flatten(1, 2)[None] for part, like in parts]
 
     def tokens_of_all_heads(self, attended: Tensor) -> Tensor:
-        """All heads over own tokens ``[1, n, heads, D]`` from own heads over all tokens ``[1, N, heads / size, D]``."""
+        """All heads over own tokens ``[1, n, heads, D]`` from own heads over all tokens ``[1, N, heads /
+        size, D]``."""
         each = self._tokens_each(attended.shape[1])
         padded = F.pad(attended[0], (0, 0, 0, 0, 0, each * self.size - attended.shape[1]))
         arrived = self._exchange(padded.unflatten(0, (self.size, each)))
@@ -77,9 +84,11 @@ class SequenceParallel:
 
 
 def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParallel | None]:
-    """Data-parallel mesh and sequence-parallel group of this rank where ``size`` neighbouring ranks share a micro-batch.
+    """Data-parallel mesh and sequence-parallel group of this rank where ``size`` neighbouring ranks share a
+    micro-batch.
 
-    The mesh holds one rank of each group: sums over it count every row once. ``size`` must divide the ranks; None for 1.
+    The mesh holds one rank of each group: sums over it count every row once. ``size`` must divide the ranks;
+    None for 1.
     """
     if size == 1:
         return mesh, None
@@ -90,7 +99,8 @@ def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParal
 
 
 def _repeated_heads(projection: Tensor, size: int) -> Tensor:
-    """Every head ``[1, heads, n, D]`` as often, one behind the other, as makes their number a multiple of ``size``."""
+    """Every head ``[1, heads, n, D]`` as often, one behind the other, as makes their number a multiple of
+    ``size``."""
     return projection.repeat_interleave(size // math.gcd(projection.shape[1], size), dim=1)
 
 
@@ -116,7 +126,8 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient is passed on as it is: every rank computes the same loss from the sum."""
+    """The sum over ranks, whose gradient is passed on as it is: every rank computes the same loss from the
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:

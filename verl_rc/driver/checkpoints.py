@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, SavedRun, check_same_model, shards_problem
+from verl_rc.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    RunState,
+    SavedRun,
+    check_same_model,
+    shards_problem,
+)
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.config.errors import ConfigError
@@ -17,14 +24,17 @@ from verl_rc.driver.step_record import StepRecord
 
 
 def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path | None, RunState]:
-    """The run's checkpoints, the one to go on from as ``trainer.resume_mode`` says (None: start anew), and the run's state.
+    """The run's checkpoints, the one to go on from as ``trainer.resume_mode`` says (None: start anew), and
+    the run's state.
 
     Raises ``ConfigError`` when there is none that fits this run.
     """
     trainer = config.trainer
     store = CheckpointStore(run_folder, trainer.max_actor_ckpt_to_keep)
     try:
-        folder, messages = store.choose(trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config))
+        folder, messages = store.choose(
+            trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config)
+        )
         for message in messages:
             say("%s", message)
         if folder is None:
@@ -43,8 +53,10 @@ def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
     supply = saved.state.supply
     if supply is not None and (supply.num_groups or supply.drawn) and config.async_training.is_synchronous:
         raise CheckpointError(
-            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous run does not train "
-            "on; resume with the async_training section it was written with, or start anew with trainer.resume_mode=disable."
+            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous "
+            "run does not train "
+            "on; resume with the async_training section it was written with, or start anew with "
+            "trainer.resume_mode=disable."
         )
 
 
@@ -63,25 +75,30 @@ def _problem(folder: Path, config: RunConfig) -> str | None:
 def write(services: Services, state: RunState, record: StepRecord) -> None:
     """Write a checkpoint of ``state`` beside its place, if one is due; ``commit`` puts it there.
 
-    One is due every ``trainer.save_freq`` steps (rounded up to steps that publish), at the end, and when the run was asked to
-    stop; never if that is <= 0, unless an alert ends the run. With ``checkpoint.async_save`` it is only copied
-    here, once the one before is written.
+    One is due every ``trainer.save_freq`` steps (rounded up to steps that publish), at the end, and when the
+    run was asked to stop; never if that is <= 0, unless an alert ends the run. With ``checkpoint.async_save``
+    it is only copied here, once the one before is written.
     """
     step = state.step
-    wanted = services.stop.decide() and (services.config.trainer.save_freq > 0 or services.stop.reason is not None)
+    wanted = services.stop.decide() and (
+        services.config.trainer.save_freq > 0 or services.stop.reason is not None
+    )
     if not services.saves_at(step) and not wanted:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)
         with _explained(services, step):
             folder = services.checkpoints.begin(step).resolve()
-            pending = [pending for group in _learners(services) for pending in group.save(folder / group.role)]
+            pending = [
+                pending for group in _learners(services) for pending in group.save(folder / group.role)
+            ]
             SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
 
 
 def commit(services: Services, step: int) -> None:
-    """Make what was written count, now that the step's metrics are written too: a crash before this repeats the step.
+    """Make what was written count, now that the step's metrics are written too: a crash before this repeats
+    the step.
 
     What is still being written counts after a later step; after the last one it is waited for.
     """
@@ -107,7 +124,8 @@ def _learners(services: Services) -> list[ActorGroup | CriticGroup]:
 
 @contextmanager
 def _explained(services: Services, step: int) -> Iterator[None]:
-    """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not touch."""
+    """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not
+    touch."""
     try:
         yield
     except (OSError, CheckpointError, RemoteError) as error:
@@ -115,24 +133,34 @@ def _explained(services: Services, step: int) -> Iterator[None]:
         if not isinstance(cause, (OSError, CheckpointError)):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} must be written to {services.folder}, but: {cause} {_what_is_left(services)}"
+            f"the checkpoint of step {step} must be written to {services.folder}, but: {cause} "
+            f"{_what_is_left(services)}"
         ) from error
 
 
 @contextmanager
 def full_disk_explained(services: Services) -> Iterator[None]:
-    """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint does."""
+    """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint
+    does."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CheckpointError(
-            f"the disk must have room for what the run writes to {services.folder}, but: {error}. {_what_is_left(services)}"
+            f"the disk must have room for what the run writes to {services.folder}, but: {error}. "
+            f"{_what_is_left(services)}"
         ) from error
 
 
 def _what_is_left(services: Services) -> str:
     newest = next(iter(services.checkpoints.newest_first()), None)
-    left = "There is no earlier checkpoint" if newest is None else f"{newest} is still the newest one, whole and usable"
-    return f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command again."
+    left = (
+        "There is no earlier checkpoint"
+        if newest is None
+        else f"{newest} is still the newest one, whole and usable"
+    )
+    return (
+        f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command "
+        "again."
+    )

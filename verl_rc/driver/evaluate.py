@@ -18,7 +18,8 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request
 
 
 def validate(services: Services, state: RunState, record: StepRecord, step: int) -> float:
-    """Sample every validation prompt ``val_kwargs.n`` times; returns the mean accuracy of all samples for the closing line.
+    """Sample every validation prompt ``val_kwargs.n`` times; returns the mean accuracy of all samples for the
+    closing line.
 
     Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
@@ -34,9 +35,9 @@ def validate(services: Services, state: RunState, record: StepRecord, step: int)
 def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     """Statistics of every data source and variable: ``val-core`` for the headline, ``val-aux`` for the rest.
 
-    Variables are the reward and the numeric columns of the reward function. A sample without a finite number (None, NaN)
-    does not count; a variable that no sample of a source has is left out there. ``acc`` makes the headline where there is
-    one, else the reward. Samples vote (``maj@n``) by the column ``pred``.
+    Variables are the reward and the numeric columns of the reward function. A sample without a finite number
+    (None, NaN) does not count; a variable that no sample of a source has is left out there. ``acc`` makes the
+    headline where there is one, else the reward. Samples vote (``maj@n``) by the column ``pred``.
     """
     rows = samples.rows
     columns: dict[str, list[object]] = {**samples.extras, "reward": list(samples.scores.tolist())}
@@ -45,13 +46,21 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
     indices_by_source: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         indices_by_source[row.data_source].append(index)
-    headline = {f"mean@{samples_per_prompt}", f"best@{samples_per_prompt}/mean", f"maj@{samples_per_prompt}/mean"}
+    headline = {
+        f"mean@{samples_per_prompt}",
+        f"best@{samples_per_prompt}/mean",
+        f"maj@{samples_per_prompt}/mean",
+    }
     metrics: dict[str, float] = {}
     for source, indices in indices_by_source.items():
         by_variable = {}
         for variable, column in columns.items():
             values = [(index, column[index]) for index in indices]
-            finite = [ValidationSample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
+            finite = [
+                ValidationSample(rows[i].row_index, float(value), answers[i])
+                for i, value in values
+                if _is_finite(value)
+            ]
             by_variable[variable] = summarise_samples(finite, samples_per_prompt)
         core_variable = "acc" if by_variable.get("acc") else "reward"
         for variable, statistics in by_variable.items():
@@ -66,14 +75,19 @@ def _is_finite(value: object) -> TypeGuard[Real]:
 
 
 def _sample_in_batches(services: Services, state: RunState, record: StepRecord, step: int) -> Samples:
-    """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of the weights."""
+    """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
+    the weights."""
     data, options = services.config.data, services.config.actor_rollout_ref.rollout.val_kwargs
     rows = [row for row in services.validation_rows for _ in range(options.n)]
     requests = [
         GenerationRequest(
             row.prompt_token_ids,
             request_seed(
-                {"seed": services.config.trainer.seed, "validation_row": row.row_index, "sample": index % options.n}
+                {
+                    "seed": services.config.trainer.seed,
+                    "validation_row": row.row_index,
+                    "sample": index % options.n,
+                }
             ),
         )
         for index, row in enumerate(rows)
@@ -91,14 +105,20 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
 
 
 def _show_samples(services: Services, samples: Samples, step: int) -> None:
-    """``trainer.log_val_generations`` samples of the same prompts at every step, the samples of a prompt together."""
+    """``trainer.log_val_generations`` samples of the same prompts at every step, the samples of a prompt
+    together."""
     count = services.config.trainer.log_val_generations
     if count == 0:
         return
     samples_per_prompt = len(samples) // len(services.validation_rows)
     num_prompts = min(math.ceil(count / samples_per_prompt), len(services.validation_rows))
     prompts = sorted(random.Random(42).sample(range(len(services.validation_rows)), num_prompts))
-    chosen = [prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)][:count]
+    chosen = [
+        prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)
+    ][:count]
     rows, scores = samples.rows, samples.scores.tolist()
-    table = [[rows[i].messages[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]] for i in chosen]
+    table = [
+        [rows[i].messages[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
+        for i in chosen
+    ]
     services.tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

@@ -1,4 +1,5 @@
-"""Groups of an asynchronous run: their requests to the engines, what comes back into samples, and what is decided of them."""
+"""Groups of an asynchronous run: their requests to the engines, what comes back into samples, and what is
+decided of them."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -69,7 +70,9 @@ class GroupRequests:
         self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0))
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
 
-    def _request(self, samples: Sequence[tuple[Group, GroupSample]], seeds: Sequence[int], options: SamplingOptions) -> None:
+    def _request(
+        self, samples: Sequence[tuple[Group, GroupSample]], seeds: Sequence[int], options: SamplingOptions
+    ) -> None:
         if not samples:
             return
         requests = [
@@ -101,11 +104,15 @@ class GroupRequests:
         return Taken(touched, num_tokens, failures)
 
     def take_parts(self, groups: Mapping[int, Group]) -> int:
-        """Put what a publication cut into the samples of ``groups``; returns the number of tokens that are new."""
+        """Put what a publication cut into the samples of ``groups``; returns the number of tokens that are
+        new."""
         num_tokens = 0
         for number in self._places:
             sample = self._sample(number, groups)
-            before, (sample.turns, sample.tool_calls) = sample.num_sampled, self._services.engines.parts(number)
+            before, (sample.turns, sample.tool_calls) = (
+                sample.num_sampled,
+                self._services.engines.parts(number),
+            )
             num_tokens += sample.num_sampled - before
         return num_tokens
 
@@ -132,17 +139,20 @@ class GroupRequests:
 
 
 def end_sample(sample: GroupSample, given: Completions, row: int, *, one_version: bool) -> None:
-    """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
+    """Put a row of what the engines returned into its sample: the whole response, one part for each version
+    that sampled it.
 
-    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
-    the sample lacks and did not. It lacks none when an update came while its tools were at work, and their answers left no room.
+    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have
+    sampled all tokens that the sample lacks and did not. It lacks none when an update came while its tools
+    were at work, and their answers left no room.
     """
     versions = given.policy_versions[row][sampled_mask(given)[row]]
     found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
     if min(found) < 0 or (one_version and len(lacking) > 1) or not (lacking or given.tool_calls is not None):
         wanted = "one version of the weights" if one_version else "known versions of the weights"
         raise RuntimeError(
-            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
+            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has "
+            "tokens of "
             f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
         )
     sample.turns = row_parts(given, row)
@@ -160,10 +170,13 @@ class Baselines:
 
 
 def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
-    """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no score."""
+    """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
+    score."""
     scored = _scored(services, groups)
     return [
-        found if isinstance(found, RewardError) else group.scored(found, "kept" if _tells(services, found) else "filtered")
+        found
+        if isinstance(found, RewardError)
+        else group.scored(found, "kept" if _tells(services, found) else "filtered")
         for group, found in zip(groups, scored, strict=True)
     ]
 
@@ -171,14 +184,17 @@ def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardEr
 def _scored(services: Services, groups: Sequence[Group]) -> list[GroupScores | RewardError]:
     rollouts = _rollouts(services, groups)
     try:
-        # reward/* of a step describe its batch, not what arrived meanwhile: they go to a record that is not logged.
+        # reward/* of a step describe its batch, not what arrived meanwhile: they go to a record that is not
+        # logged.
         samples = score_with_penalty(services, [group.row for group in groups], rollouts, StepRecord())
     except RewardError as error:
         if len(groups) == 1:
             return [error]
         return [found for group in groups for found in _scored(services, [group])]
     ends = torch.tensor([len(group.samples) for group in groups]).cumsum(0).tolist()
-    return [_scores_of(samples, end - len(group.samples), end) for group, end in zip(groups, ends, strict=True)]
+    return [
+        _scores_of(samples, end - len(group.samples), end) for group, end in zip(groups, ends, strict=True)
+    ]
 
 
 def _scores_of(samples: Samples, first: int, end: int) -> GroupScores:
@@ -219,7 +235,9 @@ def _without_greedy(group: Group, count: int) -> Group:
 def _first(scores: GroupScores, count: int) -> GroupScores:
     """Return the scores of the first ``count`` samples."""
     before = None if scores.unpenalised is None else scores.unpenalised[:count]
-    return GroupScores(scores.values[:count], {name: column[:count] for name, column in scores.extras.items()}, before)
+    return GroupScores(
+        scores.values[:count], {name: column[:count] for name, column in scores.extras.items()}, before
+    )
 
 
 def _rollouts(services: Services, groups: Sequence[Group]) -> RolloutBatch:

@@ -1,4 +1,5 @@
-"""What stands between sampling and update: tokens are those sampled, mismatch is bearable, the reward has not collapsed."""
+"""What stands between sampling and update: tokens are those sampled, mismatch is bearable, the reward has not
+collapsed."""
 
 import torch
 
@@ -15,13 +16,21 @@ from verl_rc.report.verdict.cause import CAUSE
 
 _SKIPPED = "this step's updates are left out; the next publication empties the engines' caches"
 
-def decide_update(
-    services: Services, rewards: RewardHistory, samples: Samples, scored: ScoredStep, record: StepRecord, step: int
-) -> bool:
-    """Judge the step and act on what is found, as ``trainer.alerts`` says; returns whether its updates are made.
 
-    Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and ``LedgerError`` when sampled
-    tokens are missing, or the loss would look at others than those that rollout correction kept.
+def decide_update(
+    services: Services,
+    rewards: RewardHistory,
+    samples: Samples,
+    scored: ScoredStep,
+    record: StepRecord,
+    step: int,
+) -> bool:
+    """Judge the step and act on what is found, as ``trainer.alerts`` says; returns whether its updates are
+    made.
+
+    Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and
+    ``LedgerError`` when sampled tokens are missing, or the loss would look at others than those that rollout
+    correction kept.
     """
     batch = scored.batch
     with record.stage("adv"):
@@ -43,8 +52,11 @@ def decide_update(
     return wanted
 
 
-def act_on_mismatch(services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int) -> bool:
-    """Alert and stop as configured when the step's mismatch, if measured, is too large; returns whether it allows an update.
+def act_on_mismatch(
+    services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int
+) -> bool:
+    """Alert and stop as configured when the step's mismatch, if measured, is too large; returns whether it
+    allows an update.
 
     Where the actor corrects, the mismatch is known after the update alone.
     """
@@ -55,12 +67,15 @@ def act_on_mismatch(services: Services, statistics: CorrectionStatistics | None,
         record.add({"alerts/mismatch": 0.0})
         return True
     record.add({"alerts/mismatch": 1.0})
-    text = f"rollout_corr/k3_kl is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
+    text = (
+        f"rollout_corr/k3_kl is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
+    )
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
 
 
 def act_on_gap(services: Services, record: StepRecord, step: int) -> bool:
-    """Alert and stop as configured when the rollouts' gap, if judged, is unusual; returns whether it allows an update."""
+    """Alert and stop as configured when the rollouts' gap, if judged, is unusual; returns whether it allows
+    an update."""
     found, limit = record.value("sync/rollout_gap_mean"), record.value("sync/gap_limit")
     if found is None or limit is None:
         return True
@@ -76,14 +91,20 @@ def act_on_canary_gap(services: Services, found: float, limit: float, record: St
         _act_on_gap(services, "canary tokens", found, limit, step, skipped)
 
 
-def _act_on_gap(services: Services, where: str, found: float, limit: float, step: int, skipped: str = _SKIPPED) -> bool:
-    text = f"{where}: mean |trainer - rollout log-prob| is {found:.3g} nats, at most {limit:.3g} is usual in this run"
+def _act_on_gap(
+    services: Services, where: str, found: float, limit: float, step: int, skipped: str = _SKIPPED
+) -> bool:
+    text = (
+        f"{where}: mean |trainer - rollout log-prob| is {found:.3g} nats, at most {limit:.3g} is usual in "
+        "this run"
+    )
     title = "the engines' log-probs are unusually far off"
     return _act(services, services.config.trainer.alerts.gap, title, text, step, skipped)
 
 
 def act_on_cause(services: Services, record: StepRecord, step: int) -> bool:
-    """Stop as configured when a cause of the gap is named, which no correction repairs; returns whether it allows an update."""
+    """Stop as configured when a cause of the gap is named, which no correction repairs; returns whether it
+    allows an update."""
     if not record.value(CAUSE):
         return True
     action = services.config.trainer.alerts.cause
@@ -97,7 +118,9 @@ def book_withheld(batch: TrainBatch, record: StepRecord) -> None:
     record.ledger.book({"withheld": int(torch.count_nonzero(batch.response_mask))})
 
 
-def _act(services: Services, action: AlertAction, title: str, text: str, step: int, skipped: str = _SKIPPED) -> bool:
+def _act(
+    services: Services, action: AlertAction, title: str, text: str, step: int, skipped: str = _SKIPPED
+) -> bool:
     """Send an alert and do what the action says; returns whether the update is still wanted.
 
     ``skipped`` says what the action ``skip`` does.

@@ -1,4 +1,5 @@
-"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no run.
+"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no
+run.
 
 W&B gets it too, with the verdict: its run stays open until then.
 """
@@ -33,14 +34,16 @@ class EndOfRun:
     """The run in W&B, where the report is published."""
 
     def close(self, tracker: Tracker) -> None:
-        """Close the tracker's files, which the report reads; the experiment is finished once it has the report."""
+        """Close the tracker's files, which the report reads; the experiment is finished once it has the
+        report."""
         self.experiment = tracker.experiment
         tracker.close_files()
 
 
 @contextmanager
 def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
-    """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all files are closed."""
+    """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all
+    files are closed."""
     folder = Path(str(config.trainer.default_local_dir))
     with suppress(OSError):
         (folder / ENDING).unlink(missing_ok=True)  # of an earlier life
@@ -70,7 +73,9 @@ def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
 def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
     """The verdict; lines say where the page is and what it says first, or why there is none (None)."""
     try:
-        (folder / ENDING).write_text(json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8")
+        (folder / ENDING).write_text(
+            json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8"
+        )
         written = _run_report(folder)
     except subprocess.TimeoutExpired:
         say("report: not written within %.0f s; verl-rc report %s writes it", _SECONDS, folder)
@@ -101,13 +106,20 @@ def _run_report(folder: Path, *options: str) -> dict[str, Any]:
     return written
 
 
-def _publish(experiment: ExperimentSink, folder: Path, verdict: dict[str, Any] | None, with_text: bool, status: int) -> None:
-    """Hand verdict and page over, if there are any, and finish the experiment. Prompts and responses go where it is asked for."""
+def _publish(
+    experiment: ExperimentSink, folder: Path, verdict: dict[str, Any] | None, with_text: bool, status: int
+) -> None:
+    """Hand verdict and page over, if there are any, and finish the experiment. Prompts and responses go where
+    it is asked for."""
     try:
         if verdict is not None:
             page = (folder / REPORT).read_text(encoding="utf-8") if with_text else _page_without_text(folder)
             experiment.publish(FinalReport("\n".join(verdict["lines"]), verdict["code"], page))
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # a page or a network that fails must not fail the run
+    except (
+        OSError,
+        RuntimeError,
+        subprocess.TimeoutExpired,
+    ) as error:  # a page or a network that fails must not fail the run
         say("report: not handed to W&B (%s: %s)", type(error).__name__, " ".join(str(error).split())[:200])
     finally:
         experiment.finish(status)

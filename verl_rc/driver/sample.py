@@ -1,4 +1,5 @@
-"""Sampling what a step trains on: once, or until there are enough prompts whose samples differ in their scores."""
+"""Sampling what a step trains on: once, or until there are enough prompts whose samples differ in their
+scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,13 @@ _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
 """What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
 
 
-def sample_batch(services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord) -> Samples:
+def sample_batch(
+    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
+) -> Samples:
     """Responses to ``prompts`` and their scores; the engines sleep afterwards.
 
-    With ``algorithm.filter_groups`` only prompts stay whose samples differ in their scores, and further ones are drawn until
-    there are ``data.train_batch_size`` of them.
+    With ``algorithm.filter_groups`` only prompts stay whose samples differ in their scores, and further ones
+    are drawn until there are ``data.train_batch_size`` of them.
     """
     sampler = _Sampler(services, state, record)
     filtered = services.config.algorithm.filter_groups.enable
@@ -64,10 +67,14 @@ class _Sampler:
     def greedy_scores(self, batch: Samples) -> Tensor:
         """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
         services, record = self.services, self.record
-        sampling = SamplingOptions.for_training(services.config.actor_rollout_ref.rollout, services.stop_token_ids)
+        sampling = SamplingOptions.for_training(
+            services.config.actor_rollout_ref.rollout, services.stop_token_ids
+        )
         requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
         with record.stage("gen_max"):
-            answer = weights.generate(services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record)
+            answer = weights.generate(
+                services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record
+            )
         record.add_busy("gen_max", answer.busy_seconds)
         greedy = as_rollouts(services, requests, answer.result)
         scores = score_with_penalty(services, batch.prompts, greedy, record).scores
@@ -76,7 +83,10 @@ class _Sampler:
 
     def finish(self, batch: Samples) -> None:
         """Put the engines to sleep and report."""
-        with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
+        with (
+            self.record.stage("gen"),
+            suppress(EnginesLostError),
+        ):  # its samples are here; the next weight update replaces it
             self.services.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
         record_sampled(self.services, batch, self._response_tokens, self.record)
@@ -85,8 +95,9 @@ class _Sampler:
 def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> Samples:
     """Dynamic sampling: draw, sample and filter until there are enough prompts.
 
-    Prompts that were drawn are used up: those filtered out, and those beyond the batch size, which are counted and come again in
-    the next epoch. Raises ``ValueError`` when ``max_num_gen_batches`` do not give enough.
+    Prompts that were drawn are used up: those filtered out, and those beyond the batch size, which are
+    counted and come again in the next epoch. Raises ``ValueError`` when ``max_num_gen_batches`` do not give
+    enough.
     """
     services, wanted = sampler.services, sampler.services.config.data.train_batch_size
     groups = services.config.algorithm.filter_groups
@@ -110,7 +121,9 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
             "training/filter_groups/sampled_score_mean": float(scores.mean()),
         }
     )
-    informative = Samples.concatenate([part for part in kept if part.prompts], services.tokenizer.pad_token_id)
+    informative = Samples.concatenate(
+        [part for part in kept if part.prompts], services.tokenizer.pad_token_id
+    )
     batch = informative.select_prompts(range(wanted))
     tokens_found = informative.num_tokens
     tokens_filtered = sum(part.num_tokens for part in drawn) - tokens_found
@@ -120,12 +133,16 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
 
 
 def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
-    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found`` prompts."""
+    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found``
+    prompts."""
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
-        f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in {groups.metric}, but "
-        f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of {data.prompts_per_draw} prompts "
-        f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+        f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
+        f"{groups.metric}, but "
+        f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of "
+        f"{data.prompts_per_draw} prompts "
+        f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or "
+        "data.gen_batch_size."
     )
 
 
@@ -137,7 +154,8 @@ def _informative_part(part: Samples, metric: str) -> Samples:
 def compared_values(
     scores: Tensor, unpenalised: Tensor | None, extras: Mapping[str, Sequence[object]], metric: str
 ) -> list[float]:
-    """Return the ``algorithm.filter_groups.metric`` of each sample. Raises ``ValueError`` when it names no column of numbers."""
+    """Return the ``algorithm.filter_groups.metric`` of each sample. Raises ``ValueError`` when it names no
+    column of numbers."""
     given = unpenalised if metric == "score" and unpenalised is not None else scores
     return _numbers(given, extras, metric, "algorithm.filter_groups.metric")
 
@@ -161,7 +179,9 @@ def record_sampled(services: Services, batch: Samples, response_tokens: int, rec
         record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
 
 
-def score_with_penalty(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
+def score_with_penalty(
+    services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord
+) -> Samples:
     """Return the rollouts with the reward function's scores, less the overlong penalty."""
     samples = score(services, prompts, rollouts, record)
     buffer = services.config.reward.reward_kwargs.overlong_buffer_cfg
@@ -178,13 +198,19 @@ def _overlong_penalties(services: Services, rollouts: RolloutBatch) -> Tensor:
     kwargs = services.config.reward.reward_kwargs
     buffer = kwargs.overlong_buffer_cfg
     assert buffer.len is not None
-    return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+    return overlong_penalty(
+        rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor
+    )
 
 
 def with_component_scores(services: Services, samples: Samples, record: StepRecord) -> Samples:
     """Return the samples with the columns that ``gdpo`` normalises one by one, where the run has them."""
     keys = services.config.algorithm.gdpo_reward_keys
-    return samples if keys is None else replace(samples, component_scores=_component_scores(samples, keys, record))
+    return (
+        samples
+        if keys is None
+        else replace(samples, component_scores=_component_scores(samples, keys, record))
+    )
 
 
 def _component_scores(samples: Samples, keys: list[str], record: StepRecord) -> Tensor:
@@ -192,13 +218,16 @@ def _component_scores(samples: Samples, keys: list[str], record: StepRecord) -> 
     values = [_numbers(samples.scores, samples.extras, key, "algorithm.gdpo_reward_keys") for key in keys]
     columns = torch.tensor(values, dtype=torch.float32)
     for key, column in zip(keys, columns.double(), strict=True):
-        record.add({f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))})
+        record.add(
+            {f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))}
+        )
         record.add({f"gdpo/{key}/max": float(column.max()), f"gdpo/{key}/min": float(column.min())})
     return columns.T.contiguous()
 
 
 def _numbers(scores: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str) -> list[float]:
-    """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column has none."""
+    """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column
+    has none."""
     if name in ("score", *REWARD_METRICS):
         given: list[float] = scores.tolist()
         return given
@@ -206,7 +235,8 @@ def _numbers(scores: Tensor, extras: Mapping[str, Sequence[object]], name: str, 
     numbers = [float(value) for value in values if isinstance(value, Real) and math.isfinite(value)]
     if len(numbers) != len(scores):
         raise ValueError(
-            f"{key} must name the score or a column of finite numbers that the reward function returns for every sample, got "
+            f"{key} must name the score or a column of finite numbers that the reward function returns for "
+            "every sample, got "
             f"{name!r}; it returned the columns {sorted(extras)}."
         )
     return numbers
@@ -233,12 +263,21 @@ def generate(
     return Timed(rollouts, answer.busy_seconds)
 
 
-def sample_seed(services: Services, step: int, epoch: int, row: PromptRow, sample: int, attempt: int = 0) -> int:
+def sample_seed(
+    services: Services, step: int, epoch: int, row: PromptRow, sample: int, attempt: int = 0
+) -> int:
     """The seed of one response to a prompt, the same in synchronous and asynchronous runs.
 
-    ``step`` is the one that the prompt was drawn for; ``attempt`` says how often it was sampled before, and failed.
+    ``step`` is the one that the prompt was drawn for; ``attempt`` says how often it was sampled before, and
+    failed.
     """
-    identity = {"seed": services.config.trainer.seed, "step": step, "epoch": epoch, "row": row.row_index, "sample": sample}
+    identity = {
+        "seed": services.config.trainer.seed,
+        "step": step,
+        "epoch": epoch,
+        "row": row.row_index,
+        "sample": sample,
+    }
     return request_seed({**identity, "attempt": attempt} if attempt else identity)
 
 
@@ -248,7 +287,10 @@ def sampled_tokens(completions: Completions) -> int:
 
 
 def as_rollouts(
-    services: Services, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
+    services: Services,
+    requests: list[GenerationRequest],
+    completions: Completions,
+    group_ids: Sequence[int] | None = None,
 ) -> RolloutBatch:
     """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
     prompts = [request.prompt_token_ids for request in requests]
@@ -256,7 +298,9 @@ def as_rollouts(
     return build_rollout_batch(prompts, ids, completions, pad_token_id=services.tokenizer.pad_token_id)
 
 
-def score(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
+def score(
+    services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord
+) -> Samples:
     """Decode every response and have it scored."""
     with record.stage("reward"):
         texts = decode(services, rollouts)
@@ -269,10 +313,13 @@ def score(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, 
 
 
 def reward_outputs(samples: Samples) -> list[RewardOutput]:
-    """What the reward function said of every sample, from the columns that are kept of it; None is what it did not say."""
+    """What the reward function said of every sample, from the columns that are kept of it; None is what it
+    did not say."""
     columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
     return [
-        RewardOutput(score, {name: column[row] for name, column in columns.items() if column[row] is not None})
+        RewardOutput(
+            score, {name: column[row] for name, column in columns.items() if column[row] is not None}
+        )
         for row, score in enumerate(samples.scores.tolist())
     ]
 

@@ -1,5 +1,5 @@
-"""Who scores a response (a function of the user's own, the reward model, or the built-in scorer of its source) and what
-happens when that fails."""
+"""Who scores a response (a function of the user's own, the reward model, or the built-in scorer of its
+source) and what happens when that fails."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,17 +13,26 @@ from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.announce import announced, say
 from verl_rc.metrics import Metric, Reduction
-from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward, check_data_sources, score_on_timeout
+from verl_rc.rewards import (
+    RewardError,
+    RewardOutput,
+    RewardSample,
+    build_reward,
+    check_data_sources,
+    score_on_timeout,
+)
 
 FAILURE_COLUMN = "reward_failure"
 """The extra that says why a sample has no score of its own; it is missing in samples that have one."""
 
 
 class ResponseScorer:
-    """Scores responses; a failure stops the run or gets the score that the configuration gives it, and is counted."""
+    """Scores responses; a failure stops the run or gets the score that the configuration gives it, and is
+    counted."""
 
     def __init__(self, config: RewardConfig, pool: RewardPool | None, model: RewardModel | None) -> None:
-        """``pool``: for samples whose scorer may hang (``may_hang``); ``model``: with ``reward.reward_model.enable``."""
+        """``pool``: for samples whose scorer may hang (``may_hang``); ``model``: with
+        ``reward.reward_model.enable``."""
         self._config = config
         self._pool = pool
         self._model = model
@@ -40,18 +49,30 @@ class ResponseScorer:
         for place, result in self._results(samples, judged):
             if isinstance(result, RewardError):
                 failures.append(result)
-            outputs[place] = self._instead(samples[place], result) if isinstance(result, RewardError) else result
+            outputs[place] = (
+                self._instead(samples[place], result) if isinstance(result, RewardError) else result
+            )
         if failures:
-            say("reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0])
+            say(
+                "reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0]
+            )
         return _with_accuracies([outputs[place] for place in range(len(samples))])
 
-    def _samples(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> tuple[list[RewardSample], dict[int, RewardError]]:
-        """One sample per response, with the reward model's score if there is a model; and those it has none for."""
+    def _samples(
+        self, rows: Sequence[PromptRow], texts: Sequence[str]
+    ) -> tuple[list[RewardSample], dict[int, RewardError]]:
+        """One sample per response, with the reward model's score if there is a model; and those it has none
+        for."""
         if self._model is None:
             return [RewardSample.from_row(row, text) for row, text in zip(rows, texts, strict=True)], {}
-        conversations = [[*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)]
+        conversations = [
+            [*row.messages, {"role": "assistant", "content": text}]
+            for row, text in zip(rows, texts, strict=True)
+        ]
         samples, unjudged = [], {}
-        for place, (row, text, answer) in enumerate(zip(rows, texts, self._model.score(conversations), strict=True)):
+        for place, (row, text, answer) in enumerate(
+            zip(rows, texts, self._model.score(conversations), strict=True)
+        ):
             samples.append(RewardSample.from_row(row, text, None if isinstance(answer, str) else answer))
             if isinstance(answer, str):
                 unjudged[place] = RewardError(f"{answer}; this happened for {samples[place]}.")
@@ -82,14 +103,20 @@ class ResponseScorer:
 
     def _instead(self, sample: RewardSample, error: RewardError) -> RewardOutput:
         """What a failed sample gets. Raises ``RewardError`` when the run is to stop."""
-        built_in = None if _has_function(self._config) or self._model is not None else score_on_timeout(sample.data_source)
+        built_in = (
+            None
+            if _has_function(self._config) or self._model is not None
+            else score_on_timeout(sample.data_source)
+        )
         if built_in is not None:
             return RewardOutput(built_in.score, {"acc": built_in.acc, FAILURE_COLUMN: str(error)})
         if self._config.failure_score is not None:
             return RewardOutput(self._config.failure_score, {FAILURE_COLUMN: str(error)})
         raise RewardError(
-            f"{error} The run stops because of reward.on_failure=stop: correct the cause, or pass reward.on_failure=score "
-            "reward.failure_score=<number> to give such samples that score and count them in reward/failed_fraction."
+            f"{error} The run stops because of reward.on_failure=stop: correct the cause, or pass "
+            "reward.on_failure=score "
+            "reward.failure_score=<number> to give such samples that score and count them in "
+            "reward/failed_fraction."
         ) from error
 
 
@@ -98,23 +125,32 @@ def _with_accuracies(outputs: Sequence[RewardOutput]) -> list[RewardOutput]:
     if not any("acc" in output.extras for output in outputs):
         return list(outputs)
     return [
-        RewardOutput(output.score, {"acc": 0.0, **output.extras}) if FAILURE_COLUMN in output.extras else output
+        RewardOutput(output.score, {"acc": 0.0, **output.extras})
+        if FAILURE_COLUMN in output.extras
+        else output
         for output in outputs
     ]
 
 
 @contextmanager
-def open_scorer(config: RewardConfig, sources: Mapping[str, str], ready_timeout_seconds: float) -> Iterator[ResponseScorer]:
+def open_scorer(
+    config: RewardConfig, sources: Mapping[str, str], ready_timeout_seconds: float
+) -> Iterator[ResponseScorer]:
     """A scorer for prompts of ``sources`` (each with where it first stands), with the processes it needs.
 
-    Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot be loaded.
+    Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot
+    be loaded.
     """
     has_built_in = not _has_function(config) and not config.reward_model.enable
     if has_built_in:
         check_data_sources(sources)
     model = RewardModel(config.reward_model) if config.reward_model.enable else None
     building = [] if model is None else model.build()
-    pool = RewardPool(config, ready_timeout_seconds) if any(may_hang(config, source) for source in sources) else None
+    pool = (
+        RewardPool(config, ready_timeout_seconds)
+        if any(may_hang(config, source) for source in sources)
+        else None
+    )
     try:
         if building:
             with announced("the reward model"):
@@ -126,7 +162,8 @@ def open_scorer(config: RewardConfig, sources: Mapping[str, str], ready_timeout_
 
 
 def may_hang(config: RewardConfig, data_source: str) -> bool:
-    """Whether samples of a source are scored by something that need not come to an end, and so in reward processes."""
+    """Whether samples of a source are scored by something that need not come to an end, and so in reward
+    processes."""
     if _has_function(config):
         return True
     return not config.reward_model.enable and score_on_timeout(data_source) is not None

@@ -1,4 +1,5 @@
-"""The parts of a run that stay what they are while it lasts, and the request to end it; what changes is ``RunState``."""
+"""The parts of a run that stay what they are while it lasts, and the request to end it; what changes is
+``RunState``."""
 
 import signal
 from collections.abc import Iterator
@@ -45,12 +46,14 @@ class StopRequest:
         """Why this run itself asks to end; None: the scheduler does."""
 
     def decide(self) -> bool:
-        """Decide whether the run ends after this step: the request may come after the moment in which the step could be saved."""
+        """Decide whether the run ends after this step: the request may come after the moment in which the
+        step could be saved."""
         self.ending = self.requested
         return self.ending
 
     def end_if_decided(self) -> None:
-        """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to, else ``SystemExit``."""
+        """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to,
+        else ``SystemExit``."""
         if not self.ending:
             return
         if self.reason is not None:
@@ -63,7 +66,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM is ours inside. To be entered in the main thread, after Ray has set a handler of its own."""
+        """SIGTERM is ours inside. To be entered in the main thread, after Ray has set a handler of its
+        own."""
         previous = signal.signal(signal.SIGTERM, self._take)
         try:
             yield
@@ -79,7 +83,8 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Services:
-    """What the stages of the loop work with: handles on processes and files, the configuration, and what follows from it."""
+    """What the stages of the loop work with: handles on processes and files, the configuration, and what
+    follows from it."""
 
     config: RunConfig
     folder: Path
@@ -113,9 +118,13 @@ class Services:
     """Tokens of one block of the engines' key-value cache."""
 
     def is_due(self, frequency: int, step: int) -> bool:
-        """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""
+        """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens
+        now."""
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint of ``step`` is due by ``trainer.save_freq`` (rounded up to steps that publish; <= 0: never)."""
-        return self.is_due(self.config.async_training.rounded_to_publications(self.config.trainer.save_freq), step)
+        """Whether a checkpoint of ``step`` is due by ``trainer.save_freq`` (rounded up to steps that publish;
+        <= 0: never)."""
+        return self.is_due(
+            self.config.async_training.rounded_to_publications(self.config.trainer.save_freq), step
+        )

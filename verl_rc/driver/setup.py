@@ -1,4 +1,5 @@
-"""From a configuration to a run that is ready: processes start and import first, then ranks load, then engines."""
+"""From a configuration to a run that is ready: processes start and import first, then ranks load, then
+engines."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -64,7 +65,9 @@ def open_run(
     config: RunConfig, ray_started: "Future[None]", close_tracker: Callable[[Tracker], None] = Tracker.close
 ) -> Iterator[tuple[Services, RunState]]:
     """Set a run up, or go on with one, and take it down again, also after an error."""
-    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
+    torch.set_num_threads(
+        min(torch.get_num_threads(), usable_cores())
+    )  # PyTorch knows no CPU limits of containers
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     refuse_too_little_memory(config)
@@ -95,7 +98,9 @@ def open_run(
             _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
             sources = {row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows}
             sources |= loader.dataset.data_sources()
-            scorer = stack.enter_context(open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds))
+            scorer = stack.enter_context(
+                open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
+            )
         total_steps = steps_of_run(config, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
@@ -169,7 +174,8 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
 
 
 def _refuse_attention(config: RunConfig) -> None:
-    """Raise ``ConfigError``, before a model is loaded, when the trainer cannot compute the attention of one."""
+    """Raise ``ConfigError``, before a model is loaded, when the trainer cannot compute the attention of
+    one."""
     for path, trusted in model_paths(config).items():
         problem = unsupported_attention(config, path, trusted)
         if problem is not None:
@@ -194,16 +200,25 @@ def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
     there = steps_of_epoch * config.trainer.total_epochs
     asked = config.trainer.total_training_steps or there
     if asked > there:
-        say("the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise trainer.total_epochs", there, asked)
+        say(
+            "the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise "
+            "trainer.total_epochs",
+            there,
+            asked,
+        )
     return min(asked, there)
 
 
 def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str, folder: Path) -> RunConfig:
-    """``config`` with how gradients are added up, where it leaves that to the estimate of memory; says what that decided."""
+    """``config`` with how gradients are added up, where it leaves that to the estimate of memory; says what
+    that decided."""
     shapes, gpu_bytes = {}, None
     if device == "cuda" and config.num_ranks > 1:
         with _mistakes_are_the_users():
-            shapes = {path: ModelShape.from_model_folder(path, trusted) for path, trusted in model_paths(config).items()}
+            shapes = {
+                path: ModelShape.from_model_folder(path, trusted)
+                for path, trusted in model_paths(config).items()
+            }
         gpu_bytes = processes.gpu_bytes()
     config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
     for choice in choices:
@@ -212,25 +227,35 @@ def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str
     return config
 
 
-def _build_ranks(processes: RankProcesses, groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
+def _build_ranks(
+    processes: RankProcesses, groups: Sequence[RankGroup], config: RunConfig, total_steps: int
+) -> None:
     """Models of all roles, loaded and sharded."""
     building = processes.build({group.role: group.worker for group in groups}, config, total_steps)
     roles = ", ".join(group.role for group in groups)
-    with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"), _mistakes_are_the_users():
+    with (
+        announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"),
+        _mistakes_are_the_users(),
+    ):
         wait_for_all(building, config.trainer.ready_timeout_seconds)
 
 
-def _build_engines(engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str) -> dict[str, Any]:
+def _build_engines(
+    engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str
+) -> dict[str, Any]:
     """Engines, asleep until the first weights come; returns what they say of themselves.
 
-    To be called when the ranks hold all that they load: an engine on their GPU measures what is free, and would take what they
-    allocate or free meanwhile for its own.
+    To be called when the ranks hold all that they load: an engine on their GPU measures what is free, and
+    would take what they allocate or free meanwhile for its own.
     """
     limit = config.trainer.ready_timeout_seconds
     with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
         wait_for_all(importing, limit)
         wait_for_all(
-            engines.build(engine_options(config, device), config.actor_rollout_ref.rollout.engine_timeout_seconds), limit
+            engines.build(
+                engine_options(config, device), config.actor_rollout_ref.rollout.engine_timeout_seconds
+            ),
+            limit,
         )
         engines.sleep()
     return engines.describe()
@@ -238,7 +263,8 @@ def _build_engines(engines: EngineGroup, importing: Sequence[Pending], config: R
 
 @contextmanager
 def _closing(processes: RankProcesses) -> Iterator[None]:
-    """The ranks leave their process group in the end, but not after an error: the watchdog kills them then."""
+    """The ranks leave their process group in the end, but not after an error: the watchdog kills them
+    then."""
     try:
         yield
     except SystemExit:
@@ -262,6 +288,7 @@ def _mistakes_are_the_users() -> Iterator[None]:
 
 @_mistakes_are_the_users()
 def _find_objective(config: RunConfig) -> None:
-    """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not exist."""
+    """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not
+    exist."""
     resolve_advantage_estimator(config.algorithm.adv_estimator)
     resolve_policy_loss(policy_loss_name(config.actor_rollout_ref.actor, config.algorithm.rollout_correction))

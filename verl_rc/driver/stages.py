@@ -18,7 +18,13 @@ from verl_rc.metrics import health
 from verl_rc.metrics.health import HealthHistory
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
-from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, recomputes_proximal, reference_limit
+from verl_rc.ppo.choices import (
+    actor_limit,
+    critic_limit,
+    log_prob_limit,
+    recomputes_proximal,
+    reference_limit,
+)
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
@@ -30,7 +36,8 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
 def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
-    """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as far as needed."""
+    """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as
+    far as needed."""
     evaluations = _proximal_policy(services, rollouts, step, record)
     if services.config.needs_reference:
         with record.stage("ref"):
@@ -45,8 +52,11 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: Step
     return evaluations
 
 
-def _proximal_policy(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
-    """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy takes its place."""
+def _proximal_policy(
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord
+) -> PolicyEvaluations:
+    """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy
+    takes its place."""
     correction = services.config.algorithm.rollout_correction
     if not recomputes_proximal(correction, step):
         return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
@@ -72,9 +82,14 @@ def _reference_log_probs(services: Services, rollouts: RolloutBatch) -> Timed[Te
 
 
 def judge_proximal_gap(
-    services: Services, state: RunState, rollouts: RolloutBatch, evaluations: PolicyEvaluations, record: StepRecord
+    services: Services,
+    state: RunState,
+    rollouts: RolloutBatch,
+    evaluations: PolicyEvaluations,
+    record: StepRecord,
 ) -> float | None:
-    """``judge_gap`` of the proximal policy; where the actor corrects, it finds the gap in its update, and the limit stays."""
+    """``judge_gap`` of the proximal policy; where the actor corrects, it finds the gap in its update, and the
+    limit stays."""
     if services.config.algorithm.rollout_correction.in_actor:
         return state.rollout_gap_limit
     gap = LogProbGap.between(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
@@ -84,15 +99,18 @@ def judge_proximal_gap(
 def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: StepRecord) -> float | None:
     """Report the gap between trainer and engine on the step's rollouts; returns the limit that it calibrates.
 
-    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights. In an asynchronous run the tokens are older
-    than the trainer's weights and prove nothing: the gap is reported, and canary tokens alone are judged.
+    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights. In an asynchronous run
+    the tokens are older than the trainer's weights and prove nothing: the gap is reported, and canary tokens
+    alone are judged.
     """
     if not services.config.async_training.is_synchronous:
         record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
         return state.rollout_gap_limit
     limit = services.gap_limit.limit(state.rollout_gap_limit)
     calibrated = services.gap_limit.calibrate(gap, state.rollout_gap_limit, "this step's rollouts")
-    record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
+    record.add(
+        {"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit}
+    )
     return calibrated
 
 
@@ -107,17 +125,28 @@ def record_batch(
     """Record everything there is to know about the batch before the update."""
     data, rollouts = services.config.data, samples.rollouts
     record.add(
-        batch_metrics(scored.batch, samples.scores, scored.rewards, rollouts, data.max_response_length, data.max_prompt_length)
+        batch_metrics(
+            scored.batch,
+            samples.scores,
+            scored.rewards,
+            rollouts,
+            data.max_response_length,
+            data.max_prompt_length,
+        )
     )
     record.add(policy_gap_metrics(rollouts, evaluations))
     if scored.reward_kl is not None:
         coefficient = control.kl.kl_coef
-        record.add({"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient})
+        record.add(
+            {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
+        )
     if scored.statistics is not None:
         record_correction(services, scored.statistics, control, record)
 
 
-def record_correction(services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord) -> None:
+def record_correction(
+    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
+) -> None:
     """Record ``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
@@ -133,7 +162,8 @@ def record_correction(services: Services, statistics: CorrectionStatistics, cont
 
 
 def judge_causes(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
-    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with this step."""
+    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
+    this step."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
     told, further, causes = cause.judge_causes(record.values, step, history.causes, temperature)
     record.add(further)
@@ -148,7 +178,9 @@ def judge_health(services: Services, history: HealthHistory, record: StepRecord,
     """Say which metrics of the step have left their healthy range; returns the history with this step."""
     complaints, history = health.judge_health(record.metrics(), step, history)
     # Of signatures the table of causes speaks, in words.
-    complaints = [one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in cause.SIGNATURES]
+    complaints = [
+        one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in cause.SIGNATURES
+    ]
     if complaints:
         services.tracker.alert(health.ALERT_TITLE, "\n".join(map(str, complaints)), step)
     return history
@@ -219,12 +251,22 @@ def dump_rollouts(services: Services, samples: Samples, step: int, record: StepR
 
 
 def write_samples(folder: str, samples: Samples, step: int) -> None:
-    """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every sample."""
+    """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every
+    sample."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's own way to write half a surrogate pair
+    with path.open(
+        "w", encoding="utf-8", errors="backslashreplace"
+    ) as file:  # JSON's own way to write half a surrogate pair
         for index, (row, text, value) in enumerate(rows):
             extras = {name: column[index] for name, column in samples.extras.items()}
-            sample = {"input": row.messages, "output": text, "gts": row.ground_truth, "score": value, "step": step, **extras}
+            sample = {
+                "input": row.messages,
+                "output": text,
+                "gts": row.ground_truth,
+                "score": value,
+                "step": step,
+                **extras,
+            }
             file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")

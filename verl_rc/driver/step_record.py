@@ -1,4 +1,5 @@
-"""What one step has to tell: seconds per stage, busy seconds of the workers, metric records, and which stage got slow."""
+"""What one step has to tell: seconds per stage, busy seconds of the workers, metric records, and which stage
+got slow."""
 
 import os
 import time
@@ -30,8 +31,16 @@ class StepTokens:
 
     def milliseconds_per_token(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """``timing_per_token_ms/*``: generation by response tokens, other stages by all."""
-        tokens = {stage: self.response if stage == "gen" else self.total for stage in _PER_TOKEN_STAGES if stage in seconds}
-        return {f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count for stage, count in tokens.items() if count}
+        tokens = {
+            stage: self.response if stage == "gen" else self.total
+            for stage in _PER_TOKEN_STAGES
+            if stage in seconds
+        }
+        return {
+            f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count
+            for stage, count in tokens.items()
+            if count
+        }
 
 
 class StepRecord:
@@ -53,7 +62,8 @@ class StepRecord:
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""
         self.waits_in: str | None = None
-        """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and samples there itself."""
+        """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and
+        samples there itself."""
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
@@ -70,8 +80,8 @@ class StepRecord:
         return dict(self._seconds)
 
     def add_busy(self, name: str, seconds: float) -> None:
-        """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was transport
-        and driver."""
+        """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was
+        transport and driver."""
         self._busy[name] += seconds
 
     def add(self, values: Mapping[str, float]) -> None:
@@ -92,7 +102,8 @@ class StepRecord:
         self._records.extend(records)
 
     def count_tokens(self, response: int, total: int, num_devices: int) -> None:
-        """Tokens of the step, in responses and in all, and the devices of all pools: speeds are measured by them."""
+        """Tokens of the step, in responses and in all, and the devices of all pools: speeds are measured by
+        them."""
         self._tokens = StepTokens(response, total, num_devices)
 
     def add_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
@@ -100,7 +111,8 @@ class StepRecord:
         self._histograms[name] = (edges, counts)
 
     def log(self, tracker: Tracker, step: int, further: Mapping[str, float] | None = None) -> None:
-        """Hand everything to the tracker, with ``further`` numbers. Raises ``LedgerError`` when the books do not balance."""
+        """Hand everything to the tracker, with ``further`` numbers. Raises ``LedgerError`` when the books do
+        not balance."""
         tracker.log({**self.metrics(), **self.ledger.close(), **(further or {})}, step=step)
         for name, (edges, counts) in self._histograms.items():
             tracker.log_histogram(name, edges, counts, step)
@@ -122,12 +134,18 @@ class StepRecord:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)
             metrics |= self._tokens.milliseconds_per_token(self._seconds)
-        metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step)
+        metrics["perf/overhead_fraction"] = max(
+            0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step
+        )
         return metrics
 
     def _untracked(self) -> float:
         """Stages without workers (reward, validation, saving) are work, not overhead."""
-        return sum(seconds for name, seconds in self._seconds.items() if name in {"reward", "testing", "save_checkpoint"})
+        return sum(
+            seconds
+            for name, seconds in self._seconds.items()
+            if name in {"reward", "testing", "save_checkpoint"}
+        )
 
 
 _TIMES_LONGER = 10.0
@@ -144,9 +162,14 @@ class Pace:
     """A slow stage was reported."""
 
     def observed(self, seconds: Mapping[str, float], step: int, placement: Placement) -> "Pace":
-        """Log the slowest of the stages that took ten times their first step, once a run; returns the pace with this step."""
+        """Log the slowest of the stages that took ten times their first step, once a run; returns the pace
+        with this step."""
         first = {**seconds, **self.first_seconds}
-        slowdown = {stage: taken / max(first[stage], 1e-9) for stage, taken in seconds.items() if taken >= _SHORTEST_SECONDS}
+        slowdown = {
+            stage: taken / max(first[stage], 1e-9)
+            for stage, taken in seconds.items()
+            if taken >= _SHORTEST_SECONDS
+        }
         slowest = max(slowdown, key=lambda stage: slowdown[stage], default=None)
         if self.told or slowest is None or slowdown[slowest] < _TIMES_LONGER:
             return Pace(first, self.told)
@@ -164,7 +187,12 @@ class Pace:
 def _likely_cause(load: float, cores: int, placement: Placement) -> str:
     if placement.device == "cpu" and load > 1.5 * cores:
         return (
-            f"The load average is {load:.1f} on {cores} cores; an engine uses {placement.engine_threads} of them and a trainer "
-            f"rank {placement.trainer_threads}: other programs take the cores. docs/troubleshooting.md, Slow, has what helps."
+            f"The load average is {load:.1f} on {cores} cores; an engine uses {placement.engine_threads} of "
+            "them and a trainer "
+            f"rank {placement.trainer_threads}: other programs take the cores. docs/troubleshooting.md, "
+            "Slow, has what helps."
         )
-    return f"The load average is {load:.1f} on {cores} cores: compare the lengths of prompts and responses of the two steps."
+    return (
+        f"The load average is {load:.1f} on {cores} cores: compare the lengths of prompts and responses of "
+        "the two steps."
+    )

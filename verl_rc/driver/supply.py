@@ -1,4 +1,5 @@
-"""Supplying a step with samples: they are sampled when the step begins, or beside the training of earlier steps."""
+"""Supplying a step with samples: they are sampled when the step begins, or beside the training of earlier
+steps."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -69,12 +70,14 @@ class SynchronousSupply:
 
 
 class AsynchronousSupply:
-    """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the replay rule.
+    """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the
+    replay rule.
 
-    With ``partial_rollout=False`` engines take new weights when they have ended what they were handed before. So the version of a
-    sample is that of its admission. The trainer waits for that at every publication, or, with ``stage_updates``, at the next one
-    and where a checkpoint is written: what is open then is whole, or has not begun. Else a publication cuts what is under way,
-    and its tokens so far are known here. In all cases a checkpoint of the step holds the open groups exactly.
+    With ``partial_rollout=False`` engines take new weights when they have ended what they were handed before.
+    So the version of a sample is that of its admission. The trainer waits for that at every publication, or,
+    with ``stage_updates``, at the next one and where a checkpoint is written: what is open then is whole, or
+    has not begun. Else a publication cuts what is under way, and its tokens so far are known here. In all
+    cases a checkpoint of the step holds the open groups exactly.
     """
 
     def __init__(self, services: Services, state: RunState) -> None:
@@ -84,14 +87,22 @@ class AsynchronousSupply:
         """
         options, batch = services.config.async_training, services.config.data.train_batch_size
         self._services, self._state, self._options = services, state, options
-        admission = Admission(batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch)
+        admission = Admission(
+            batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch
+        )
         self._now = SupplyProgress.resumed(admission, services, state)
-        self._now.admission = self._now.admission.publish(state.step)  # by ``train.start``, before anything is admitted
+        self._now.admission = self._now.admission.publish(
+            state.step
+        )  # by ``train.start``, before anything is admitted
         late, oldest = options.max_off_policy_strategy, options.oldest
         if late == "wait":
             oldest = max([oldest, *ages_to_come(self._now.groups.values(), state.step, batch)])
         if oldest > options.oldest:
-            say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
+            say(
+                "groups of the checkpoint are trained on first, up to %d steps old, the bound is %d",
+                oldest,
+                options.oldest,
+            )
         self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
@@ -99,12 +110,14 @@ class AsynchronousSupply:
         self._stepped: int | None = None
         """The version with which engines were last told to make steps."""
         self._canaries: list[list[int]] = []
-        """Requests for canary tokens that were published with the current version and not judged yet, by engine."""
+        """Requests for canary tokens that were published with the current version and not judged yet, by
+        engine."""
         self._since = StepTotals()
         self._step_began = time.perf_counter()
 
     def admit(self, record: StepRecord) -> None:
-        """Draw as many prompts as the engines' version of the weights admits, and hand them over to be sampled."""
+        """Draw as many prompts as the engines' version of the weights admits, and hand them over to be
+        sampled."""
         now = self._now
         with record.stage("admit"):
             count = now.admission.allowance()
@@ -112,14 +125,19 @@ class AsynchronousSupply:
                 now.groups[number] = self._new_group(number, *self._next_prompt())
             now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
             self._requests.submit(
-                [group for number, group in now.groups.items() if not (group.is_whole or self._requests.has_group(number))]
+                [
+                    group
+                    for number, group in now.groups.items()
+                    if not (group.is_whole or self._requests.has_group(number))
+                ]
             )
             if self._stepped != now.admission.published:
                 self._services.engines.begin_steps()
                 self._stepped = now.admission.published
 
     def take(self, record: StepRecord) -> Samples:
-        """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule allows."""
+        """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
+        allows."""
         step, now = self._state.step + 1, self._now
         self._step_began = time.perf_counter()
         self._empty_shared_devices(record)
@@ -135,8 +153,12 @@ class AsynchronousSupply:
         if baselines is not None:
             book_baselines(record, baselines.num_tokens, baselines.scores)
         record.add({"training/epoch": max(group.epoch for group in groups)})
-        record.add(age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
-        record.add(version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1))
+        record.add(
+            age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age)
+        )
+        record.add(
+            version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1)
+        )
         record.add_records(reward_metrics(reward_outputs(samples)))
         record_sampled(self._services, samples, samples.num_tokens, record)
         WHILE_WAITING.work = self._receive_beside_training
@@ -153,9 +175,12 @@ class AsynchronousSupply:
             return self._state.canary_gap_limit
         while self._requests and not self._cuts:
             self._receive(record, version=step)
-        # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could come with.
+        # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
+        # come with.
         rides = self._options.deterministic_steps is None and step < self._services.total_steps
-        limit = weights.publish(self._services, self._state, step, record, canary="never" if rides else "if due")
+        limit = weights.publish(
+            self._services, self._state, step, record, canary="never" if rides else "if due"
+        )
         if rides and weights.canary_is_due(self._services, step):
             self._canaries = weights.submit_canary(self._services)
         self._now.admission = self._now.admission.publish(step)
@@ -164,14 +189,17 @@ class AsynchronousSupply:
         return limit
 
     def _publishes_beside(self, step: int) -> bool:
-        """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be proven or saved.
+        """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be
+        proven or saved.
 
         After the last step none goes on.
         """
         services = self._services
         stages = services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
         ends = step == services.total_steps
-        return stages and not (self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step))
+        return stages and not (
+            self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step)
+        )
 
     def close_step(self, record: StepRecord) -> SupplyState:
         """Close the books of a step, whose update is done; returns what a checkpoint holds.
@@ -185,10 +213,16 @@ class AsynchronousSupply:
         record.ledger.sampled(filtered, prompts=since.groups["filtered"])
         record.ledger.book({"filtered": filtered})
         record.ledger.book_prompts({"filtered": since.groups["filtered"]})
-        accounts = {**record.ledger.accounts, "failed": since.tokens["failed"], "stale": since.tokens["stale"]}
+        accounts = {
+            **record.ledger.accounts,
+            "failed": since.tokens["failed"],
+            "stale": since.tokens["stale"],
+        }
         open_tokens = {number: group.num_sampled for number, group in now.groups.items()}
         now.ledger = now.ledger.close_step(since.arrived, accounts, open_tokens)
-        if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (now.admission.total or 0):
+        if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (
+            now.admission.total or 0
+        ):
             now.ledger.close_run()
         record.waits_in = "gen"
         record.add({**now.open_metrics(), **since.metrics()})
@@ -217,7 +251,8 @@ class AsynchronousSupply:
         return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
 
     def _judge_canaries(self, record: StepRecord) -> None:
-        """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still holds its weights."""
+        """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still
+        holds its weights."""
         if self._canaries:
             weights.collect_canary(self._services, self._state, self._canaries, record)
             self._canaries = []
@@ -227,7 +262,9 @@ class AsynchronousSupply:
     def _next_batch(self, step: int, record: StepRecord) -> tuple[int, ...]:
         """The numbers of the groups that ``step`` trains on, waited for."""
         while True:
-            open_groups = [OpenGroup(one.number, one.version, one.fate == "kept") for one in self._now.groups.values()]
+            open_groups = [
+                OpenGroup(one.number, one.version, one.fate == "kept") for one in self._now.groups.values()
+            ]
             decision = next_batch(open_groups, step, self._rule)
             if decision.dropped:
                 self._leave([self._now.groups[number] for number in decision.dropped], "stale")
@@ -242,13 +279,18 @@ class AsynchronousSupply:
 
     def _require_more(self, step: int) -> None:
         """Raise unless something can come that makes a batch for ``step``."""
-        options, batch, found = self._services.config.algorithm.filter_groups, self._rule.batch, self._now.num_kept
+        options, batch, found = (
+            self._services.config.algorithm.filter_groups,
+            self._rule.batch,
+            self._now.num_kept,
+        )
         draw, sampled = self._services.config.data.prompts_per_draw, self._now.filtered_since_batch + found
         if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
             raise too_few_informative(self._services.config, step, found)
         if not self._requests:
             raise RuntimeError(
-                f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all of them have ended."
+                f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all "
+                "of them have ended."
             )
 
     def _empty_shared_devices(self, record: StepRecord) -> None:
@@ -257,14 +299,18 @@ class AsynchronousSupply:
             return
         while self._requests:
             self._receive(record, version=self._state.step)
-        with record.stage("gen"), suppress(EnginesLostError):  # the samples are here; the next weight update replaces it
+        with (
+            record.stage("gen"),
+            suppress(EnginesLostError),
+        ):  # the samples are here; the next weight update replaces it
             self._services.engines.sleep()
 
     def _receive(self, record: StepRecord, version: int, awaited: Collection[int] = ()) -> None:
-        """Wait a moment for samples, decide the groups that are whole, and replace those that will not be trained on.
+        """Wait a moment for samples, decide the groups that are whole, and replace those that will not be
+        trained on.
 
-        With ``deterministic_steps`` wait for the groups ``awaited`` and no others. Engines that are lost get the trainer's
-        weights as ``version``.
+        With ``deterministic_steps`` wait for the groups ``awaited`` and no others. Engines that are lost get
+        the trainer's weights as ``version``.
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
@@ -283,9 +329,13 @@ class AsynchronousSupply:
             return
         try:
             ended = self._services.engines.collect(0.0)
-        except EnginesLostError:  # the next wait for samples finds it too, when the trainer has time to send weights
+        except (
+            EnginesLostError
+        ):  # the next wait for samples finds it too, when the trainer has time to send weights
             return
-        self._decide_and_replace(self._file(ended), StepRecord())  # the step's stages are those of the trainer meanwhile
+        self._decide_and_replace(
+            self._file(ended), StepRecord()
+        )  # the step's stages are those of the trainer meanwhile
 
     def _decide_and_replace(self, groups: Sequence[Group], record: StepRecord) -> None:
         self._decide_whole(groups, record)
@@ -326,7 +376,9 @@ class AsynchronousSupply:
                 self._fail(group, str(found))
                 continue
             assert found.scores is not None
-            since.score += float(found.scores.values[: self._services.config.actor_rollout_ref.rollout.n].double().mean())
+            since.score += float(
+                found.scores.values[: self._services.config.actor_rollout_ref.rollout.n].double().mean()
+            )
             now.groups[group.number] = found
             if found.fate == "filtered":
                 filtered.append(found)
@@ -340,7 +392,11 @@ class AsynchronousSupply:
         """These will not be trained on; each frees a place."""
         if not groups:
             return
-        now, numbers, tokens = self._now, [group.number for group in groups], sum(group.num_sampled for group in groups)
+        now, numbers, tokens = (
+            self._now,
+            [group.number for group in groups],
+            sum(group.num_sampled for group in groups),
+        )
         now.ledger = now.ledger.end(fate, numbers)
         if fate == "stale":
             now.admission, now.dropped = now.admission.drop(numbers), now.dropped.add(tokens, len(groups))
@@ -359,17 +415,21 @@ class AsynchronousSupply:
         for number in self._requests.late_groups(limit):
             self._fail(
                 self._now.groups[number],
-                f"group {number} must end within async_training.group_timeout_seconds={limit:g}, but it did not.",
+                f"group {number} must end within async_training.group_timeout_seconds={limit:g}, but it did "
+                "not.",
             )
 
     def _fail(self, group: Group, error: str) -> None:
-        """Sample a group once more, under its number and with other seeds; one that fails again is replaced."""
+        """Sample a group once more, under its number and with other seeds; one that fails again is
+        replaced."""
         now = self._now
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
             self._since.tokens["failed"] += group.num_sampled
-            again = now.groups[group.number] = self._new_group(group.number, group.epoch, group.row, attempt=1)
+            again = now.groups[group.number] = self._new_group(
+                group.number, group.epoch, group.row, attempt=1
+            )
             self._requests.submit([again])
             return
         say("group %d failed again and is replaced: %s", group.number, error)
@@ -382,13 +442,19 @@ class AsynchronousSupply:
     def _alert_about_lengths(self, step: int) -> None:
         """Alert once when what is trained on is longer or shorter than what is sampled."""
         ratio = self._now.length_ratio
-        if self._now.is_length_alert_sent or step < _LENGTH_RATIO_STEPS or abs(ratio - 1) <= _LENGTH_RATIO_ERROR:
+        if (
+            self._now.is_length_alert_sent
+            or step < _LENGTH_RATIO_STEPS
+            or abs(ratio - 1) <= _LENGTH_RATIO_ERROR
+        ):
             return
         self._now.is_length_alert_sent = True
         self._services.tracker.alert(
             "lengths trained on are not those sampled",
-            f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} steps, it is "
-            f"{ratio:.3f}: groups are left out by their length. async_training.max_off_policy_strategy=wait trains on all of "
+            f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} "
+            "steps, it is "
+            f"{ratio:.3f}: groups are left out by their length. async_training.max_off_policy_strategy=wait "
+            "trains on all of "
             "them.",
             step,
         )

@@ -1,4 +1,5 @@
-"""What an asynchronous supply counts: all that a checkpoint holds of it, what happened in one step, and the metrics of both."""
+"""What an asynchronous supply counts: all that a checkpoint holds of it, what happened in one step, and the
+metrics of both."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,8 @@ class SupplyProgress:
 
     @classmethod
     def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
-        """Return where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
+        """Return where the checkpoint's supply stood; what a synchronous run has trained counts as admitted
+        and trained.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
@@ -88,7 +90,9 @@ class SupplyProgress:
     def length_ratio(self) -> float:
         """Mean tokens of a trained group over those of a sampled one, over the run so far."""
         waiting = [group.num_sampled for group in self.groups.values() if group.is_whole]
-        sampled = LengthTotals(self.trained.tokens + self.dropped.tokens, self.trained.groups + self.dropped.groups)
+        sampled = LengthTotals(
+            self.trained.tokens + self.dropped.tokens, self.trained.groups + self.dropped.groups
+        )
         sampled = sampled.add(sum(waiting), len(waiting))
         return (self.trained.tokens / self.trained.groups) / (sampled.tokens / sampled.groups)
 
@@ -145,7 +149,8 @@ class StepTotals:
 def age_metrics(
     rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int, limit: int | None
 ) -> dict[str, float]:
-    """Ages of the groups and of their tokens, with the share above ``limit``; the trainer's weights are version ``current``."""
+    """Ages of the groups and of their tokens, with the share above ``limit``; the trainer's weights are
+    version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
     too_old = {} if limit is None else {"async/too_old_fraction": float((token_ages > limit).double().mean())}
     return {
@@ -161,6 +166,7 @@ def require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> N
     wrong = [(group.number, age) for group, age in zip(groups, ages, strict=True) if not 0 <= age <= oldest]
     if wrong:
         raise RuntimeError(
-            f"what a step trains on must be 0 to {oldest} steps old, but {len(wrong)} groups are not; the first (number, age): "
+            f"what a step trains on must be 0 to {oldest} steps old, but {len(wrong)} groups are not; the "
+            "first (number, age): "
             f"{wrong[:5]}."
         )

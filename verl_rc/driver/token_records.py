@@ -14,7 +14,16 @@ from torch import Tensor
 from verl_rc.config.schema import public_values
 from verl_rc.data.batches import PolicyEvaluations, unpadded
 from verl_rc.data.samples import Samples
-from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of, set_aside_later, thin_out, write_record
+from verl_rc.data.token_record import (
+    FOLDER,
+    PIECES,
+    Array,
+    TokenRecord,
+    class_of,
+    set_aside_later,
+    thin_out,
+    write_record,
+)
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
@@ -39,7 +48,8 @@ class ChosenRows:
 
     @classmethod
     def some(cls, squares: Tensor, wanted: int, seed: int) -> "ChosenRows":
-        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``wanted`` is not below B."""
+        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``wanted``
+        is not below B."""
         count = len(squares)
         if wanted >= count:
             return cls(list(range(count)), [False] * count, 1.0)
@@ -122,7 +132,9 @@ class TokenRecorder:
         ids = tokens_of(rollouts.tokens.responses)
         prompts = [np.asarray(prompt) for prompt in _prompts(samples, chosen.rows)]
         contents = self._settings.contents
-        tokens["token_class"] = self._token_classes(ids, prompts if contents == "full" else [], contents != "numbers_only", step)
+        tokens["token_class"] = self._token_classes(
+            ids, prompts if contents == "full" else [], contents != "numbers_only", step
+        )
         if contents != "numbers_only":
             tokens["response_ids"] = ids
         return TokenRecord(
@@ -153,11 +165,14 @@ class TokenRecorder:
         }
 
     def _token_classes(self, ids: Array, prompts: Sequence[Array], keeps_text: bool, step: int) -> Array:
-        """The class of each id; the text of ids that come for the first time is written beside the records."""
+        """The class of each id; the text of ids that come for the first time is written beside the
+        records."""
         distinct, places = np.unique(ids, return_inverse=True)
         seen = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
         if new := sorted(seen - self._classes.keys()):
-            texts = self._services.tokenizer.batch_decode([[token] for token in new], skip_special_tokens=False)
+            texts = self._services.tokenizer.batch_decode(
+                [[token] for token in new], skip_special_tokens=False
+            )
             special = set(self._services.tokenizer.all_special_ids)
             classes = [class_of(text, token in special) for token, text in zip(new, texts, strict=True)]
             self._classes |= dict(zip(new, classes, strict=True))
@@ -181,7 +196,8 @@ def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
 def _token_columns(
     samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep, in_actor: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors ``[B, R]`` by column. Where the actor corrects, the proximal log-probs are those of the engine and no news."""
+    """Tensors ``[B, R]`` by column. Where the actor corrects, the proximal log-probs are those of the engine
+    and no news."""
     rollouts, batch = samples.rollouts, scored.batch
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs

@@ -32,8 +32,13 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 
 
 def train(services: Services, state: RunState) -> None:
-    """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
-    trainer, algorithm, asynchrony = services.config.trainer, services.config.algorithm, services.config.async_training
+    """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its
+    left."""
+    trainer, algorithm, asynchrony = (
+        services.config.trainer,
+        services.config.algorithm,
+        services.config.async_training,
+    )
     supply, recorder, pace = open_supply(services, state), TokenRecorder(services, state.step), Pace()
     first = last = start(services, state)
     if trainer.val_only:
@@ -45,13 +50,17 @@ def train(services: Services, state: RunState) -> None:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, step, record)
-        state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
+        state.rollout_gap_limit = stages.judge_proximal_gap(
+            services, state, samples.rollouts, evaluations, record
+        )
         control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control, state.step, asynchrony)
         stages.record_batch(services, samples, evaluations, scored, control, record)
         state.health = stages.judge_causes(services, state.health, record, step)
-        state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
+        state.control = (
+            control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
+        )
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         if guards.decide_update(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
@@ -65,31 +74,47 @@ def train(services: Services, state: RunState) -> None:
         stages.dump_rollouts(services, samples, step, record)
         state.health = stages.judge_health(services, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
-        state.step, state.prompts, state.supply = step, services.prompts.state_dict(), supply.close_step(record)
+        state.step, state.prompts, state.supply = (
+            step,
+            services.prompts.state_dict(),
+            supply.close_step(record),
+        )
         checkpoints.write(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
         record.log(services.tracker, step, {"training/global_step": step})
         checkpoints.commit(services, step)
         services.stop.end_if_decided()
-    say("written to %s: %s", services.folder, ", ".join(sorted(path.name for path in services.folder.iterdir())))
+    say(
+        "written to %s: %s",
+        services.folder,
+        ", ".join(sorted(path.name for path in services.folder.iterdir())),
+    )
     say("%s", picture_line(services.folder))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 
 
-def update(services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord) -> None:
+def update(
+    services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord
+) -> None:
     """The critic, and the actor once the critic's warm-up is over."""
     config, step = services.config, state.step + 1
     correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
     norms = stages.update_critic(services, batch, evaluations, step, record)
-    state.nonfinite_critic_updates = count_nonfinite_updates(state.nonfinite_critic_updates, "critic", norms, limit)
+    state.nonfinite_critic_updates = count_nonfinite_updates(
+        state.nonfinite_critic_updates, "critic", norms, limit
+    )
     if step < config.trainer.critic_warmup:
         guards.book_withheld(batch, record)
         return
     control = Control.from_config(config.algorithm, state.control)
     report = stages.update_actor(services, state, batch, control, record)
-    state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
-    state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", report.grad_norms, limit)
+    state.skipped_updates = count_skipped_updates(
+        state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
+    )
+    state.nonfinite_actor_updates = count_nonfinite_updates(
+        state.nonfinite_actor_updates, "actor", report.grad_norms, limit
+    )
     if report.correction is not None and report.gap is not None:  # the actor has corrected
         stages.record_correction(services, report.correction, control, record)
         record.add({} if report.signatures is None else report.signatures.signatures())
@@ -102,7 +127,8 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
 
 
 def start(services: Services, state: RunState) -> float | None:
-    """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed run goes right on."""
+    """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed
+    run goes right on."""
     trainer, record, step = services.config.trainer, StepRecord(), state.step
     state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
     wanted = trainer.val_only or (trainer.val_before_train and step == 0)

@@ -1,4 +1,5 @@
-"""Publishing the actor's weights to the engines, replacing lost engines, and proving that they hold the weights."""
+"""Publishing the actor's weights to the engines, replacing lost engines, and proving that they hold the
+weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,19 +21,23 @@ from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
 
 def replace_engines(services: Services, lost: EnginesLostError, record: StepRecord) -> None:
-    """Start new engines in the places of those lost and connect them to the trainer; they have no weights yet.
+    """Start new engines in the places of those lost and connect them to the trainer; they have no weights
+    yet.
 
-    Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step or a rank's node is gone, and
-    ``EnginesLostError`` when others are lost meanwhile.
+    Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step or a
+    rank's node is gone, and ``EnginesLostError`` when others are lost meanwhile.
     """
     limit = services.config.actor_rollout_ref.rollout.max_engine_replacements
     record.engines_replaced += len(lost.engines)
     if record.engines_replaced > limit:
         raise RemoteError(
-            f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in one step, but "
-            f"{record.engines_replaced} were lost, the last: {lost}. Look for what kills them (memory?), or raise the limit."
+            f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in one "
+            "step, but "
+            f"{record.engines_replaced} were lost, the last: {lost}. Look for what kills them (memory?), or "
+            "raise the limit."
         ) from lost
-    services.actor.processes.require_nodes()  # with its node, a rank is lost too, and there is no place for the engine
+    # with its node, a rank is lost too, and there is no place for the engine
+    services.actor.processes.require_nodes()
     say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
     wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
     services.engines.sleep()
@@ -40,11 +45,17 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
 
 
 def publish(
-    services: Services, state: RunState, version: int, record: StepRecord, canary: Literal["if due", "always", "never"] = "if due"
+    services: Services,
+    state: RunState,
+    version: int,
+    record: StepRecord,
+    canary: Literal["if due", "always", "never"] = "if due",
 ) -> float | None:
-    """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced.
+    """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are
+    lost are replaced.
 
-    ``canary``: when canary tokens are generated and waited for. Returns the limit of their gap, which the first ones calibrate.
+    ``canary``: when canary tokens are generated and waited for. Returns the limit of their gap, which the
+    first ones calibrate.
     """
     with_canary = canary == "always" or (canary == "if due" and canary_is_due(services, version))
     try:
@@ -56,13 +67,20 @@ def publish(
 
 
 def _add_size(services: Services, record: StepRecord) -> None:
-    record.add({"sync/bytes": float(services.manifest.num_bytes), "sync/tensors": float(len(services.manifest.tensors))})
+    record.add(
+        {
+            "sync/bytes": float(services.manifest.num_bytes),
+            "sync/tensors": float(len(services.manifest.tensors)),
+        }
+    )
 
 
 def publish_beside(services: Services, state: RunState, version: int, record: StepRecord) -> None:
-    """Send the current weights to every engine, which loads them as ``version`` when it has ended what it was handed before.
+    """Send the current weights to every engine, which loads them as ``version`` when it has ended what it was
+    handed before.
 
-    ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the weights at once then.
+    ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the weights at
+    once then.
     """
     try:
         with record.stage("update_weights"):
@@ -73,7 +91,8 @@ def publish_beside(services: Services, state: RunState, version: int, record: St
 
 
 def is_settled(services: Services, state: RunState, version: int, record: StepRecord) -> bool:
-    """Whether every engine holds the weights published last, which ``publish_beside`` may have left to it; proves that it does.
+    """Whether every engine holds the weights published last, which ``publish_beside`` may have left to it;
+    proves that it does.
 
     Engines that are lost are replaced; all get the trainer's weights as ``version`` then.
     """
@@ -109,30 +128,36 @@ def generate(
     version: int,
     record: StepRecord,
 ) -> Timed[Completions]:
-    """One completion per request, by engines that hold ``version`` of the weights, with tools where the run has them.
+    """One completion per request, by engines that hold ``version`` of the weights, with tools where the run
+    has them.
 
     Engines that are lost meanwhile are replaced; all get the weights again that they had, with proof.
     """
     return services.engines.generate(requests, options, _replacing(services, state, version, record))
 
 
-def collect(services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord) -> list[int]:
-    """The numbers of submitted requests that have ended and can be taken; every busy engine is waited for ``wait_seconds``.
+def collect(
+    services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord
+) -> list[int]:
+    """The numbers of submitted requests that have ended and can be taken; every busy engine is waited for
+    ``wait_seconds``.
 
-    Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the new ones what the
-    old ones owed.
+    Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the
+    new ones what the old ones owed.
     """
     return services.engines.collect(wait_seconds, _replacing(services, state, version, record))
 
 
-def wait_for(services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord) -> None:
+def wait_for(
+    services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
+) -> None:
     """Wait until these submitted requests have ended; lost engines are dealt with as in ``collect``."""
     services.engines.wait_for(numbers, _replacing(services, state, version, record))
 
 
 def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
-    """Return the numbers of the running requests that have ended after an update; the group of engines knows how far the others
-    are. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
+    """Return the numbers of the running requests that have ended after an update; the group of engines knows
+    how far the others are. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
     ended, interrupted = services.engines.collect_parts(_replacing(services, state, version, record))
     record.add(pause_metrics(list(interrupted.values())))
     return ended
@@ -153,7 +178,8 @@ def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
 def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:
     def on_loss(lost: EnginesLostError, num_requests: int) -> None:
         record.requests_reissued += num_requests
-        # The time this takes is part of the generation, so the stages of the delivery are timed in a record that is not logged.
+        # The time this takes is part of the generation, so the stages of the delivery are timed in a record
+        # that is not logged.
         apart = StepRecord(record.engines_replaced)
         _replace_and_deliver(services, state, version, apart, lost)
         record.engines_replaced = apart.engines_replaced
@@ -180,7 +206,9 @@ def _replace_and_deliver(
     return limit
 
 
-def _deliver(services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool) -> float | None:
+def _deliver(
+    services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool
+) -> float | None:
     with record.stage("update_weights"):
         services.engines.wake_up("weights")
         sent, received = services.transport.deliver(version)
@@ -195,12 +223,16 @@ def _deliver(services: Services, state: RunState, version: int, record: StepReco
 
 
 def submit_canary(services: Services) -> list[list[int]]:
-    """Let canary tokens be generated beside what the engines do; returns the numbers of the requests by engine."""
+    """Let canary tokens be generated beside what the engines do; returns the numbers of the requests by
+    engine."""
     return services.engines.submit_to_each(canary_requests(services), _canary_options(services))
 
 
-def collect_canary(services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord) -> None:
-    """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights published with it.
+def collect_canary(
+    services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord
+) -> None:
+    """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights
+    published with it.
 
     Lost engines are dealt with as in ``generate``.
     """
@@ -220,16 +252,19 @@ def judge_canary(services: Services, limit: float | None, version: int, record: 
 def _judge_answers(
     services: Services, answers: Sequence[Completions], limit: float | None, version: int, record: StepRecord
 ) -> float | None:
-    """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the trainer's.
+    """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the
+    trainer's.
 
-    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is
-    found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it.
-    Returns ``limit``, the calibrated one, or that which the first gap calibrates.
+    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights
+    is found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it. Returns
+    ``limit``, the calibrated one, or that which the first gap calibrates.
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
     gaps, calibrated = [], limit
     for engine, completions in enumerate(answers):
-        rollouts = build_rollout_batch(prompts, range(len(prompts)), completions, services.tokenizer.pad_token_id)
+        rollouts = build_rollout_batch(
+            prompts, range(len(prompts)), completions, services.tokenizer.pad_token_id
+        )
         check_versions(rollouts, expected_version=version)
         scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
@@ -251,11 +286,15 @@ def _canary_options(services: Services) -> SamplingOptions:
 
 
 def canary_requests(services: Services) -> list[GenerationRequest]:
-    """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit allows."""
+    """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit
+    allows."""
     proof = services.config.actor_rollout_ref.rollout.sync_proof
     room = services.max_model_len - min(proof.canary_max_tokens, services.config.data.max_response_length)
     length = max(1, min(services.block_size + 8, room))
     tokens = [token for row in services.validation_rows for token in row.prompt_token_ids]
     prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
     last = sorted(set(tokens))
-    return [GenerationRequest([*prefix, last[index % len(last)]], seed=index) for index in range(proof.canary_num_prompts)]
+    return [
+        GenerationRequest([*prefix, last[index % len(last)]], seed=index)
+        for index in range(proof.canary_num_prompts)
+    ]

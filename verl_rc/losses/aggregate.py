@@ -1,4 +1,5 @@
-"""Reducing one loss per token to one number: sums divided by denominators that are handed in, and reported means."""
+"""Reducing one loss per token to one number: sums divided by denominators that are handed in, and reported
+means."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ AGGREGATION_MODES: tuple[str, ...] = tuple(AGGREGATIONS)
 class Aggregation:
     """A mode of averaging token losses together with its denominators.
 
-    The counts are those of everything the gradient step sees: the mini-batch over all data-parallel ranks. Left at None
-    they are counted in the tensors given, which is right only when these hold the whole mini-batch.
+    The counts are those of everything the gradient step sees: the mini-batch over all data-parallel ranks.
+    Left at None they are counted in the tensors given, which is right only when these hold the whole
+    mini-batch.
 
     Attributes:
         mode: one of `AGGREGATION_MODES` (`actor_rollout_ref.actor.loss_agg_mode`).
         num_tokens: tokens of the mini-batch, > 0; the divisor of ``token-mean``.
-        num_sequences: sequences of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
-        loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the padded width.
+        num_sequences: sequences of the mini-batch with at least one token, > 0; the divisor of the
+            ``seq-mean`` modes.
+        loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the
+            padded width.
     """
 
     mode: str
@@ -76,7 +80,8 @@ def aggregate_loss(
 ) -> Tensor:
     """Average token losses; micro-batches that share the denominators add up to the loss of their union.
 
-    With l the losses, m the mask, d the denominator mask, N the tokens and S the sequences of the whole mini-batch:
+    With l the losses, m the mask, d the denominator mask, N the tokens and S the sequences of the whole
+    mini-batch:
 
     - ``token-mean``: Σ m l / N (DAPO, arXiv:2503.14476)
     - ``token-sum``: Σ m l
@@ -84,16 +89,17 @@ def aggregate_loss(
     - ``seq-mean-token-mean``: Σ_sequences (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
     - ``seq-mean-token-sum-norm``: Σ m l / (S · loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)
 
-    The caller averages over ranks: where the gradients of D ranks are averaged, multiply by D. Tokens
-    outside the mask are cut, so that NaN there is harmless; with nothing in the mask the result is a zero that is still
-    attached to the graph. A denominator of 0 counts as 1.
+    The caller averages over ranks: where the gradients of D ranks are averaged, multiply by D. Tokens outside
+    the mask are cut, so that NaN there is harmless; with nothing in the mask the result is a zero that is
+    still attached to the graph. A denominator of 0 counts as 1.
 
     Args:
         token_loss: [B, T], in the loss's unit.
         mask: [B, T], bool or 0/1; tokens that contribute.
         mode: one of `AGGREGATION_MODES`.
-        denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in the mask
-            from before rejection keeps a kept token's gradient independent of how many others were rejected.
+        denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in
+            the mask from before rejection keeps a kept token's gradient independent of how many others were
+            rejected.
         num_tokens: N; Σ d when None.
         num_sequences: S; sequences with Σ_t d > 0 when None.
         loss_scale_factor: tokens, > 0; the padded width T when None.
@@ -110,7 +116,8 @@ def aggregate_loss(
     counted = mask if denominator_mask is None else denominator_mask
     if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
         raise ValueError(
-            f"token_loss, mask and denominator_mask must be [B, T] of one shape; got {tuple(token_loss.shape)}, "
+            "token_loss, mask and denominator_mask must be [B, T] of one shape; got "
+            f"{tuple(token_loss.shape)}, "
             f"{tuple(mask.shape)} and {tuple(counted.shape)}"
         )
     # Cut by where, not by a product: 0 * NaN is NaN, and padding would poison the sum. A sum in bfloat16

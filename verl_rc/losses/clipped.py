@@ -1,4 +1,5 @@
-"""Policy losses whose gradient goes through the ratio of current to old policy, held near 1 by a clip or a gate."""
+"""Policy losses whose gradient goes through the ratio of current to old policy, held near 1 by a clip or a
+gate."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ def clip_ratio(ratio: Tensor, inputs: PolicyLossInputs) -> Tensor:
 
 
 def surrogates(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """``−A r`` and ``−A clip(r, 1 − ε_low, 1 + ε_high)``, [B, T] each; PPO's loss is the larger of the two."""
+    """``−A r`` and ``−A clip(r, 1 − ε_low, 1 + ε_high)``, [B, T] each; PPO's loss is the larger of the
+    two."""
     return -inputs.advantages * ratio, -inputs.advantages * clip_ratio(ratio, inputs)
 
 
 @register_policy_loss("vanilla")
 def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """The clipped surrogate (PPO, arXiv:1707.06347) with dual clip (arXiv:1912.09729); the loss mode ``vanilla``.
+    """The clipped surrogate (PPO, arXiv:1707.06347) with dual clip (arXiv:1912.09729); the loss mode
+    ``vanilla``.
 
-    ``w · max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``, and for A < 0 at most ``−w A c``. The importance weight w
-    multiplies after clipping. A rejected token leaves the sum and changes no other token's term.
+    ``w · max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``, and for A < 0 at most ``−w A c``. The importance
+    weight w multiplies after clipping. A rejected token leaves the sum and changes no other token's term.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
@@ -49,12 +52,14 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 @register_policy_loss("gspo")
 def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """The clipped surrogate on the ratio of a whole sequence (GSPO, arXiv:2507.18071); the loss mode ``gspo``.
+    """The clipped surrogate on the ratio of a whole sequence (GSPO, arXiv:2507.18071); the loss mode
+    ``gspo``.
 
-    s = exp(mean over the sequence of log(current / old)); per token log s_t = lp − sg(lp) + sg(log s), so that every token
-    carries the ratio of its sequence and its own gradient; ``w · max(−A s_t, −A clip(s_t, 1 − ε_low, 1 + ε_high))``. The mean
-    runs over `response_mask`: rejecting a token removes its term and leaves s as it is. Weights multiply per token.
-    The paper averages ``seq-mean-token-mean``; here the mode asked for is used.
+    s = exp(mean over the sequence of log(current / old)); per token log s_t = lp − sg(lp) + sg(log s), so
+    that every token carries the ratio of its sequence and its own gradient; ``w · max(−A s_t, −A clip(s_t, 1
+    − ε_low, 1 + ε_high))``. The mean runs over `response_mask`: rejecting a token removes its term and leaves
+    s as it is. Weights multiply per token. The paper averages ``seq-mean-token-mean``; here the mode asked
+    for is used.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
@@ -81,13 +86,13 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Geometric-mean policy optimisation (GMPO, arXiv:2507.20673); the loss mode ``geo_mean``.
 
-    Per sequence ``−mean(A) · exp(mean(d'))`` with d = log(current / old) and d' = d cut to ε_high from above where A > 0 and
-    to −ε_low from below where A < 0; then the mean over sequences, in every aggregation mode.
+    Per sequence ``−mean(A) · exp(mean(d'))`` with d = log(current / old) and d' = d cut to ε_high from above
+    where A > 0 and to −ε_low from below where A < 0; then the mean over sequences, in every aggregation mode.
 
-    Both means run over `response_mask`, so rejecting a token does not change the ratio: the token only loses its
-    gradient. A sequence with every token rejected leaves the sum. Its importance weight is exp(mean(log(w + 1e-10)))
-    over kept tokens; a token whose weight is 0 (outside an IcePop band) counts as rejected, where the formula taken
-    literally would shrink the whole sequence.
+    Both means run over `response_mask`, so rejecting a token does not change the ratio: the token only loses
+    its gradient. A sequence with every token rejected leaves the sum. Its importance weight is exp(mean(log(w
+    + 1e-10))) over kept tokens; a token whose weight is 0 (outside an IcePop band) counts as rejected, where
+    the formula taken literally would shrink the whole sequence.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
@@ -129,9 +134,9 @@ def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Soft adaptive policy optimisation (SAPO, arXiv:2511.20347); the loss mode ``sapo``.
 
-    ``−w A (4 / τ) sigmoid(τ (r − 1))`` with r = current / old and τ = `tau_pos` for A > 0, else `tau_neg`; its slope at
-    r = 1 is that of the unclipped surrogate. Always averaged ``seq-mean-token-mean``, as the paper defines it. A
-    rejected token leaves the sum.
+    ``−w A (4 / τ) sigmoid(τ (r − 1))`` with r = current / old and τ = `tau_pos` for A > 0, else `tau_neg`;
+    its slope at r = 1 is that of the unclipped surrogate. Always averaged ``seq-mean-token-mean``, as the
+    paper defines it. A rejected token leaves the sum.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (both 0: nothing is clipped),

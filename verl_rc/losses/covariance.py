@@ -16,13 +16,15 @@ _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 @register_policy_loss("clip_cov")
 def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """PPO clipping that also drops tokens of high covariance (Clip-Cov, arXiv:2505.22617); the loss mode ``clip_cov``.
+    """PPO clipping that also drops tokens of high covariance (Clip-Cov, arXiv:2505.22617); the loss mode
+    ``clip_cov``.
 
-    ``w f max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``; f is 0 for a share `clip_cov_ratio` of the mini-batch's
-    tokens (at least one), drawn among those that are not clipped and have `clip_cov_lb` < cov < `clip_cov_ub`, with
-    cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob, advantage and position, so it is
-    reproducible and does not depend on micro-batches; where more tokens of one hash are left than may be dropped, each
-    is dropped in part, so that the share is exact. Rejected tokens enter neither the sum nor the means.
+    ``w f max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``; f is 0 for a share `clip_cov_ratio` of the
+    mini-batch's tokens (at least one), drawn among those that are not clipped and have `clip_cov_lb` < cov <
+    `clip_cov_ub`, with cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob,
+    advantage and position, so it is reproducible and does not depend on micro-batches; where more tokens of
+    one hash are left than may be dropped, each is dropped in part, so that the share is exact. Rejected
+    tokens enter neither the sum nor the means.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), those of `ppo_kl_metrics`.
@@ -38,17 +40,20 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 @register_policy_loss("kl_cov")
 def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617); ``kl_cov``.
+    """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617);
+    ``kl_cov``.
 
-    ``w (−A r + `ppo_kl_coef` |lp − lp_old| [selected])``; selected is the share `kl_cov_ratio` of the mini-batch's
-    tokens (at least one) with the largest cov = (A − mean A)(lp − mean lp). Among equal covariances (all of them, when
-    every advantage is the same) the hash of ``clip_cov`` decides; tokens with the same hash too share the places left.
-    Rejected tokens enter neither the sum nor the means.
+    ``w (−A r + `ppo_kl_coef` |lp − lp_old| [selected])``; selected is the share `kl_cov_ratio` of the
+    mini-batch's tokens (at least one) with the largest cov = (A − mean A)(lp − mean lp). Among equal
+    covariances (all of them, when every advantage is the same) the hash of ``clip_cov`` decides; tokens with
+    the same hash too share the places left. Rejected tokens enter neither the sum nor the means.
 
     Returns:
         The loss, 0-d, and `actor/ppo_kl` (mean of |old − current|, nats).
     """
-    distance = (inputs.log_probs - inputs.old_log_probs).abs()  # unclamped: the penalty must pull back what has gone far
+    distance = (
+        inputs.log_probs - inputs.old_log_probs
+    ).abs()  # unclamped: the penalty must pull back what has gone far
     penalty = inputs.parameters.ppo_kl_coef * distance
     selected = _selected("kl_cov", inputs)
     token_loss = -inputs.advantages * inputs.log_ratio.exp() + penalty * selected
@@ -56,15 +61,20 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 
 def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
-    """Sum advantages and current log-probs over the trained tokens; add up over the mini-batch, then take means.
+    """Sum advantages and current log-probs over the trained tokens; add up over the mini-batch, then take
+    means.
 
-    In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a rounding error
-    in its place would order the tokens by log-prob.
+    In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a
+    rounding error in its place would order the tokens by log-prob.
     """
-    return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(inputs.log_probs.double())
+    return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(
+        inputs.log_probs.double()
+    )
 
 
-def selection_scores(name: str, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
+def selection_scores(
+    name: str, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor
+) -> Tensor:
     """Order the tokens by how early they are selected.
 
     Args:
@@ -74,10 +84,12 @@ def selection_scores(name: str, inputs: PolicyLossInputs, advantage_mean: Tensor
         log_prob_mean: 0-d, nats; over the mini-batch.
 
     Returns:
-        [B, T], int64; the smallest int64 for tokens that cannot be selected. ``kl_cov`` has the covariance (in float32) in
-        the upper bits and the hash in the lower ones, so that one comparison orders by both.
+        [B, T], int64; the smallest int64 for tokens that cannot be selected. ``kl_cov`` has the covariance
+        (in float32) in the upper bits and the hash in the lower ones, so that one comparison orders by both.
     """
-    deviation = inputs.advantages.float() - advantage_mean.float()  # in float32: equal advantages give exactly 0
+    deviation = (
+        inputs.advantages.float() - advantage_mean.float()
+    )  # in float32: equal advantages give exactly 0
     covariance = deviation * (inputs.log_probs.detach().float() - log_prob_mean.float())
     scores, selectable = _token_hash(inputs), inputs.loss_mask
     if name == "kl_cov":
@@ -130,7 +142,8 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
 
 
 def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
-    """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at the threshold."""
+    """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
+    the threshold."""
     statistics = inputs.covariance_statistics
     if statistics is None:
         # For a mini-batch given whole, as in a notebook; the trainer hands in statistics over all ranks.
@@ -146,7 +159,8 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
 
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:
-    """A pseudo-random number of `_HASH_BITS` bits per token, int64 [B, T], from what does not change during an update."""
+    """A pseudo-random number of `_HASH_BITS` bits per token, int64 [B, T], from what does not change during
+    an update."""
     # Bits, not values: a float product would round, and differently on CPU and GPU.
     log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
     advantage_bits = inputs.advantages.to(torch.float32).view(torch.int32).to(torch.int64)
@@ -161,7 +175,8 @@ def _token_hash(inputs: PolicyLossInputs) -> Tensor:
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """Integers of 32 bits (as int64) in the order of the float32 `values`; 0.0 and −0.0 are the same number."""
+    """Integers of 32 bits (as int64) in the order of the float32 `values`; 0.0 and −0.0 are the same
+    number."""
     # IEEE 754 stores sign and magnitude, so the bits of negative numbers are ordered the other way round.
     bits = values.view(torch.int32).to(torch.int64)
     return bits.where(bits >= 0, -(bits & 0x7FFFFFFF))

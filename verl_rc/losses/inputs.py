@@ -1,4 +1,5 @@
-"""What every policy loss is given, how its token losses become a number and metrics, and the names of the losses."""
+"""What every policy loss is given, how its token losses become a number and metrics, and the names of the
+losses."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ LossMetrics: TypeAlias = Mapping[str, LossMetric]
 class CovarianceStatistics:
     """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
 
-    A pass without gradient finds it: add up `covariance_means` over micro-batches and ranks; score every micro-batch
-    with `selection_scores`; gather the `selection_size` largest scores of each and take their `selection_threshold`;
-    add up the `selection_counts` and take the `share_at_threshold`.
+    A pass without gradient finds it: add up `covariance_means` over micro-batches and ranks; score every
+    micro-batch with `selection_scores`; gather the `selection_size` largest scores of each and take their
+    `selection_threshold`; add up the `selection_counts` and take the `share_at_threshold`.
 
     Attributes:
         advantage_mean: 0-d; mean advantage over the mini-batch's trained tokens.
@@ -44,8 +45,9 @@ class CovarianceStatistics:
 class PolicyLossInputs:
     """The tensors of one policy loss, [B, T] each, cleaned: NaN outside the masks is gone.
 
-    Rejection enters through the difference of two masks: ratios of whole sequences are computed over `response_mask`,
-    sums run over `loss_mask`. A rejected token whose log-prob is not finite counts with a log-ratio of 0.
+    Rejection enters through the difference of two masks: ratios of whole sequences are computed over
+    `response_mask`, sums run over `loss_mask`. A rejected token whose log-prob is not finite counts with a
+    log-ratio of 0.
 
     Attributes:
         old_log_probs: nats; the policy in the denominator of the ratio (proximal, or rollout in bypass mode).
@@ -89,7 +91,8 @@ class PolicyLossInputs:
         return token_metric(values, self.loss_mask)
 
     def ppo_kl_metrics(self) -> dict[str, LossMetric]:
-        """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that it clamps."""
+        """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that
+        it clamps."""
         clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND
         return {
             "actor/ppo_kl": self.mean_over_tokens(-self.log_ratio),
@@ -99,7 +102,9 @@ class PolicyLossInputs:
 
 PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 
-_FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
+    "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode"
+)
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -128,7 +133,8 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
 def loss_options(config: object | None) -> LossOptions:
     """Read the section `actor_rollout_ref.actor`, as a mapping or as an object with the same names.
 
-    The keys of `policy_loss` are looked for in that subsection first, then beside the others. None gives the defaults.
+    The keys of `policy_loss` are looked for in that subsection first, then beside the others. None gives the
+    defaults.
 
     Raises:
         ValueError: when a number is outside its range.
@@ -137,7 +143,9 @@ def loss_options(config: object | None) -> LossOptions:
         return config or LossOptions()
     given: dict[str, object] = {}
     for section in (config, _entry(config, "policy_loss")):
-        given |= {name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None}
+        given |= {
+            name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None
+        }
     try:
         return LossOptions.model_validate(given)
     except ValidationError as error:
@@ -148,7 +156,10 @@ def _explain(item: ErrorDetails) -> str:
     message, given = item["msg"], item["input"]
     if not item["loc"]:  # of a check that spans options and names them itself
         return message.removeprefix("Value error, ")
-    return f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got {given!r}"
+    return (
+        f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got "
+        f"{given!r}"
+    )
 
 
 def _entry(section: object, name: str) -> object | None:
@@ -163,7 +174,10 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """
     _check_shapes(inputs)
     response_mask, loss_mask = inputs.response_mask.bool(), inputs.loss_mask.bool()
-    log_probs, old_log_probs = _at_least_float32(inputs.log_probs), _at_least_float32(inputs.old_log_probs).detach()
+    log_probs, old_log_probs = (
+        _at_least_float32(inputs.log_probs),
+        _at_least_float32(inputs.old_log_probs).detach(),
+    )
     # Cut here and not after the exponential: where() passes 0 * inf = NaN back through the branch that
     # it drops. A kept token is never cut: the check of the gradient norm must see its NaN.
     finite = log_probs.detach().isfinite() & old_log_probs.isfinite()
@@ -176,7 +190,9 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
         loss_mask=loss_mask,
         response_mask=response_mask | loss_mask,
         denominator_mask=inputs.denominator_mask.bool(),
-        rollout_is_weights=None if weights is None else _at_least_float32(weights).detach().where(loss_mask, 0),
+        rollout_is_weights=None
+        if weights is None
+        else _at_least_float32(weights).detach().where(loss_mask, 0),
         parameters=inputs.parameters,
         aggregation=inputs.aggregation,
         covariance_statistics=inputs.covariance_statistics,
@@ -195,7 +211,10 @@ def _check_shapes(inputs: PolicyLossInputs) -> None:
     }
     wrong = {name: tuple(t.shape) for name, t in tensors.items() if t is not None and t.shape != shape}
     if len(shape) != 2 or wrong:
-        raise ValueError(f"the tensors of a policy loss must be [B, T] like log_probs, {tuple(shape)}; got {wrong or 'that'}")
+        raise ValueError(
+            f"the tensors of a policy loss must be [B, T] like log_probs, {tuple(shape)}; got "
+            f"{wrong or 'that'}"
+        )
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The terms of the actor's loss: the policy loss by its name, entropy, and divergence from the reference policy."""
+"""The terms of the actor's loss: the policy loss by its name, entropy, and divergence from the reference
+policy."""
 
 from __future__ import annotations
 
@@ -38,15 +39,16 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         log_probs: [B, T], nats; of the policy being updated; the gradient flows here and nowhere else.
         advantages: [B, T].
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept.
-        response_mask: [B, T]; all response tokens, `loss_mask` when None. Ratios of whole sequences (``gspo``,
-            ``geo_mean``) are computed over it, so that rejecting a token does not change them.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `response_mask` when
-            None, which keeps the gradient of a kept token independent of the acceptance rate.
+        response_mask: [B, T]; all response tokens, `loss_mask` when None. Ratios of whole sequences
+            (``gspo``, ``geo_mean``) are computed over it, so that rejecting a token does not change them.
+        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open;
+            `response_mask` when None, which keeps the gradient of a kept token independent of the acceptance
+            rate.
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
         config: the section `actor_rollout_ref.actor`, a mapping with its keys, `LossOptions`, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
-        covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the tensors given
-            when None.
+        covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the
+            tensors given when None.
 
     Returns:
         The loss, 0-d, and the metrics as sums (`LossMetric`).
@@ -76,12 +78,14 @@ def compute_entropy_loss(
     denominator_mask: Tensor | None = None,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Aggregate the policy's entropy; subtract it, times `entropy_coeff`, from the policy loss to raise entropy.
+    """Aggregate the policy's entropy; subtract it, times `entropy_coeff`, from the policy loss to raise
+    entropy.
 
     Args:
         entropy: [B, T], nats; of the distribution at each position; carries the gradient.
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask` when None.
+        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask`
+            when None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
@@ -110,7 +114,8 @@ def compute_kl_loss(
         ref_log_probs: [B, T], nats; of the reference policy.
         kind: an estimator of `kl_penalty` (`actor_rollout_ref.actor.kl_loss_type`).
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept. NaN outside is harmless.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask` when None.
+        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask`
+            when None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:

@@ -26,9 +26,9 @@ def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """REINFORCE (Williams 1992) with detached importance weights; the loss mode ``reinforce``.
 
-    ``−A lp sg(w)`` with w of current over rollout; its gradient is −A w ∇lp, the importance-weighted policy gradient
-    (Degris et al. 2012, arXiv:1205.4839). Without weights w = 1. No clipping. A rejected token leaves the sum.
-    `old_log_probs` are the rollout's and serve the metric only.
+    ``−A lp sg(w)`` with w of current over rollout; its gradient is −A w ∇lp, the importance-weighted policy
+    gradient (Degris et al. 2012, arXiv:1205.4839). Without weights w = 1. No clipping. A rejected token
+    leaves the sum. `old_log_probs` are the rollout's and serve the metric only.
 
     Returns:
         The loss, 0-d, and `actor/ppo_kl` (mean of old − current, nats).
@@ -41,12 +41,12 @@ def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Clipped importance-sampling policy optimisation (CISPO, arXiv:2506.13585); the loss mode ``cispo``.
 
-    ``−w sg(clip(r, 1 − ε_low, 1 + ε_high)) A lp`` with r = current / old: a clipped token keeps a gradient. A rejected
-    token leaves the sum.
+    ``−w sg(clip(r, 1 − ε_low, 1 + ε_high)) A lp`` with r = current / old: a clipped token keeps a gradient. A
+    rejected token leaves the sum.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band), `actor/pg_clipfrac_lower` (0),
-        those of `ppo_kl_metrics`.
+        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band),
+        `actor/pg_clipfrac_lower` (0), those of `ppo_kl_metrics`.
     """
     # Detached: the gradient goes through lp, so that a clipped token keeps one. In PPO it has none.
     ratio = inputs.log_ratio.detach().exp()
@@ -63,8 +63,9 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with total variation (DPPO, arXiv:2602.04879); the loss mode ``dppo_tv``.
 
-    ``−w A sg(min(r, c)) lp M`` with M = [π − π_old ≤ ε_high] for A > 0 and [π − π_old ≥ −ε_low] otherwise; π are
-    probabilities of the sampled token and c is `clip_ratio_c` (the paper uses 20). A rejected token leaves the sum.
+    ``−w A sg(min(r, c)) lp M`` with M = [π − π_old ≤ ε_high] for A > 0 and [π − π_old ≥ −ε_low] otherwise; π
+    are probabilities of the sampled token and c is `clip_ratio_c` (the paper uses 20). A rejected token
+    leaves the sum.
 
     Returns:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
@@ -79,9 +80,9 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with the binary KL divergence (DPPO, arXiv:2602.04879); the loss mode ``dppo_kl``.
 
-    As `dppo_tv_loss`, with KL = π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), in nats, and
-    M = [KL ≤ ε_high or π ≤ π_old] for A > 0, [KL ≤ ε_low or π ≥ π_old] otherwise: only moves in the direction that the
-    advantage pushes are limited.
+    As `dppo_tv_loss`, with KL = π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), in nats, and M
+    = [KL ≤ ε_high or π ≤ π_old] for A > 0, [KL ≤ ε_low or π ≥ π_old] otherwise: only moves in the direction
+    that the advantage pushes are limited.
 
     Returns:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
@@ -97,8 +98,8 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
     """Policy gradient of the tokens inside the trust region, weighted by the detached ratio up to c.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower` (share
-        inside it with r > c), those of `ppo_kl_metrics`.
+        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower`
+        (share inside it with r > c), those of `ppo_kl_metrics`.
     """
     ratio, cap = inputs.log_ratio.detach().exp(), inputs.parameters.clip_ratio_c
     token_loss = -inputs.advantages * ratio.clamp(max=cap) * inputs.log_probs
@@ -113,8 +114,8 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
 def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Direct reward optimisation (DRO, arXiv:2405.19107); the loss mode ``dro``.
 
-    ``−w (A lp − β/2 (lp − lp_old)²)`` with β = `dro_beta`; the weight multiplies the penalty too. A rejected token
-    leaves the sum.
+    ``−w (A lp − β/2 (lp − lp_old)²)`` with β = `dro_beta`; the weight multiplies the penalty too. A rejected
+    token leaves the sum.
 
     Returns:
         The loss, 0-d, and `actor/ppo_kl` (mean of old − current, nats).
@@ -125,7 +126,9 @@ def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     beta = inputs.parameters.dro_beta
     if beta is None:
         raise ValueError("the loss 'dro' needs actor_rollout_ref.actor.policy_loss.dro_beta > 0, got None")
-    log_ratio = inputs.log_probs - inputs.old_log_probs  # unclamped: the penalty must pull back what has gone far
+    log_ratio = (
+        inputs.log_probs - inputs.old_log_probs
+    )  # unclamped: the penalty must pull back what has gone far
     return inputs.reduce(0.5 * beta * log_ratio.square() - inputs.advantages * inputs.log_probs), {
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio)
     }

@@ -22,7 +22,8 @@ def compute_value_loss(
     cliprange_value: float,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Compute the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its implementation).
+    """Compute the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its
+    implementation).
 
     ``½ max((v − R)², (clip(v, v_old − c, v_old + c) − R)²)``, aggregated over the mask.
 
@@ -35,17 +36,21 @@ def compute_value_loss(
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
-        The loss, 0-d, in squared units of reward, and `critic/vf_clipfrac` (share of tokens whose clipped error is the
-        larger one), `critic/vpred_mean` (mean value).
+        The loss, 0-d, in squared units of reward, and `critic/vf_clipfrac` (share of tokens whose clipped
+        error is the larger one), `critic/vpred_mean` (mean value).
 
     Raises:
         ValueError: when shapes differ or `cliprange_value` is not positive.
     """
     _check_values(mask, values=values, old_values=old_values, returns=returns)
     if not cliprange_value > 0:
-        raise ValueError(f"critic.cliprange_value must be > 0 (a large one turns clipping off); got {cliprange_value}")
+        raise ValueError(
+            f"critic.cliprange_value must be > 0 (a large one turns clipping off); got {cliprange_value}"
+        )
     inside = mask.bool()
-    values, old_values, returns = (tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach()))
+    values, old_values, returns = (
+        tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach())
+    )
     # The maximum of both errors, as in OpenAI's baselines: clipping never makes the error smaller.
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
@@ -58,7 +63,8 @@ def compute_value_loss(
 
 @dataclass(frozen=True)
 class ExplainedVariance:
-    """Sums from which the explained variance of the returns follows; add the records of micro-batches and ranks.
+    """Sums from which the explained variance of the returns follows; add the records of micro-batches and
+    ranks.
 
     Attributes:
         count: 0-d float64; tokens.
@@ -81,7 +87,9 @@ class ExplainedVariance:
     def fraction(self) -> Tensor:
         """1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
         unexplained = _variance(self.error_sum, self.error_square_sum, self.count)
-        return 1 - unexplained / (_variance(self.return_sum, self.return_square_sum, self.count) + VARIANCE_EPSILON)
+        return 1 - unexplained / (
+            _variance(self.return_sum, self.return_square_sum, self.count) + VARIANCE_EPSILON
+        )
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
@@ -118,4 +126,6 @@ def _variance(total: Tensor, square_total: Tensor, count: Tensor) -> Tensor:
 def _check_values(mask: Tensor, **tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if mask.ndim != 2 or any(shape != tuple(mask.shape) for shape in shapes.values()):
-        raise ValueError(f"values, returns and mask must be [B, T] of one shape; mask is {tuple(mask.shape)}, {shapes}")
+        raise ValueError(
+            f"values, returns and mask must be [B, T] of one shape; mask is {tuple(mask.shape)}, {shapes}"
+        )

@@ -1,4 +1,5 @@
-"""What a run reports: records, their exact reduction, the catalogue of names, and sinks to show and store them."""
+"""What a run reports: records, their exact reduction, the catalogue of names, and sinks to show and store
+them."""
 
 from verl_rc.metrics.catalog import MetricSpec, check_names, describe
 from verl_rc.metrics.record import Metric, Reduction, reduce_metrics

@@ -1,4 +1,5 @@
-"""Statistics of several samples per prompt: mean, standard deviation, and the expected best, worst and majority of n."""
+"""Statistics of several samples per prompt: mean, standard deviation, and the expected best, worst and
+majority of n."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_EXACT_VOTE = 64
-"""Largest number of samples of a prompt for exact majority votes; above it, ``SIMULATED_VOTES`` votes estimate them."""
+"""Largest number of samples of a prompt for exact majority votes; above it, ``SIMULATED_VOTES`` votes
+estimate them."""
 SIMULATED_VOTES = 1000
 """Votes drawn for that estimate."""
 VOTE_SEED = 42
@@ -40,10 +42,11 @@ class Moments(NamedTuple):
 def summarise_samples(samples: Iterable[ValidationSample], samples_per_prompt: int) -> dict[str, float]:
     """Statistics of every prompt's samples, averaged over prompts, each prompt counting once.
 
-    With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N - 1 in the
-    denominator; 0 for a single value) and ``{best,worst,maj}@n/{mean,std}`` for every n of ``draw_sizes(N)``. ``maj`` is
-    left out when no sample has an answer. A prompt with fewer than N samples is judged by those. Sums are
-    exact: the order of the samples does not matter. Without samples the result is empty.
+    With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N -
+    1 in the denominator; 0 for a single value) and ``{best,worst,maj}@n/{mean,std}`` for every n of
+    ``draw_sizes(N)``. ``maj`` is left out when no sample has an answer. A prompt with fewer than N samples is
+    judged by those. Sums are exact: the order of the samples does not matter. Without samples the result is
+    empty.
     """
     by_prompt: dict[Hashable, list[ValidationSample]] = defaultdict(list)
     for sample in samples:
@@ -65,8 +68,8 @@ def draw_sizes(samples_per_prompt: int) -> list[int]:
 def best_of(values: Sequence[float], draws: int) -> Moments:
     """Moments of the largest of n = ``draws`` values drawn with replacement from the N ``values``.
 
-    In ascending order, the i-th value is at least the largest drawn with probability (i / N)^n, so it is the largest
-    with probability (i / N)^n - ((i - 1) / N)^n: what a bootstrap tends to as its repetitions grow.
+    In ascending order, the i-th value is at least the largest drawn with probability (i / N)^n, so it is the
+    largest with probability (i / N)^n - ((i - 1) / N)^n: what a bootstrap tends to as its repetitions grow.
     """
     return _last_drawn(sorted(values), draws)
 
@@ -79,9 +82,9 @@ def worst_of(values: Sequence[float], draws: int) -> Moments:
 def majority_of(values: Sequence[float], answers: Sequence[str | None], draws: int) -> Moments:
     """Moments of the value of the most frequent answer among ``draws`` samples drawn with replacement.
 
-    Tied answers win with equal probability, and each drawn sample of the winning answer stands for it with equal
-    probability. The rule "the first drawn of the tied answers wins, with its first value" has the same distribution,
-    because all orders of the same draws are equally likely.
+    Tied answers win with equal probability, and each drawn sample of the winning answer stands for it with
+    equal probability. The rule "the first drawn of the tied answers wins, with its first value" has the same
+    distribution, because all orders of the same draws are equally likely.
     """
     counts = Counter(answers)
     chances = winning_probabilities(tuple(sorted(counts.values())), draws)
@@ -90,10 +93,12 @@ def majority_of(values: Sequence[float], answers: Sequence[str | None], draws: i
 
 @lru_cache(maxsize=4096)
 def winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, float]:
-    """Probability that an answer wins a vote of ``draws`` samples drawn with replacement, by how many samples give it.
+    """Probability that an answer wins a vote of ``draws`` samples drawn with replacement, by how many samples
+    give it.
 
-    ``counts``: samples of each answer, ascending. Ties are shared equally, so answers with equal counts win equally
-    often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``SIMULATED_VOTES`` seeded votes.
+    ``counts``: samples of each answer, ascending. Ties are shared equally, so answers with equal counts win
+    equally often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``SIMULATED_VOTES``
+    seeded votes.
     """
     if sum(counts) > LARGEST_EXACT_VOTE:
         return _estimated_winning_probabilities(counts, draws)
@@ -136,7 +141,9 @@ def _last_drawn(ordered: Sequence[float], draws: int) -> Moments:
 def _moments(values: Sequence[float], probabilities: Sequence[float]) -> Moments:
     weighted = list(zip(values, probabilities, strict=True))
     mean = math.fsum(value * probability for value, probability in weighted)
-    return Moments(mean, math.sqrt(math.fsum((value - mean) ** 2 * probability for value, probability in weighted)))
+    return Moments(
+        mean, math.sqrt(math.fsum((value - mean) ** 2 * probability for value, probability in weighted))
+    )
 
 
 def _winning_probability(counts: tuple[int, ...], candidate: int, draws: int) -> float:
@@ -151,11 +158,12 @@ def _winning_probability(counts: tuple[int, ...], candidate: int, draws: int) ->
 
 
 def _tied_win_probability(others: Sequence[float], top: int, draws: int) -> float:
-    """Probability that ``draws`` votes all fall on ``others`` (their shares) and none has more than ``top`` of them, with a
-    weight of 1 / (1 + t) when t of them have ``top``.
+    """Probability that ``draws`` votes all fall on ``others`` (their shares) and none has more than ``top``
+    of them, with a weight of 1 / (1 + t) when t of them have ``top``.
 
-    ``state[m, t]`` is the probability of m such votes on the answers seen so far, t of them with ``top``. One more answer
-    of share p takes m votes to m + j with probability C(m + j, j) p^j: its j votes lie anywhere among the others.
+    ``state[m, t]`` is the probability of m such votes on the answers seen so far, t of them with ``top``. One
+    more answer of share p takes m votes to m + j with probability C(m + j, j) p^j: its j votes lie anywhere
+    among the others.
     """
     most_ties = draws // top
     state = np.zeros((draws + 1, most_ties + 1))
@@ -171,7 +179,8 @@ def _tied_win_probability(others: Sequence[float], top: int, draws: int) -> floa
 
 @lru_cache(maxsize=512)
 def _vote_transition(share: float, draws: int) -> NDArray[np.float64]:
-    """float64 ``[draws + 1, draws + 1]``, lower triangular: C(to, from) share^(to - from) at ``[to, from]``."""
+    """float64 ``[draws + 1, draws + 1]``, lower triangular: C(to, from) share^(to - from) at ``[to,
+    from]``."""
     votes = range(draws + 1)
     return np.array([[math.comb(to, start) * share ** max(to - start, 0) for start in votes] for to in votes])
 

@@ -1,7 +1,8 @@
 """Bounds of the gap's signatures: what each of them looks at, and from which value on it names a cause.
 
-They are stated here alone: ``verl_rc.correction.signatures`` measures with them and the causes of a gap are judged by them;
-formulas and healthy ranges of the catalogue, and the table of causes in docs/see_why.md, are filled from them.
+They are stated here alone: ``verl_rc.correction.signatures`` measures with them and the causes of a gap are
+judged by them; formulas and healthy ranges of the catalogue, and the table of causes in docs/see_why.md, are
+filled from them.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ class SignatureBounds:
     head: int = 8
     """Positions of a response that shifts and rounding are looked for in: they are everywhere if anywhere."""
     rounded_bits: int = 13
-    """Last bits of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16 before."""
+    """Last bits of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16
+    before."""
     rounded_fraction: float = 0.99
     position_edges: tuple[int, ...] = (16, 256)
     """Positions in the response at which the next bucket of logit noise begins."""
@@ -29,16 +31,18 @@ class SignatureBounds:
     temperature_z: float = 30.0
     temperature_slope: float = 0.003
     temperature_r2: float = 0.3
-    """A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside fp8 weights 0.3."""
+    """A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside
+    fp8 weights 0.3."""
     raw_r2: float = 0.9
-    """A temperature on one side alone explains more than this; a banned token less, and a sampling filter ``temperature_r2``."""
+    """A temperature on one side alone explains more than this; a banned token less, and a sampling filter
+    ``temperature_r2``."""
     largest_share: float = 0.01
     """Share of the tokens, those with the largest gap, that concentration looks at."""
     concentration: float = 0.9
     """Their share of the squared gap; rounding alone reaches 0.6 in the first steps."""
     few_tokens: float = 0.98
-    """That share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row, where a policy was
-    certain of most tokens."""
+    """That share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row,
+    where a policy was certain of most tokens."""
     floor_steps: int = 2
     """First steps of a run whose mean logit noise is its floor."""
     above_floor: float = 2.0
@@ -48,23 +52,35 @@ class SignatureBounds:
     reproduced: float = 1e-3
     """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
     implausible_noise: float = 0.5
-    """Logit noise that rounding makes in no precision in the first steps; with fp8 it can where a policy grows certain."""
+    """Logit noise that rounding makes in no precision in the first steps; with fp8 it can where a policy
+    grows certain."""
     drift: float = 0.02
-    """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the usual clip range."""
+    """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the
+    usual clip range."""
     engines: int = 16
-    """How many engines have a noise of their own; the last of them is counted together with all later ones."""
+    """How many engines have a noise of their own; the last of them is counted together with all later ones.
+    """
     engine_noise: float = 2.0
     """An engine is unlike the others when it has more than so many times their logit noise."""
     engine_z: float = 3.0
-    """Standard errors by which its squared noise is above that. Few suffice: the gap of an engine with other weights varies."""
+    """Standard errors by which its squared noise is above that. Few suffice: the gap of an engine with other
+    weights varies."""
     far_above_floor: float = 4.0
-    """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
+    """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it,
+    too."""
 
 
 BOUNDS = SignatureBounds()
 
-PLAUSIBLE_NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.04, "fp8_weights": 0.11, "fp8_kv_cache": 0.3}
-"""Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in what was measured."""
+PLAUSIBLE_NOISE = {
+    "float32": 1e-4,
+    "float16": 0.01,
+    "bfloat16": 0.04,
+    "fp8_weights": 0.11,
+    "fp8_kv_cache": 0.3,
+}
+"""Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in what
+was measured."""
 
 
 def least_precise(engine: str, quantization: str | None, kv_cache: str, trainer: str) -> str:

@@ -1,4 +1,5 @@
-"""Warnings about metrics that stay outside their healthy range, repeated only after a number of quiet steps."""
+"""Warnings about metrics that stay outside their healthy range, repeated only after a number of quiet
+steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ class HealthWarning:
     def __str__(self) -> str:
         """One line: the value, the healthy range, the number of steps and the formula."""
         times = "this step" if self.steps == 1 else f"{self.steps} steps in a row"
-        return f"{self.name} = {self.value:.3g}, healthy is {self.spec.healthy_in_words} ({times}): {self.spec.formula}"
+        return (
+            f"{self.name} = {self.value:.3g}, healthy is {self.spec.healthy_in_words} ({times}): "
+            f"{self.spec.formula}"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,17 @@ class HealthHistory:
 def judge_health(
     metrics: Mapping[str, float], step: int, history: HealthHistory, patience: int = 3, quiet_steps: int = 50
 ) -> tuple[list[HealthWarning], HealthHistory]:
-    """Compare a step's metrics with the healthy ranges of the catalogue; returns warnings and the updated history.
+    """Compare a step's metrics with the healthy ranges of the catalogue; returns warnings and the updated
+    history.
 
-    A warning is issued after ``patience`` consecutive steps outside the range (at once when only 0 is healthy), and not again
-    within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are checked; a missing metric keeps its count.
-    Raises ``ValueError`` when a number of steps is below 1.
+    A warning is issued after ``patience`` consecutive steps outside the range (at once when only 0 is
+    healthy), and not again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are checked; a
+    missing metric keeps its count. Raises ``ValueError`` when a number of steps is below 1.
     """
     if min(patience, quiet_steps) < 1:
-        raise ValueError(f"patience and quiet_steps must be at least 1 step, got {patience} and {quiet_steps}.")
+        raise ValueError(
+            f"patience and quiet_steps must be at least 1 step, got {patience} and {quiet_steps}."
+        )
     complaints, steps_outside, last_said = [], dict(history.steps_outside), dict(history.last_said)
     for name, value in metrics.items():
         spec = CATALOG.find(name) if name.startswith(WATCHED_PREFIX) else None

@@ -1,4 +1,5 @@
-"""Charts that answer questions: the sections of a W&B workspace, in docs/running.md and in the view that can be saved."""
+"""Charts that answer questions: the sections of a W&B workspace, in docs/running.md and in the view that can
+be saved."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         Panel("validation", ("val-core/{data_source}/acc/mean@{n}",)),
         Panel("reward", ("critic/score/mean",)),
         Panel("effective sample size", ("rollout_corr/rollout_is_eff_sample_size",)),
-        Panel("noise on the logits, and that of the first steps", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
+        Panel(
+            "noise on the logits, and that of the first steps",
+            ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor"),
+        ),
         Panel("missing mass in standard errors", ("rollout_corr/missing_mass_z",)),
         Panel("rejected", ("rollout_corr/rollout_rs_masked_fraction",)),
         Panel("seconds of a step", ("timing_s/step",)),
@@ -41,13 +45,25 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         Panel("divergence per token", ("rollout_corr/kl", "rollout_corr/k3_kl")),
         Panel("what weights would make of it", ("rollout_corr/chi2_token", "rollout_corr/chi2_seq")),
         Panel("probabilities", ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max")),
-        Panel("before the update, and the limit above which it is an alert", ("sync/rollout_gap_mean", "sync/gap_limit")),
-        Panel("log-ratios (full)", ("rollout_corr/log_ratio", "rollout_corr/log_ratio_p1", "rollout_corr/log_ratio_p99")),
+        Panel(
+            "before the update, and the limit above which it is an alert",
+            ("sync/rollout_gap_mean", "sync/gap_limit"),
+        ),
+        Panel(
+            "log-ratios (full)",
+            ("rollout_corr/log_ratio", "rollout_corr/log_ratio_p1", "rollout_corr/log_ratio_p99"),
+        ),
     ),
     "Weights": (
         Panel("effective sample size", ("rollout_corr/rollout_is_eff_sample_size",)),
-        Panel("weights", ("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_std", "rollout_corr/rollout_is_max")),
-        Panel("at the thresholds", ("rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low")),
+        Panel(
+            "weights",
+            ("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_std", "rollout_corr/rollout_is_max"),
+        ),
+        Panel(
+            "at the thresholds",
+            ("rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"),
+        ),
         Panel("tail (full)", ("rollout_corr/rollout_is_pareto_k", "rollout_corr/rollout_is_p99")),
     ),
     "Rejection": (
@@ -86,20 +102,34 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         ),
     ),
     "Causes (full)": (
-        Panel("noise on the logits, and that of the first steps", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
+        Panel(
+            "noise on the logits, and that of the first steps",
+            ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor"),
+        ),
         Panel("temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
         Panel(
             "sampled as reported?",
-            ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound", "rollout_corr/missing_mass_z"),
+            (
+                "rollout_corr/surprisal_excess",
+                "rollout_corr/surprisal_excess_bound",
+                "rollout_corr/missing_mass_z",
+            ),
         ),
         Panel("named", ("alerts/cause",)),
     ),
     "Speed": (
         Panel(
             "seconds of a step",
-            ("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor", "timing_s/update_weights"),
+            (
+                "timing_s/step",
+                "timing_s/gen",
+                "timing_s/old_log_prob",
+                "timing_s/update_actor",
+                "timing_s/update_weights",
+            ),
         ),
         Panel("throughput", ("perf/throughput", "perf/overhead_fraction")),
     ),
 }
-"""Charts by section, in order. The overview comes first, behind the verdict that every run has as a column."""
+"""Charts by section, in order. The overview comes first, behind the verdict that every run has as a column.
+"""

@@ -37,7 +37,9 @@ class Metric:
     def __post_init__(self) -> None:
         """Check the weight."""
         if not (self.weight >= 0 and math.isfinite(self.weight)):
-            raise ValueError(f"the weight of metric '{self.name}' must be finite and at least 0, got {self.weight}.")
+            raise ValueError(
+                f"the weight of metric '{self.name}' must be finite and at least 0, got {self.weight}."
+            )
 
 
 def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
@@ -86,5 +88,6 @@ def _weighted_mean(group: Sequence[Metric]) -> float | None:
 
 
 def _exact_sum(values: Sequence[float]) -> float:
-    """A correctly rounded sum, which does not depend on the order; infinities and NaN propagate instead of raising."""
+    """A correctly rounded sum, which does not depend on the order; infinities and NaN propagate instead of
+    raising."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -36,13 +36,16 @@ class Trace:
                 self._file = None
 
     def span(self, who: str, what: str, begin: float, end: float, **facts: Any) -> None:
-        """Write that ``who`` did ``what`` from ``begin`` to ``end``, in seconds since 1970 by the clock of its own host.
+        """Write that ``who`` did ``what`` from ``begin`` to ``end``, in seconds since 1970 by the clock of
+        its own host.
 
-        ``facts``: anything else of the span. A call of a process has ``sent`` and ``received``, by the driver's clock, from
-        which the reader finds how far the host's clock is off.
+        ``facts``: anything else of the span. A call of a process has ``sent`` and ``received``, by the
+        driver's clock, from which the reader finds how far the host's clock is off.
         """
         if self._file is not None:
-            self._file.write(json.dumps({"who": who, "what": what, "begin": begin, "end": end, **facts}) + "\n")
+            self._file.write(
+                json.dumps({"who": who, "what": what, "begin": begin, "end": end, **facts}) + "\n"
+            )
 
     @contextmanager
     def driver(self, what: str, **facts: Any) -> Iterator[None]:

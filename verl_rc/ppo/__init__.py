@@ -1,1 +1,2 @@
-"""The composition of PPO, still pure: evaluated rollouts to a train batch, current log-probs and batch to a loss."""
+"""The composition of PPO, still pure: evaluated rollouts to a train batch, current log-probs and batch to a
+loss."""

@@ -1,15 +1,20 @@
-"""The order of groups: which may be handed to the engines, which make the next batch, and which have grown too old.
+"""The order of groups: which may be handed to the engines, which make the next batch, and which have grown
+too old.
 
     may be admitted:  numbers < (published + M (1 + k)) B + replaced
 
-A group is a prompt with its samples; its number is its place in the order of admission over the whole life of a run. However
-engines work, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1 steps old. The next batch:
+A group is a prompt with its samples; its number is its place in the order of admission over the whole life of
+a run. However engines work, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1
+steps old. The next batch:
 
     order=admitted: the B lowest numbers that are to be trained on, once every lower number is decided
-    order=ready:    the B decided groups of lowest version (then number), once the older groups left behind all still fit:
-                    for every version v:  groups left with version <= v  <=  B (steps until those of v reach the hard bound)
+    order=ready:    the B decided groups of lowest version (then number), once the older groups left behind
+    all still fit:
+                    for every version v:  groups left with version <= v  <=  B (steps until those of v reach
+                        the hard bound)
 
-To look at the oldest group left behind alone is not enough: several may be as old, and only B of them fit into its last step.
+To look at the oldest group left behind alone is not enough: several may be as old, and only B of them fit
+into its last step.
 """
 
 import math
@@ -29,7 +34,8 @@ class NumberRanges:
     """A set of numbers >= 0; ``from_numbers`` and ``from_plain`` make one."""
 
     ranges: tuple[tuple[int, int], ...] = ()
-    """Pairs of the first number of a range and the one behind its last, ascending; they neither overlap nor touch."""
+    """Pairs of the first number of a range and the one behind its last, ascending; they neither overlap nor
+    touch."""
 
     @classmethod
     def from_numbers(cls, numbers: Iterable[int]) -> "NumberRanges":
@@ -44,11 +50,14 @@ class NumberRanges:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> "NumberRanges":
-        """What ``plain`` gave. Raises ``ValueError`` for ranges that are empty, out of order or not merged."""
+        """What ``plain`` gave. Raises ``ValueError`` for ranges that are empty, out of order or not
+        merged."""
         ends = [int(end) for pair in plain for end in pair]
         is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
         if any(len(pair) != 2 for pair in plain) or not is_ascending:
-            raise ValueError(f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}.")
+            raise ValueError(
+                f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}."
+            )
         return cls(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
     def plain(self) -> PlainRanges:
@@ -96,7 +105,8 @@ class AdmissionError(RuntimeError):
 
 @dataclass(frozen=True)
 class AdmissionState:
-    """The progress of a run for a checkpoint, in absolute numbers. The rule itself follows the configuration."""
+    """The progress of a run for a checkpoint, in absolute numbers. The rule itself follows the
+    configuration."""
 
     published: int
     admitted: int
@@ -136,25 +146,30 @@ class Admission:
 
     @property
     def places(self) -> int:
-        """M (1 + k) B: the groups that may be in flight or wait at once, as far as training has come with the weights."""
+        """M (1 + k) B: the groups that may be in flight or wait at once, as far as training has come with the
+        weights."""
         return math.ceil(self.every * (1 + self.bound) * self.batch)
 
     def allowance(self) -> int:
-        """How many groups may be admitted now; 0 when a resumed run has more in flight than its rule would admit."""
+        """How many groups may be admitted now; 0 when a resumed run has more in flight than its rule would
+        admit."""
         limit = self.published * self.batch + self.places
         if self.total is not None:
             limit = min(limit, self.total)
         return max(0, limit + self.replaced - self.admitted)
 
     def undecided(self) -> NumberRanges:
-        """Admitted numbers that are still being sampled or scored: a resumed run hands these to the engines first."""
+        """Admitted numbers that are still being sampled or scored: a resumed run hands these to the engines
+        first."""
         return self.decided.missing_below(self.admitted)
 
     def admit(self, count: int) -> "Admission":
-        """Hand out the next ``count`` numbers, ``admitted`` first. Raises ``AdmissionError`` beyond the allowance."""
+        """Hand out the next ``count`` numbers, ``admitted`` first. Raises ``AdmissionError`` beyond the
+        allowance."""
         if not 0 <= count <= self.allowance():
             raise AdmissionError(
-                f"at most {self.allowance()} groups may be admitted at version {self.published} with {self.admitted} admitted "
+                f"at most {self.allowance()} groups may be admitted at version {self.published} with "
+                f"{self.admitted} admitted "
                 f"and {self.replaced} replaced, got {count}."
             )
         return replace(self, admitted=self.admitted + count)
@@ -170,17 +185,21 @@ class Admission:
         return self._decide(NumberRanges.from_numbers(numbers))
 
     def free(self, numbers: Iterable[int]) -> "Admission":
-        """These will never be trained on; each frees one place. Raises ``AdmissionError`` unless each was undecided."""
+        """These will never be trained on; each frees one place. Raises ``AdmissionError`` unless each was
+        undecided."""
         given = NumberRanges.from_numbers(numbers)
         return replace(self._decide(given), replaced=self.replaced + len(given))
 
     def drop(self, numbers: Iterable[int]) -> "Admission":
         """These were undecided or kept, and are too old now; each frees one place.
 
-        Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by the running ledger.
+        Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by
+        the running ledger.
         """
         given = NumberRanges.from_numbers(numbers)
-        undecided = self._decide(NumberRanges.from_numbers(number for number in given if number not in self.decided))
+        undecided = self._decide(
+            NumberRanges.from_numbers(number for number in given if number not in self.decided)
+        )
         return replace(undecided, replaced=self.replaced + len(given))
 
     def state(self) -> AdmissionState:
@@ -195,16 +214,20 @@ class Admission:
         decided, admitted = NumberRanges.from_plain(state.decided), state.admitted
         if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
-                f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, got "
+                f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, "
+                "got "
                 f"{decided.plain()[-5:]} and {state.replaced} replaced."
             )
-        return replace(self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided)
+        return replace(
+            self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided
+        )
 
     def _decide(self, given: NumberRanges) -> "Admission":
         wrong = [number for number in given if number >= self.admitted or number in self.decided]
         if wrong:
             raise AdmissionError(
-                f"a group is decided once, after its admission: {wrong[:5]} are not below {self.admitted} or were decided before."
+                f"a group is decided once, after its admission: {wrong[:5]} are not below {self.admitted} or "
+                "were decided before."
             )
         return replace(self, decided=self.decided.union(given))
 
@@ -229,10 +252,11 @@ class ReplayRule:
     batch: int
     """B: groups of a step."""
     oldest: int
-    """The hard bound: steps that a group may be old when it is trained on. Groups trained in the order of admission keep it by
-    themselves."""
+    """The hard bound: steps that a group may be old when it is trained on. Groups trained in the order of
+    admission keep it by themselves."""
     late: Literal["wait", "drop"] = "wait"
-    """What becomes of groups that would grow older: the trainer waits for them, or they are dropped and replaced."""
+    """What becomes of groups that would grow older: the trainer waits for them, or they are dropped and
+    replaced."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +266,8 @@ class NextBatch:
     numbers: tuple[int, ...] = ()
     """B groups to train on now, in the order of their rows; empty: not yet."""
     awaited: tuple[int, ...] = ()
-    """Groups that must be decided before any batch can be made, in ascending order; empty when any will do."""
+    """Groups that must be decided before any batch can be made, in ascending order; empty when any will do.
+    """
     dropped: tuple[int, ...] = ()
     """Groups that are too old for ever, decided or not: they are to be replaced, before anything else."""
 
@@ -256,9 +281,13 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
     if rule.order == "admitted":
         return _lowest_numbers(given, rule)
     trained = step - 1
-    too_old = {group.number for group in given if rule.late == "drop" and trained - group.version > rule.oldest}
+    too_old = {
+        group.number for group in given if rule.late == "drop" and trained - group.version > rule.oldest
+    }
     left = [group for group in given if group.number not in too_old]
-    decided = sorted((group for group in left if group.decided), key=lambda group: (group.version, group.number))
+    decided = sorted(
+        (group for group in left if group.decided), key=lambda group: (group.version, group.number)
+    )
     batch, later = decided[: rule.batch], decided[rule.batch :]
     dropped = tuple(sorted(too_old))
     if len(batch) < rule.batch:
@@ -267,7 +296,11 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
     newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
     # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
-    return NextBatch(awaited=awaited) if awaited else NextBatch(tuple(group.number for group in batch), dropped=dropped)
+    return (
+        NextBatch(awaited=awaited)
+        if awaited
+        else NextBatch(tuple(group.number for group in batch), dropped=dropped)
+    )
 
 
 def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
@@ -279,7 +312,8 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
 
 
 def _newest_that_does_not_fit(left: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
-    """The newest version up to which there are more groups ``left`` than can be trained on in time; None: all fit."""
+    """The newest version up to which there are more groups ``left`` than can be trained on in time; None: all
+    fit."""
     by_version, total, newest = Counter(group.version for group in left), 0, None
     for version in sorted(by_version):
         total += by_version[version]

@@ -13,12 +13,17 @@ from verl_rc.losses import explained_variance
 
 
 def batch_metrics(
-    batch: TrainBatch, scores: Tensor, rewards: Tensor, rollouts: RolloutBatch, max_response_length: int, max_prompt_length: int
+    batch: TrainBatch,
+    scores: Tensor,
+    rewards: Tensor,
+    rollouts: RolloutBatch,
+    max_response_length: int,
+    max_prompt_length: int,
 ) -> dict[str, float]:
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
-    ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio`` is the share of
-    responses that reached ``max_response_length``; the batch may be wider.
+    ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio``
+    is the share of responses that reached ``max_response_length``; the batch may be wider.
     """
     mask = batch.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
@@ -48,9 +53,11 @@ def critic_metrics(batch: CriticBatch) -> dict[str, float]:
 
 
 def version_metrics(policy_versions: Tensor, response_mask: Tensor, current: int) -> dict[str, float]:
-    """How many versions of the weights sampled each response, and how old the newest and the oldest of them are.
+    """How many versions of the weights sampled each response, and how old the newest and the oldest of them
+    are.
 
-    ``policy_versions`` and ``response_mask`` are ``[B, R]``, a token in each row; the trainer holds version ``current``.
+    ``policy_versions`` and ``response_mask`` are ``[B, R]``, a token in each row; the trainer holds version
+    ``current``.
     """
     newest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).min).amax(dim=-1)
     oldest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).max).amin(dim=-1)
@@ -91,15 +98,22 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
         return {}
     mask = rollouts.response_mask
     entropy = float(evaluations.entropies[mask].double().mean())
-    return {"actor/entropy": entropy, **probability_gap(evaluations.old_log_probs, rollouts.rollout_log_probs, mask)}
+    return {
+        "actor/entropy": entropy,
+        **probability_gap(evaluations.old_log_probs, rollouts.rollout_log_probs, mask),
+    }
 
 
-def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """``training/rollout_probs_diff_*`` and ``training/rollout_actor_probs_pearson_corr``; one copy from the device.
+def probability_gap(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """``training/rollout_probs_diff_*`` and ``training/rollout_actor_probs_pearson_corr``; one copy from the
+    device.
 
-    Arguments are ``[B, T]``, log-probs in nats. Of ``|p_train - p_rollout|`` over the response tokens with finite log-probs:
-    mean, largest, population standard deviation; and Pearson's correlation of the two. A mean above 0.01 points to the
-    engine's precision. Without any token only ``..._valid`` = 0 is returned; where one side is constant, no correlation.
+    Arguments are ``[B, T]``, log-probs in nats. Of ``|p_train - p_rollout|`` over the response tokens with
+    finite log-probs: mean, largest, population standard deviation; and Pearson's correlation of the two. A
+    mean above 0.01 points to the engine's precision. Without any token only ``..._valid`` = 0 is returned;
+    where one side is constant, no correlation.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     parts = []
@@ -109,7 +123,16 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
             log_train = ratio.train.double()
             train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
             gap = (train - rollout).abs_()
-            columns = (ratio.ones, gap, gap.square(), train, rollout, train.square(), rollout.square(), train * rollout)
+            columns = (
+                ratio.ones,
+                gap,
+                gap.square(),
+                train,
+                rollout,
+                train.square(),
+                rollout.square(),
+                train * rollout,
+            )
             parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.ones).largest]))
     rows = torch.cat(parts, dim=1)
     largest = pad(rows[-1:], (0, 1)).amax(dim=1)  # of no rows at all: the padding, 0

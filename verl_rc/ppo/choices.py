@@ -1,4 +1,5 @@
-"""What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds. No torch."""
+"""What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds.
+No torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.models import ActorConfig
@@ -8,7 +9,8 @@ from verl_rc.data.microbatch import MicroBatchLimit
 
 
 def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
-    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else ``policy_loss.loss_mode``."""
+    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else
+    ``policy_loss.loss_mode``."""
     return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
 
 
@@ -23,13 +25,16 @@ _STEPS_BETWEEN_COMPARISONS = 50
 
 
 def recomputes_proximal(config: RolloutCorrectionConfig, step: int) -> bool:
-    """Whether the proximal policy's log-probs are computed before the updates of ``step``; where they are interpolated, now and
-    then, to compare."""
-    return not config.in_actor or (config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0)
+    """Whether the proximal policy's log-probs are computed before the updates of ``step``; where they are
+    interpolated, now and then, to compare."""
+    return not config.in_actor or (
+        config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
+    )
 
 
 def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
-    """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of it."""
+    """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of
+    it."""
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
 
 
@@ -37,14 +42,20 @@ def log_prob_limit(config: RunConfig) -> MicroBatchLimit:
     """The actor without gradient."""
     rollout = config.actor_rollout_ref.rollout
     return _limit(
-        rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+        rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_max_token_len_per_gpu,
+        rollout.log_prob_micro_batch_size_per_gpu,
     )
 
 
 def reference_limit(config: RunConfig) -> MicroBatchLimit:
     """The reference policy."""
     ref = config.actor_rollout_ref.ref
-    return _limit(ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+    return _limit(
+        ref.log_prob_use_dynamic_bsz,
+        ref.log_prob_max_token_len_per_gpu,
+        ref.log_prob_micro_batch_size_per_gpu,
+    )
 
 
 def actor_limit(config: RunConfig) -> MicroBatchLimit:
@@ -56,7 +67,9 @@ def actor_limit(config: RunConfig) -> MicroBatchLimit:
 def critic_limit(config: RunConfig) -> MicroBatchLimit:
     """The critic, with gradient or without."""
     critic = config.critic
-    return _limit(critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
+    return _limit(
+        critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    )
 
 
 def _limit(by_tokens: bool, max_tokens: int, max_rows: int | None) -> MicroBatchLimit:

@@ -1,4 +1,5 @@
-"""The two numbers that a run may move from step to step: the weight of the KL penalty, and a rejection threshold."""
+"""The two numbers that a run may move from step to step: the weight of the KL penalty, and a rejection
+threshold."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ class KLController:
 
     Attributes:
         kl_coef: β, in units of reward per nat, >= 0 (`algorithm.kl_ctrl.kl_coef`).
-        target_kl: the divergence aimed at, nats per token, > 0; None keeps β fixed (`algorithm.kl_ctrl.type=fixed`).
+        target_kl: the divergence aimed at, nats per token, > 0; None keeps β fixed
+            (`algorithm.kl_ctrl.type=fixed`).
         horizon: rows that a relative error of 1 would need to double β, > 0 (`algorithm.kl_ctrl.horizon`).
     """
 
@@ -52,10 +54,12 @@ _MEMORY = 0.9
 
 @dataclass(frozen=True)
 class AdaptiveThreshold:
-    """``rollout_rs_target_acceptance``: u of the bounds 1/u to u, moved after every batch; belongs in a checkpoint.
+    """``rollout_rs_target_acceptance``: u of the bounds 1/u to u, moved after every batch; belongs in a
+    checkpoint.
 
-    ``ln u <- 0.9 ln u + 0.1 ln u*`` with u* the smallest bound under which the batch just seen would have had the wished share
-    accepted. A fixed threshold rejects more and more as the policies drift apart; this one holds what is kept.
+    ``ln u <- 0.9 ln u + 0.1 ln u*`` with u* the smallest bound under which the batch just seen would have had
+    the wished share accepted. A fixed threshold rejects more and more as the policies drift apart; this one
+    holds what is kept.
     """
 
     threshold: float
@@ -77,11 +81,14 @@ class AdaptiveThreshold:
         return config.model_copy(update={"rollout_rs_threshold": self.threshold})
 
     def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
-        """The threshold after a batch with these ``statistics``, which need the histograms of full diagnostics."""
+        """The threshold after a batch with these ``statistics``, which need the histograms of full
+        diagnostics."""
         wanted = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
         if math.isnan(wanted):
             return self
-        return replace(self, threshold=math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(wanted)))
+        return replace(
+            self, threshold=math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(wanted))
+        )
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,8 @@ class Control:
         return config if self.threshold is None else self.threshold.config(config)
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
-        """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per token (None: it was
-        not)."""
+        """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per
+        token (None: it was not)."""
         return self if reward_kl is None else replace(self, kl=self.kl.updated(reward_kl, num_rows))
 
     def after_correction(self, statistics: CorrectionStatistics | None) -> "Control":

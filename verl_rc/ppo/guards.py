@@ -1,4 +1,5 @@
-"""Stopping a run that no longer learns: nothing is left to train on, gradients are not finite, or rewards collapse."""
+"""Stopping a run that no longer learns: nothing is left to train on, gradients are not finite, or rewards
+collapse."""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ class TooManySkippedUpdatesError(RuntimeError):
 def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int) -> int:
     """Optimizer steps in a row that were skipped because no token of their mini-batch was kept.
 
-    ``in_a_row`` were skipped up to now; ``kept_tokens`` are those of each following mini-batch, in their order. Raises
-    ``TooManySkippedUpdatesError`` at ``limit`` (``algorithm.rollout_correction.max_skipped_updates``).
+    ``in_a_row`` were skipped up to now; ``kept_tokens`` are those of each following mini-batch, in their
+    order. Raises ``TooManySkippedUpdatesError`` at ``limit``
+    (``algorithm.rollout_correction.max_skipped_updates``).
     """
     for count in kept_tokens:
         in_a_row = 0 if count else in_a_row + 1
@@ -24,7 +26,8 @@ def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int)
             raise TooManySkippedUpdatesError(
                 "rollout correction must leave something of a mini-batch, but it rejected every token of "
                 f"{in_a_row} in a row. Look at rollout_corr/kl and the rollout_rs_* metrics: widen "
-                "algorithm.rollout_correction.rollout_rs_threshold, or find out why trainer and engine disagree. "
+                "algorithm.rollout_correction.rollout_rs_threshold, or find out why trainer and engine "
+                "disagree. "
                 "algorithm.rollout_correction.max_skipped_updates sets the limit."
             )
     return in_a_row
@@ -37,16 +40,19 @@ class NonFiniteGradientsError(RuntimeError):
 def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float], limit: int) -> int:
     """Optimizer steps in a row of ``role`` that were left out because their gradient was NaN or infinite.
 
-    ``in_a_row`` were left out up to now; ``grad_norms`` are those of the following steps, in their order. Raises
-    ``NonFiniteGradientsError`` at ``limit`` (``trainer.max_nonfinite_updates``).
+    ``in_a_row`` were left out up to now; ``grad_norms`` are those of the following steps, in their order.
+    Raises ``NonFiniteGradientsError`` at ``limit`` (``trainer.max_nonfinite_updates``).
     """
     for norm in grad_norms:
         in_a_row = 0 if math.isfinite(norm) else in_a_row + 1
         if in_a_row >= limit:
             raise NonFiniteGradientsError(
-                f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were NaN or "
-                "infinite. They were left out, so the weights are as before. Lower the learning rate, look for extreme "
-                "rewards and advantages, or compute in float32 (fsdp_config.dtype); trainer.max_nonfinite_updates sets "
+                f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were "
+                "NaN or "
+                "infinite. They were left out, so the weights are as before. Lower the learning rate, look "
+                "for extreme "
+                "rewards and advantages, or compute in float32 (fsdp_config.dtype); "
+                "trainer.max_nonfinite_updates sets "
                 "the limit."
             )
     return in_a_row
@@ -62,7 +68,8 @@ _FAILED_GROUPS = 1
 
 @dataclass(frozen=True)
 class FailedGroups:
-    """Groups that failed in every attempt, among the last ones. Immutable: ``with_failure`` returns the next record."""
+    """Groups that failed in every attempt, among the last ones. Immutable: ``with_failure`` returns the next
+    record."""
 
     at: tuple[int, ...] = ()
     """For each of them, the number of groups that had been decided before it; the last 100 count."""
@@ -70,13 +77,16 @@ class FailedGroups:
     """Why the first group of the run failed; None: none did."""
 
     def with_failure(self, num_decided: int, error: str) -> "FailedGroups":
-        """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the last 100."""
+        """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the
+        last 100."""
         recent = tuple(place for place in self.at if place > num_decided - _JUDGED_GROUPS)
         found = FailedGroups((*recent, num_decided), self.first_error or error)
         if len(found.at) > _FAILED_GROUPS:
             raise TooManyFailedGroupsError(
-                f"at most {_FAILED_GROUPS} % of the last {_JUDGED_GROUPS} groups may fail in every attempt, but {len(found.at)} "
-                f"did; the first error of the run: {found.first_error} Correct its cause and start the same command again."
+                f"at most {_FAILED_GROUPS} % of the last {_JUDGED_GROUPS} groups may fail in every attempt, "
+                f"but {len(found.at)} "
+                f"did; the first error of the run: {found.first_error} Correct its cause and start the same "
+                "command again."
             )
         return found
 
@@ -96,7 +106,8 @@ class StepScores:
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """The scores of the last steps, and the best mean over as many steps. Immutable: ``with_scores`` returns the next one."""
+    """The scores of the last steps, and the best mean over as many steps. Immutable: ``with_scores`` returns
+    the next one."""
 
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""
@@ -104,7 +115,8 @@ class RewardHistory:
     """The best mean over a window; None: no window was full yet."""
 
     def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
-        """Add the scores ``[B]`` of a step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
+        """Add the scores ``[B]`` of a step; the last ``window`` steps are kept
+        (``trainer.alerts.reward_window``)."""
         values = scores.double()
         total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()
         recent = (*self.recent, StepScores(values.numel(), total, squares))[-window:]
@@ -114,8 +126,8 @@ class RewardHistory:
         return RewardHistory(recent, mean if self.best is None else max(self.best, mean))
 
     def collapse(self, window: int, drop: float | None) -> str | None:
-        """What has happened when the mean of the last ``window`` steps is below the best one by more than the share ``drop``
-        of it (``trainer.alerts.reward_drop``); None when it is not, or ``drop`` is None."""
+        """What has happened when the mean of the last ``window`` steps is below the best one by more than the
+        share ``drop`` of it (``trainer.alerts.reward_drop``); None when it is not, or ``drop`` is None."""
         if drop is None or self.best is None or len(self.recent) < window:
             return None
         mean, variance = _mean_and_variance(self.recent)
@@ -123,7 +135,8 @@ class RewardHistory:
         if fall <= drop * abs(self.best) or fall <= _STANDARD_ERRORS * math.sqrt(variance / count):
             return None
         return (
-            f"the mean score of the last {len(self.recent)} steps is {mean:.3g}, down from {self.best:.3g}: more than "
+            f"the mean score of the last {len(self.recent)} steps is {mean:.3g}, down from {self.best:.3g}: "
+            "more than "
             f"trainer.alerts.reward_drop={drop:g} of it is lost"
         )
 

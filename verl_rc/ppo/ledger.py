@@ -1,12 +1,13 @@
-"""The books: every token sampled for training is in exactly one account, and every admitted group ends in exactly one way.
+"""The books: every token sampled for training is in exactly one account, and every admitted group ends in
+exactly one way.
 
-``Ledger`` keeps the book of one step, ``RunningLedger`` those of a whole run. Where groups stay open from step to step, a step
-alone cannot balance: what it trains on was sampled before. So for each step
+``Ledger`` keeps the book of one step, ``RunningLedger`` those of a whole run. Where groups stay open from
+step to step, a step alone cannot balance: what it trains on was sampled before. So for each step
 
     opening balance + sampled = sum of all accounts + closing balance
 
-in tokens, where the closing balance is counted among the open groups, never inferred; and over the run every number below
-``admitted`` is exactly one of trained, filtered, failed, stale and in flight.
+in tokens, where the closing balance is counted among the open groups, never inferred; and over the run every
+number below ``admitted`` is exactly one of trained, filtered, failed, stale and in flight.
 """
 
 import math
@@ -23,7 +24,8 @@ TOKEN_ACCOUNTS = {
     "trained": "in the loss of an optimizer step that was taken",
     "rejected": "left out by rollout correction",
     "nonfinite": "in an optimizer step that was left out because its gradient was not finite",
-    "withheld": "in a batch that the actor did not train on: critic warm-up, or an alert with the action skip",
+    "withheld": "in a batch that the actor did not train on: critic warm-up, or an alert with the action "
+    "skip",
     "filtered": "of prompts whose samples tell nothing (algorithm.filter_groups)",
     "surplus": "of prompts beyond data.train_batch_size after filtering",
     "baseline": "of greedy responses that serve as a baseline only (remax)",
@@ -44,8 +46,8 @@ class LedgerError(RuntimeError):
 class Ledger:
     """The accounts of one step: what was sampled for training, and what it was used for.
 
-    Only tokens that the policy sampled (no tool tokens) and that reached the driver count. Requests of a lost engine are issued
-    again, and its tokens do not count.
+    Only tokens that the policy sampled (no tool tokens) and that reached the driver count. Requests of a lost
+    engine are issued again, and its tokens do not count.
     """
 
     def __init__(self) -> None:
@@ -78,21 +80,26 @@ class Ledger:
         return self._tokens["trained"]
 
     def require_in_batch(self, tokens: int) -> None:
-        """Raise ``LedgerError`` when the batch about to be trained on does not hold all tokens that have no account yet."""
+        """Raise ``LedgerError`` when the batch about to be trained on does not hold all tokens that have no
+        account yet."""
         expected = self._sampled["tokens"] - self._tokens.total()
         if tokens != expected:
             raise LedgerError(
-                f"the step's batch must hold the {expected} sampled tokens that have no account yet, it holds {tokens}. "
+                f"the step's batch must hold the {expected} sampled tokens that have no account yet, it "
+                f"holds {tokens}. "
                 "Tokens were lost or used twice on the way to the update, or the response mask is shifted."
             )
 
     def close(self) -> dict[str, float]:
-        """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books do not balance."""
+        """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books
+        do not balance."""
         for what, booked in (("tokens", self._tokens), ("prompts", self._prompts)):
             if self._sampled[what] != booked.total():
                 raise LedgerError(
-                    f"every one of the step's {self._sampled[what]} sampled {what} must be booked to exactly one account, but "
-                    f"{booked.total()} are: {dict(booked)}. Some were lost or used twice between engine and update."
+                    f"every one of the step's {self._sampled[what]} sampled {what} must be booked to exactly "
+                    "one account, but "
+                    f"{booked.total()} are: {dict(booked)}. Some were lost or used twice between engine and "
+                    "update."
                 )
         if not self._sampled.total():
             return {}
@@ -106,7 +113,8 @@ class Ledger:
 
 
 def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Tensor | None) -> None:
-    """Raise ``LedgerError`` naming rows whose ``loss_mask`` is not exactly the sampled tokens that rollout correction kept.
+    """Raise ``LedgerError`` naming rows whose ``loss_mask`` is not exactly the sampled tokens that rollout
+    correction kept.
 
     All bool ``[B, R]``; without ``keep_mask`` every sampled token is kept.
     """
@@ -114,25 +122,34 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
     if not torch.equal(loss_mask, expected):
         rows = (loss_mask != expected).any(dim=-1).nonzero()[:, 0].tolist()
         raise LedgerError(
-            "the loss must look at the sampled tokens that rollout correction kept, at these and no others, but its mask differs "
-            f"in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask shifted by one token looks like this."
+            "the loss must look at the sampled tokens that rollout correction kept, at these and no others, "
+            "but its mask differs "
+            f"in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask shifted by one token "
+            "looks like this."
         )
 
 
 def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
-    """What an update did with the tokens it was given: ``trained``, ``rejected`` (by the actor) and ``nonfinite``.
+    """What an update did with the tokens it was given: ``trained``, ``rejected`` (by the actor) and
+    ``nonfinite``.
 
-    For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and the gradient norm
-    of every optimizer step that was not skipped. A token's account is that of its first epoch; later ones train on it again.
-    Raises ``LedgerError`` when the counts do not belong together.
+    For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
+    the gradient norm of every optimizer step that was not skipped. A token's account is that of its first
+    epoch; later ones train on it again. Raises ``LedgerError`` when the counts do not belong together.
     """
     norms = list(grad_norms)
-    if len(planned_tokens) != len(kept_tokens) or len(kept_tokens) % epochs or len(norms) != sum(k > 0 for k in kept_tokens):
+    if (
+        len(planned_tokens) != len(kept_tokens)
+        or len(kept_tokens) % epochs
+        or len(norms) != sum(k > 0 for k in kept_tokens)
+    ):
         raise LedgerError(
-            f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of kept tokens, and a "
-            f"gradient norm for every one that kept any; got {len(norms)} norms and the counts {list(kept_tokens)}."
+            f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
+            "kept tokens, and a "
+            f"gradient norm for every one that kept any; got {len(norms)} norms and the counts "
+            f"{list(kept_tokens)}."
         )
     accounts, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
     first = len(kept_tokens) // epochs
@@ -161,7 +178,8 @@ RUN_TOKEN_ACCOUNTS = {
     "failed": "of attempts that failed, of groups that were sampled once more or replaced",
     "stale": "of groups that were dropped for their age",
 }
-"""Every account of tokens of an asynchronous run: those of a step, and those of groups that leave a run between two."""
+"""Every account of tokens of an asynchronous run: those of a step, and those of groups that leave a run
+between two."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +193,8 @@ class LedgerState:
 
 @dataclass(frozen=True)
 class RunningLedger:
-    """What became of every group of the run. A value: every move returns the next one, and belongs in a checkpoint."""
+    """What became of every group of the run. A value: every move returns the next one, and belongs in a
+    checkpoint."""
 
     admitted: int = 0
     """Numbers 0, 1, …, ``admitted`` - 1 were handed out."""
@@ -196,38 +215,50 @@ class RunningLedger:
         return replace(self, admitted=self.admitted + count, in_flight=self.in_flight.union(new))
 
     def end(self, fate: str, numbers: Iterable[int]) -> "RunningLedger":
-        """These leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are not in flight."""
+        """These leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are not in
+        flight."""
         given = list(numbers)
         new, left = NumberRanges.from_numbers(given), set(self.in_flight) - set(given)
         wrong = [number for number in new if number not in self.in_flight]
         if fate not in FATES or wrong or len(new) != len(given):
             raise LedgerError(
-                f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for {len(given)} "
+                f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for "
+                f"{len(given)} "
                 f"numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
             )
         ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(new)}
         return replace(self, in_flight=NumberRanges.from_numbers(left), ended=ended)
 
-    def close_step(self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]) -> "RunningLedger":
-        """The books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became of tokens.
+    def close_step(
+        self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]
+    ) -> "RunningLedger":
+        """The books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became of
+        tokens.
 
-        ``open_tokens`` are the sampled tokens of every group that is open now, by number, as the driver holds them. Raises
-        ``LedgerError`` when a group is in flight here and not there (or the other way round), or when tokens do not balance.
+        ``open_tokens`` are the sampled tokens of every group that is open now, by number, as the driver holds
+        them. Raises ``LedgerError`` when a group is in flight here and not there (or the other way round), or
+        when tokens do not balance.
         """
         counted = len(self.in_flight) + self.count(*FATES)
         lost, surplus = set(self.in_flight) - set(open_tokens), set(open_tokens) - set(self.in_flight)
         if lost or surplus or counted != self.admitted:
             raise LedgerError(
-                f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in flight, exactly "
-                f"once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, {sorted(surplus)[:5]} ({len(surplus)}) "
+                f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in "
+                "flight, exactly "
+                f"once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, {sorted(surplus)[:5]} "
+                f"({len(surplus)}) "
                 "are open though they ended."
             )
-        unknown = {name: count for name, count in accounts.items() if name not in RUN_TOKEN_ACCOUNTS or count < 0}
+        unknown = {
+            name: count for name, count in accounts.items() if name not in RUN_TOKEN_ACCOUNTS or count < 0
+        }
         closing = sum(open_tokens.values())
         if unknown or self.balance + sampled != sum(accounts.values()) + closing:
             raise LedgerError(
-                f"opening balance {self.balance} + sampled {sampled} must equal the accounts {dict(accounts)} + closing balance "
-                f"{closing}, all of them tokens: the difference is {self.balance + sampled - sum(accounts.values()) - closing}."
+                f"opening balance {self.balance} + sampled {sampled} must equal the accounts "
+                f"{dict(accounts)} + closing balance "
+                f"{closing}, all of them tokens: the difference is "
+                f"{self.balance + sampled - sum(accounts.values()) - closing}."
             )
         return replace(self, balance=closing)
 
@@ -235,24 +266,30 @@ class RunningLedger:
         """Raise ``LedgerError`` when a run that is done left a group in flight."""
         if self.in_flight.ranges or self.balance:
             raise LedgerError(
-                f"a run that is done has nothing in flight, but {len(self.in_flight)} groups with {self.balance} tokens are: "
+                f"a run that is done has nothing in flight, but {len(self.in_flight)} groups with "
+                f"{self.balance} tokens are: "
                 f"{list(self.in_flight)[:5]}."
             )
 
     def state(self) -> LedgerState:
         """Return the ledger for a checkpoint."""
-        return LedgerState(self.admitted, {fate: numbers.plain() for fate, numbers in self.ended.items()}, self.balance)
+        return LedgerState(
+            self.admitted, {fate: numbers.plain() for fate, numbers in self.ended.items()}, self.balance
+        )
 
     @classmethod
     def from_state(cls, state: LedgerState) -> "RunningLedger":
-        """What ``state`` gave. Raises ``LedgerError`` when a number has two fates, or one that does not exist."""
+        """What ``state`` gave. Raises ``LedgerError`` when a number has two fates, or one that does not
+        exist."""
         admitted = state.admitted
         ended = {fate: NumberRanges.from_plain(plain) for fate, plain in state.ended.items()}
         numbers_ended = NumberRanges.from_numbers(number for numbers in ended.values() for number in numbers)
         in_flight = numbers_ended.missing_below(admitted)
         if set(ended) - set(FATES) or len(in_flight) + sum(map(len, ended.values())) != admitted:
             raise LedgerError(
-                f"every number below {admitted} must have at most one of the fates {', '.join(FATES)}, got the counts "
-                f"{ {fate: len(numbers) for fate, numbers in ended.items()} } with {len(in_flight)} in flight."
+                f"every number below {admitted} must have at most one of the fates {', '.join(FATES)}, got "
+                "the counts "
+                f"{ {fate: len(numbers) for fate, numbers in ended.items()} } with {len(in_flight)} in "
+                "flight."
             )
         return cls(admitted, in_flight, ended, state.balance)

@@ -24,8 +24,8 @@ class MiniBatchShare:
     """One rank's part of a mini-batch."""
 
     micro_batches: list[list[int]]
-    """Row numbers of each forward and backward; every rank has the same number of them, an empty one contributes
-    nothing."""
+    """Row numbers of each forward and backward; every rank has the same number of them, an empty one
+    contributes nothing."""
     num_tokens: int
     """Denominators of the whole mini-batch over all ranks; see ``MiniBatch``."""
     num_sequences: int
@@ -51,12 +51,14 @@ class MiniBatchOptions:
 def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBatchOptions) -> list[MiniBatch]:
     """Mini-batches of all epochs, in the order they are trained on; both masks are bool ``[B, R]``.
 
-    Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a loss is
-    divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
+    Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a
+    loss is divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
     """
     num_rows, size = response_mask.shape[0], options.rows_per_mini_batch
     if num_rows % size:
-        raise ValueError(f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}.")
+        raise ValueError(
+            f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}."
+        )
     denominator_mask = loss_mask if options.denominator == "kept" else response_mask
     counted, kept = denominator_mask.sum(-1), loss_mask.sum(-1)
     order = random.Random(options.seed)

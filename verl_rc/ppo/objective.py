@@ -1,5 +1,6 @@
-"""In the actor: from a model's current output and a slice of the batch to the loss that is differentiated; where the actor
-corrects, rollout correction first, the current or interpolated policy against the rollout policy, micro-batch by micro-batch."""
+"""In the actor: from a model's current output and a slice of the batch to the loss that is differentiated;
+where the actor corrects, rollout correction first, the current or interpolated policy against the rollout
+policy, micro-batch by micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ def policy_objective(
     totals: Aggregation,
     covariance: CovarianceStatistics | None = None,
 ) -> Objective:
-    """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by ``totals``.
+    """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by
+    ``totals``.
 
-    ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0. ``totals`` must have
-    been counted over the whole mini-batch as ``correction.rejection_denominator`` says; ``covariance`` likewise, for the losses
-    ``clip_cov`` and ``kl_cov``.
+    ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
+    ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
+    ``covariance`` likewise, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
@@ -74,7 +76,9 @@ def policy_objective(
         covariance_statistics=covariance,
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
-    if correction.in_actor and current.entropies is not None:  # else the proximal policy's entropy is reported
+    if (
+        correction.in_actor and current.entropies is not None
+    ):  # else the proximal policy's entropy is reported
         averages["actor/entropy"] = token_metric(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
@@ -84,7 +88,12 @@ def policy_objective(
     if config.use_kl_loss:
         assert batch.ref_log_prob is not None
         divergence, divergence_metrics = compute_kl_loss(
-            current.log_probs, batch.ref_log_prob, config.kl_loss_type, batch.loss_mask, denominator_mask, totals
+            current.log_probs,
+            batch.ref_log_prob,
+            config.kl_loss_type,
+            batch.loss_mask,
+            denominator_mask,
+            totals,
         )
         loss = loss + config.kl_loss_coef * divergence
         averages |= divergence_metrics
@@ -92,8 +101,11 @@ def policy_objective(
     return Objective(loss, terms, averages)
 
 
-def value_objective(values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation) -> Objective:
-    """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's ``totals``."""
+def value_objective(
+    values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation
+) -> Objective:
+    """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's
+    ``totals``."""
     loss, averages = compute_value_loss(
         values, batch.old_values, batch.returns, batch.response_mask, config.cliprange_value, totals
     )
@@ -122,12 +134,17 @@ def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig)
 
 
 def covariance_statistics(
-    name: str, micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks, from_ranks: GatherOverRanks
+    name: str,
+    micro_batches: Sequence[PolicyLossInputs],
+    over_ranks: SumOverRanks,
+    from_ranks: GatherOverRanks,
 ) -> CovarianceStatistics:
-    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other ranks add.
+    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
+    ranks add.
 
-    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and the score of the
-    last one that is selected is found among the best of every rank. So neither micro-batches nor ranks change who is selected.
+    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
+    the score of the last one that is selected is found among the best of every rank. So neither micro-batches
+    nor ranks change who is selected.
     """
     means = [part for inputs in micro_batches for part in covariance_means(inputs)]
     numerators = torch.stack([metric.numerator for metric in means]).view(-1, 2).sum(dim=0)
@@ -135,7 +152,9 @@ def covariance_statistics(
     totals = over_ranks(torch.cat([numerators, tokens]))
     advantage_mean, log_prob_mean = (totals[:2] / totals[2].clamp(min=1)).to(torch.float32)
     size = selection_size(name, micro_batches[0], totals[2])
-    scores = torch.cat([selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches])
+    scores = torch.cat(
+        [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
+    )
     best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
     found = scores.topk(min(int(size), scores.numel())).values
     best[: found.numel()] = found
@@ -155,10 +174,11 @@ class MiniBatchCounts:
 def measure_current(
     batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, policy_version: int
 ) -> CorrectionStatistics:
-    """Mergeable statistics of current ``log_probs`` (float32 ``[B, R]``, nats, detached) over the batch's rollout log-probs.
+    """Mergeable statistics of current ``log_probs`` (float32 ``[B, R]``, nats, detached) over the batch's
+    rollout log-probs.
 
-    Those of a mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective sample sizes of
-    prompts are not among them: a prompt's rows may lie on several ranks.
+    Those of a mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective
+    sample sizes of prompts are not among them: a prompt's rows may lie on several ranks.
     """
     context = SequenceContext(
         policy_versions=batch.policy_versions,
@@ -170,7 +190,8 @@ def measure_current(
 
 
 def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
-    """Mergeable statistics with the signatures of a micro-batch before any update; they mean nothing after one."""
+    """Mergeable statistics with the signatures of a micro-batch before any update; they mean nothing after
+    one."""
     context = SequenceContext(
         entropies=current.entropies,
         sum_pi_squared=current.sum_pi_squared,
@@ -184,11 +205,12 @@ def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionSta
 def with_interpolated_proximal(
     batch: TrainBatch, log_probs: Tensor, policy_version: int, updates: int, updates_per_step: int
 ) -> TrainBatch:
-    """The micro-batch with log-probs of the proximal policy between those of the rollout policy and current ``log_probs``.
+    """The micro-batch with log-probs of the proximal policy between those of the rollout policy and current
+    ``log_probs``.
 
-    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since the weights were
-    ``policy_version``. Before the first of them both policies are the same. A token without a rollout log-prob has none to
-    interpolate from, and gets the current one.
+    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since the weights
+    were ``policy_version``. Before the first of them both policies are the same. A token without a rollout
+    log-prob has none to interpolate from, and gets the current one.
     """
     proximal = log_probs
     if updates:
@@ -213,20 +235,27 @@ def correct_current(
 ) -> TrainBatch:
     """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, detached) demand.
 
-    They are current ones, or those of the proximal policy where it is interpolated.
-    ``statistics`` need to be those of the whole mini-batch only where ``needs_statistics_first`` says so. In bypass mode weights
-    enter the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token that is to be
-    neutral gets the current policy for its rollout policy, and so a ratio of 1.
+    They are current ones, or those of the proximal policy where it is interpolated. ``statistics`` need to be
+    those of the whole mini-batch only where ``needs_statistics_first`` says so. In bypass mode weights enter
+    the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token
+    that is to be neutral gets the current policy for its rollout policy, and so a ratio of 1.
     """
     weights, keep = apply(
-        log_probs, batch.rollout_log_probs, batch.response_mask, config, statistics, advantages=batch.advantages
+        log_probs,
+        batch.rollout_log_probs,
+        batch.response_mask,
+        config,
+        statistics,
+        advantages=batch.advantages,
     )
     corrected = batch.clone(recurse=False)
     if config.nonfinite_logprob == "neutral":
         known = batch.old_log_probs.isfinite()
         corrected.old_log_probs = torch.where(known, batch.old_log_probs, log_probs)
     corrected.loss_mask = batch.response_mask & keep
-    corrected.rollout_is_weights = weights if config.loss_type == "reinforce" or not config.bypass_mode else None
+    corrected.rollout_is_weights = (
+        weights if config.loss_type == "reinforce" or not config.bypass_mode else None
+    )
     return corrected
 
 

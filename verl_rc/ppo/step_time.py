@@ -1,4 +1,5 @@
-"""How long an asynchronous step takes, and how large a staleness bound is of use; from seconds that were measured."""
+"""How long an asynchronous step takes, and how large a staleness bound is of use; from seconds that were
+measured."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ class MeasuredStep:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` unless both are positive."""
         if not (0 < self.sampling < math.inf and 0 < self.training < math.inf):
-            raise ValueError(f"sampling and training must take more than 0 seconds, got {self.sampling} and {self.training}.")
+            raise ValueError(
+                f"sampling and training must take more than 0 seconds, got {self.sampling} and "
+                f"{self.training}."
+            )
 
     @property
     def in_turns(self) -> float:
@@ -28,11 +32,15 @@ class MeasuredStep:
     def fastest(self, options: AsyncTrainingConfig) -> float:
         """Seconds below which a step cannot come.
 
-        Whole responses end before the next publication. Responses that weights change under are sampled and trained on within
-        ``options.oldest + 1`` steps.
+        Whole responses end before the next publication. Responses that weights change under are sampled and
+        trained on within ``options.oldest + 1`` steps.
         """
         if options.staleness == 0:
-            return self.in_turns if options.trigger_parameter_sync_step == 1 else max(self.sampling, self.training)
+            return (
+                self.in_turns
+                if options.trigger_parameter_sync_step == 1
+                else max(self.sampling, self.training)
+            )
         if not options.partial_rollout:
             return max(self.sampling, self.training)
         return max(self.training, self.in_turns / (options.oldest + 1))
@@ -42,7 +50,8 @@ class MeasuredStep:
         return self.in_turns if options.staleness == 0 else max(self.sampling, self.training)
 
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
-        """The smallest whole k that keeps the trainer busy, however many responses take as long as the longest."""
+        """The smallest whole k that keeps the trainer busy, however many responses take as long as the
+        longest."""
         return _enough(self.sampling, self.training, options)
 
 
@@ -78,7 +87,8 @@ class WaitTotals:
 
 
 def _enough(longest: float, step: float, options: AsyncTrainingConfig) -> int:
-    """The smallest k with which no step of ``step`` seconds waits for groups that take up to ``longest`` seconds.
+    """The smallest k with which no step of ``step`` seconds waits for groups that take up to ``longest``
+    seconds.
 
     The first groups that a publication admits are those of the step that begins ``k`` publications later.
     """

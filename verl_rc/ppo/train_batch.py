@@ -28,7 +28,8 @@ class ScoredStep:
     keep_mask: Tensor | None
     """bool ``[B, R]``: what rollout correction and the limit of ages keep; None: every response token."""
     reward_kl: float | None
-    """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
+    """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats;
+    None: no penalty."""
 
     @property
     def statistics(self) -> CorrectionStatistics | None:
@@ -46,16 +47,20 @@ def build_train_batch(
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal policy, the training
-    steps done: ages of tokens count from it, even where no token of the batch is that new. Correction decides weights and
-    ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected token is never
-    lost. Where the actor corrects, nothing is corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction
-    is measured by age of tokens, and tokens older than ``max_token_age`` leave the loss too.
+    ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal
+    policy, the training steps done: ages of tokens count from it, even where no token of the batch is that
+    new. Correction decides weights and ``loss_mask`` only; rewards, advantages and their statistics use
+    ``response_mask``, so a reward on a rejected token is never lost. Where the actor corrects, nothing is
+    corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction is measured by age of
+    tokens, and tokens older than ``max_token_age`` leave the loss too.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
-    full, asynchronous = config.diagnostics == "full", asynchrony is not None and not asynchrony.is_synchronous
+    full, asynchronous = (
+        config.diagnostics == "full",
+        asynchrony is not None and not asynchrony.is_synchronous,
+    )
     versions = rollouts.policy_versions if full or asynchronous else None
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
@@ -125,12 +130,15 @@ def build_train_batch(
 
 
 def _weights_for_baseline(
-    rollouts: RolloutBatch, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, config: RolloutCorrectionConfig
+    rollouts: RolloutBatch,
+    evaluations: PolicyEvaluations,
+    algorithm: AlgorithmConfig,
+    config: RolloutCorrectionConfig,
 ) -> Tensor | None:
     """Importance weights ``[B, R]`` for baselines that depend on them; None where there are none.
 
-    Weights do not depend on advantages, so they are computed before them. Rules that do depend on them get advantages of 0;
-    their result is not used.
+    Weights do not depend on advantages, so they are computed before them. Rules that do depend on them get
+    advantages of 0; their result is not used.
     """
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
@@ -156,21 +164,31 @@ def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBat
 
 
 def _rewards(
-    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, kl_coef: float
+    rollouts: RolloutBatch,
+    scores: Tensor,
+    evaluations: PolicyEvaluations,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
 ) -> tuple[Tensor, float | None]:
     outcome = outcome_rewards(scores, rollouts.response_mask)
     if not algorithm.use_kl_in_reward:
         return outcome, None
     assert evaluations.ref_log_prob is not None
     rewards, divergence = apply_kl_in_reward(
-        outcome, evaluations.old_log_probs, evaluations.ref_log_prob, rollouts.response_mask, kl_coef, algorithm.kl_penalty
+        outcome,
+        evaluations.old_log_probs,
+        evaluations.ref_log_prob,
+        rollouts.response_mask,
+        kl_coef,
+        algorithm.kl_penalty,
     )
     answered = rollouts.response_mask.any(dim=-1)
     return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
 
 
 def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """float32 ``[B, R]``: each row's score at its last token of ``response_mask`` (bool ``[B, R]``), 0 elsewhere."""
+    """float32 ``[B, R]``: each row's score at its last token of ``response_mask`` (bool ``[B, R]``), 0
+    elsewhere."""
     width = response_mask.shape[1]
     positions = torch.arange(width, device=response_mask.device)
     last = torch.where(response_mask, positions, -1).amax(dim=-1)

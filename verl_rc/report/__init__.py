@@ -1,1 +1,2 @@
-"""Reports for people: a configuration in words, preflight checks, training curves, the report page, generated documents."""
+"""Reports for people: a configuration in words, preflight checks, training curves, the report page, generated
+documents."""

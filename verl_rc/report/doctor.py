@@ -55,25 +55,42 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
                 raise ValueError("there is no such folder")
             shape = ModelShape.from_model_folder(path, trusted)
         except (OSError, ValueError) as error:
-            remedy = "pass a folder with a config.json, or a hub id that can be reached (actor_rollout_ref.model.path)"
-            yield Finding("failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy)
+            remedy = (
+                "pass a folder with a config.json, or a hub id that can be reached "
+                "(actor_rollout_ref.model.path)"
+            )
+            yield Finding(
+                "failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy
+            )
             continue
         problem = unsupported_attention(config, path, trusted)
         if problem is not None:
-            must, remedy = "trainer and engine must compute the same attention", "take another model, or lengths that it names"
+            must, remedy = (
+                "trainer and engine must compute the same attention",
+                "take another model, or lengths that it names",
+            )
             yield Finding("failed", "attention", f"{path}: {problem}", must, remedy)
         inputs.shapes[path] = shape
-        found = f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
-        must = f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens"
-        remedy = "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context"
+        found = (
+            f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
+        )
+        must = (
+            f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens"
+        )
+        remedy = (
+            "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context"
+        )
         if path == config.reward.reward_model.model_path:
             yield Finding("ok", "reward model", found)
             continue
-        yield Finding.from_condition(shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy)
+        yield Finding.from_condition(
+            shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy
+        )
 
 
 def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Check that the tokenizer has a chat template and an EOS token and fits the model; fills ``inputs.tokenizer``."""
+    """Check that the tokenizer has a chat template and an EOS token and fits the model; fills
+    ``inputs.tokenizer``."""
     path = config.actor_rollout_ref.model.path
     if path not in inputs.shapes and not Path(path).expanduser().is_dir():
         yield Finding("note", "tokenizer", f"not checked: there is no model {path}")
@@ -83,8 +100,12 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         messages = [{"role": "user", "content": "1"}]
         token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
     except (OSError, ValueError) as error:
-        must = "the model's folder must hold its tokenizer, with a chat template that takes a message of a user"
-        yield Finding("failed", "tokenizer", _first_line(error), must, "take the instruction-tuned variant of the model")
+        must = (
+            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user"
+        )
+        yield Finding(
+            "failed", "tokenizer", _first_line(error), must, "take the instruction-tuned variant of the model"
+        )
         return
     inputs.tokenizer = tokenizer
     shape, size = inputs.shapes.get(path), len(tokenizer)
@@ -92,7 +113,8 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     yield Finding.from_condition(
         size <= vocabulary,
         "tokenizer",
-        f"{size} tokens, end {tokenizer.eos_token!r}; the chat template makes {len(token_ids)} tokens of the message '1'",
+        f"{size} tokens, end {tokenizer.eos_token!r}; the chat template makes {len(token_ids)} tokens of the "
+        "message '1'",
         f"the model must have an embedding for each of the {size} tokens; it has {vocabulary}",
         "take the tokenizer that belongs to the model",
     )
@@ -103,14 +125,22 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if inputs.tokenizer is None:
         yield Finding("note", "data", "not checked: there is no tokenizer")
         return
-    wanted = {"data.train_files": (config.data.train_files, config.data.train_batch_size, config.data.train_max_samples)}
+    wanted = {
+        "data.train_files": (
+            config.data.train_files,
+            config.data.train_batch_size,
+            config.data.train_max_samples,
+        )
+    }
     wanted["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
     for key, (files, fewest, chosen) in wanted.items():
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
             must = "files must hold chat messages, data_source and reward_model"
-            yield Finding("failed", key, _first_line(error), must, "correct the file; docs/data_and_tools.md makes one")
+            yield Finding(
+                "failed", key, _first_line(error), must, "correct the file; docs/data_and_tools.md makes one"
+            )
             continue
         inputs.rows = inputs.rows or rows
         total = min(total, chosen) if chosen >= 0 else total
@@ -128,7 +158,8 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def _steps(config: RunConfig, prompts: int) -> str:
-    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic sampling)."""
+    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic
+    sampling)."""
     trainer, drawn = config.trainer, config.data.prompts_per_draw
     if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
         return ""
@@ -141,7 +172,10 @@ def _steps(config: RunConfig, prompts: int) -> str:
 def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list[int], int, list[PromptRow]]:
     """Lengths of some prompts in tokens, the number of prompts, and some rows."""
     options = PromptOptions.from_config(config.data)
-    sources, columns = prompt_sources(files, config.data, tokenizer), (options.prompt_key, "data_source", "reward_model")
+    sources, columns = (
+        prompt_sources(files, config.data, tokenizer),
+        (options.prompt_key, "data_source", "reward_model"),
+    )
     records: list[RecordFile | CustomRecords] = [
         RecordFile(source, columns) if isinstance(source, str) else source for source in sources
     ]
@@ -150,7 +184,9 @@ def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list
     for file in records:
         step = max(1, len(file) * len(records) // SAMPLED_PROMPTS)
         for index in range(0, len(file), step):
-            messages = check_messages(file[index][options.prompt_key], options.prompt_key, f"row {index} of {file.path}")
+            messages = check_messages(
+                file[index][options.prompt_key], options.prompt_key, f"row {index} of {file.path}"
+            )
             lengths.append(len(encode_prompt(tokenizer, messages, options.template_arguments)))
     lenient = PromptOptions(max(lengths), "left", False, options.prompt_key, options.template_arguments)
     dataset = PromptDataset(sources, tokenizer, lenient, RowChoice())
@@ -160,7 +196,10 @@ def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list
 def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Iterator[Finding]:
     limit, data = config.data.max_prompt_length, config.data
     longer = sum(length > limit for length in lengths)
-    shown = f"{total} prompts of {min(lengths)} to {max(lengths)} tokens {_histogram(lengths)}, at most {limit} are allowed"
+    shown = (
+        f"{total} prompts of {min(lengths)} to {max(lengths)} tokens {_histogram(lengths)}, at most {limit} "
+        "are allowed"
+    )
     counted = "" if len(lengths) == total else f" ({len(lengths)} counted)"
     share = f"{longer / len(lengths):.1%} are longer"
     if longer and data.filter_overlong_prompts:
@@ -173,7 +212,8 @@ def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) ->
             key,
             f"{shown}{counted}" + (f"; {share}" if longer else ""),
             "no prompt may be longer than data.max_prompt_length",
-            f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or data.truncation=left",
+            f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or "
+            "data.truncation=left",
         )
 
 
@@ -187,7 +227,8 @@ def _histogram(lengths: Sequence[int]) -> str:
 
 
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Check that the reward function scores a ground truth and an empty response, in a process where a run would use one."""
+    """Check that the reward function scores a ground truth and an empty response, in a process where a run
+    would use one."""
     own = config.reward.custom_reward_function
     if not inputs.rows and own.path is None:
         yield Finding("note", "reward", "not tried: there are no rows")
@@ -197,14 +238,18 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         return
     must = "it must give a finite number for every response"
     remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
-    samples = [RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
+    samples = [
+        RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")
+    ]
     try:
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
         yield Finding("failed", "reward", _first_line(error), must, remedy)
         return
     if not samples:
-        yield Finding("note", "reward", f"{own.name} of {own.path} is there, and was not tried: there are no rows")
+        yield Finding(
+            "note", "reward", f"{own.name} of {own.path} is there, and was not tried: there are no rows"
+        )
         return
     pairs = list(zip(scores[::2], scores[1::2], strict=True))
     shown = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
@@ -212,20 +257,26 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if any(truth > empty for truth, empty in pairs):
         yield Finding("ok", "reward", found)
     else:
-        yield Finding("note", "reward", f"{found}. Equal scores are right only where a ground truth is not an answer by itself")
+        yield Finding(
+            "note",
+            "reward",
+            f"{found}. Equal scores are right only where a ground truth is not an answer by itself",
+        )
 
 
 def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
     """The score of each sample.
 
-    Raises ``RewardError`` at the first failure, also of a call that hangs or kills its process, and ``ValueError`` when a
-    function of the user's own cannot be loaded.
+    Raises ``RewardError`` at the first failure, also of a call that hangs or kills its process, and
+    ``ValueError`` when a function of the user's own cannot be loaded.
     """
     needs_process = config.reward.custom_reward_function.path is not None
     if not needs_process and all(score_on_timeout(sample.data_source) is None for sample in samples):
         reward = build_reward(config.reward)
         return [reward(sample).score for sample in samples]
-    with closing(RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)) as pool:
+    with closing(
+        RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)
+    ) as pool:
         return [_score_of(pool, sample) for sample in samples]
 
 
@@ -242,8 +293,8 @@ def _first_line(error: Exception) -> str:
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:
-    """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process for the reward
-    function, leaves no files behind."""
+    """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process
+    for the reward function, leaves no files behind."""
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
     yield from check_driver()

@@ -1,4 +1,5 @@
-"""A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused options."""
+"""A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused
+options."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,8 @@ _GRADIENT_SUMS = {
     True: "each rank adds up whole gradients, 4 bytes a weight; ranks reduce them once a mini-batch",
     False: "ranks reduce gradients after every micro-batch; each keeps its shard of the sum",
     None: (
-        "ranks reduce gradients once a mini-batch if an update with whole gradients, 4 bytes a weight on each rank, fits on a "
+        "ranks reduce gradients once a mini-batch if an update with whole gradients, 4 bytes a weight on "
+        "each rank, fits on a "
         "GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
     ),
 }
@@ -89,12 +91,17 @@ def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
 
 def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     policy, actor = plan.policy, config.actor_rollout_ref.actor
-    yield "π", "current policy: the actor while it is updated (log_probs); the gradient goes through it and nothing else"
+    yield (
+        "π",
+        "current policy: the actor while it is updated (log_probs); the gradient goes through it and nothing "
+        "else",
+    )
     yield from _ratio_symbols(plan)
     if policy.in_actor or policy.weights or policy.rejects:
         yield (
             "π_roll",
-            "rollout policy: the engine, as it reported the log-prob of each token it sampled (rollout_log_probs); constant",
+            "rollout policy: the engine, as it reported the log-prob of each token it sampled "
+            "(rollout_log_probs); constant",
         )
     yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
@@ -106,7 +113,10 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
     if policy.spec is not None and policy.spec.ratio == "row":
-        yield "", "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio"
+        yield (
+            "",
+            "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio",
+        )
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"
     assert actor.loss_scale_factor is not None
@@ -118,7 +128,10 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     policy, spec = plan.policy, plan.policy.spec
     symbol = "π_roll" if policy.bypass else "π_old"
     if spec is None:
-        yield "π_old", f"{policy.old_policy} policy (old_log_probs); the function decides what it does with it"
+        yield (
+            "π_old",
+            f"{policy.old_policy} policy (old_log_probs); the function decides what it does with it",
+        )
         return
     if not spec.reads_old_log_probs:
         yield "", f"no ratio, no clip: the {policy.old_policy} policy does not enter the loss {policy.loss}"
@@ -126,16 +139,20 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     if policy.interpolates:
         yield (
             "π_old",
-            "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the optimizer updates from "
+            "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
+            "optimizer updates from "
             "π_roll to π that were made before the step; constant",
         )
     elif not policy.bypass:
         yield (
             "π_old",
-            "proximal policy: the actor before the step's first update, recomputed by old_log_prob (old_log_probs); constant",
+            "proximal policy: the actor before the step's first update, recomputed by old_log_prob "
+            "(old_log_probs); constant",
         )
     part = (
-        "; the gradient goes through it" if spec.gradient_through == "ratio" else "; a constant, the gradient goes through log π"
+        "; the gradient goes through it"
+        if spec.gradient_through == "ratio"
+        else "; a constant, the gradient goes through log π"
     )
     if spec.ratio == "token" or spec.is_per_row:
         yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
@@ -155,15 +172,24 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
         return
     ratio = "π / π_roll, with π detached" if policy.bypass else "π_old / π_roll"
     bound = correction.weight_threshold()
-    cut = f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
+    cut = (
+        f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
+    )
     scaled = ", divided by their mean over the batch" if correction.rollout_is_batch_normalize else ""
     symbol = "W" if policy.spec is not None and policy.spec.is_per_row else "w"
     level = "the geometric mean of the row's weights, each" if symbol == "W" else ""
-    yield symbol, f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {cut}{scaled} (rollout_is_weights); constant".strip()
+    yield (
+        symbol,
+        f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {cut}{scaled} (rollout_is_weights); "
+        "constant".strip(),
+    )
 
 
 def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
-    source = {"reject_sequence": "whose row's log-probs are finite", "reject_token": "whose log-probs are finite"}
+    source = {
+        "reject_sequence": "whose row's log-probs are finite",
+        "reject_token": "whose log-probs are finite",
+    }
     if not plan.policy.rejects:
         kept = source.get(correction.nonfinite_logprob)
         return "1 on response tokens (response_mask)" + (f" {kept}" if kept else "")
@@ -193,9 +219,16 @@ def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterato
     if correction.rollout_token_veto_threshold is not None:
         rules.append(f"whole rows with a ratio below {correction.rollout_token_veto_threshold:g}")
     if correction.rollout_opsm_threshold is not None:
-        rules.append(f"tokens with A < 0 in rows whose mean log rollout/train is above {correction.rollout_opsm_threshold:g}")
+        rules.append(
+            "tokens with A < 0 in rows whose mean log rollout/train is above "
+            f"{correction.rollout_opsm_threshold:g}"
+        )
     yield "rejection", "; ".join(rules) or "none"
-    yield "not finite", f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of tokens"
+    yield (
+        "not finite",
+        f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of "
+        "tokens",
+    )
     if not (policy.weights or policy.rejects):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"
 
@@ -208,8 +241,18 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.reads("lam"):
         numbers.append(f"lam = {algorithm.lam:g}")
     if advantages.reads("norm_adv_by_std_in_grpo"):
-        numbers.append("divided by the group's standard deviation" if algorithm.norm_adv_by_std_in_grpo else "centred only")
-    baseline = _compared(plan) if advantages.compares_groups else "the critic's values" if advantages.uses_values else "none"
+        numbers.append(
+            "divided by the group's standard deviation"
+            if algorithm.norm_adv_by_std_in_grpo
+            else "centred only"
+        )
+    baseline = (
+        _compared(plan)
+        if advantages.compares_groups
+        else "the critic's values"
+        if advantages.uses_values
+        else "none"
+    )
     rows = [("estimator", ", ".join([advantages.estimator, *numbers])), ("baseline", baseline)]
     if advantages.spec is not None:
         rows.insert(1, ("A", f"{advantages.spec.formula}    ({advantages.spec.source})"))
@@ -219,7 +262,10 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.reward_kl:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
         reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
-    rows += [("reward", reward), ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does")]
+    rows += [
+        ("reward", reward),
+        ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does"),
+    ]
     yield from _table(rows)
 
 
@@ -232,7 +278,9 @@ def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
         return
     critic = config.critic
     loss = "1/2 max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)"
-    yield from _wrapped("  ", f"L_value = {loss}, {plan.value.aggregation} over response_mask, c = {critic.cliprange_value:g}")
+    yield from _wrapped(
+        "  ", f"L_value = {loss}, {plan.value.aggregation} over response_mask, c = {critic.cliprange_value:g}"
+    )
     yield from _table(
         [
             ("V", "the critic's value before each token (values); carries the gradient"),
@@ -274,13 +322,18 @@ def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
 def _batch(plan: Plan) -> Iterator[str]:
     sizes = plan.sizes
     steps = (
-        f"{sizes.total_steps} (at most {sizes.epochs} epochs)" if sizes.total_steps else f"as many as {sizes.epochs} epochs have"
+        f"{sizes.total_steps} (at most {sizes.epochs} epochs)"
+        if sizes.total_steps
+        else f"as many as {sizes.epochs} epochs have"
     )
     if sizes.critic_only_steps:
         steps += f"; the first {sizes.critic_only_steps} do not update the actor"
     rows = f"{sizes.prompts} prompts x {sizes.samples} samples = {sizes.rows} rows a step"
     yield f"  {rows}, at most {sizes.rows_per_engine} for each of {sizes.engines} engine(s)"
-    yield f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} tokens"
+    yield (
+        f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} "
+        "tokens"
+    )
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
             yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
@@ -293,7 +346,8 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 def _copies(ranks: int, of_one: int) -> str:
     return (
-        f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are gathered among those, "
+        f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are "
+        "gathered among those, "
         "gradients are summed over all"
     )
 
@@ -301,15 +355,24 @@ def _copies(ranks: int, of_one: int) -> str:
 def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
     low, high = update.rows_per_group
     per_group = f"{low}" if low == high else f"{low} to {high}"
-    limit = f"{update.max_tokens * update.sharing} tokens" if update.max_tokens is not None else f"{update.max_rows} rows"
+    limit = (
+        f"{update.max_tokens * update.sharing} tokens"
+        if update.max_tokens is not None
+        else f"{update.max_rows} rows"
+    )
     groups = f"{update.ranks} rank(s)"
     if update.sharing > 1:
-        groups = f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention heads"
+        groups = (
+            f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention "
+            "heads"
+        )
     fewest = update.fewest_rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     return (
-        f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = {update.mini_batch_rows} rows, "
-        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_group} rows of a mini-batch on "
+        f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
+        f"{update.mini_batch_rows} rows, "
+        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_group} rows "
+        "of a mini-batch on "
         f"each of {groups}, in micro-batches of at most {limit}{at_least}"
     )
 
@@ -339,7 +402,12 @@ def _wrapped(start: str, text: str) -> list[str]:
     indent = start if not start.strip() else " " * len(start)
     further = indent + ("  " if not start.strip() else "")
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=start, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

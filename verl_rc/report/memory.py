@@ -1,4 +1,5 @@
-"""Estimates of a run's memory and disk usage from a model's shape and the configuration, with the keys that reduce them."""
+"""Estimates of a run's memory and disk usage from a model's shape and the configuration, with the keys that
+reduce them."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,13 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ModelConfig, model_source, recomputes_activations
+from verl_rc.config.models import (
+    FsdpConfig,
+    LearnerFsdpConfig,
+    ModelConfig,
+    model_source,
+    recomputes_activations,
+)
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan import BatchArithmetic, UpdateArithmetic, plan_of
@@ -18,35 +25,41 @@ from verl_rc.workers.language_model import torch_dtype
 
 MIB = 1 << 20
 
-# Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all processes, read
-# every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch 2.13, vLLM 0.32, CPU builds, Ray 2.60,
-# transformers 5.19, 2026-11-21): actor 616 and 626, engine 726 and 716, everything 2,186 and 2,204 at the peak; the
-# estimate is 619, 716 and 2,235. With a critic (recipes/digits_cpu_gae.sh, 2026-11-23), from which no constant comes, 1,943 and
-# 2,060; the estimate is 2,255. CUDA builds map more; nothing was measured there.
+# Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all
+# processes, read every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch
+# 2.13, vLLM 0.32, CPU builds, Ray 2.60, transformers 5.19, 2026-11-21): actor 616 and 626, engine 726 and
+# 716, everything 2,186 and 2,204 at the peak; the estimate is 619, 716 and 2,235. With a critic
+# (recipes/digits_cpu_gae.sh, 2026-11-23), from which no constant comes, 1,943 and 2,060; the estimate is
+# 2,255. CUDA builds map more; nothing was measured there.
 DRIVER_MIB = 500
-"""The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's process (35)."""
+"""The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's
+process (35)."""
 RAY_MIB = 400
-"""Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the peak)."""
+"""Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the
+peak)."""
 TRAINER_MIB = 440
 """One trainer rank, of all roles: torch, transformers, ray."""
 ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
 
 CONTEXT_MIB = 1024
-"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. A guess, as no GPU was at hand."""
+"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. A guess, as no GPU was at
+hand."""
 ASLEEP_MIB = 1536
 """What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. A guess, too."""
 _FULL_UP_TO = 0.9
 """The share of a GPU that an estimate may fill: allocators leave gaps."""
 
 _LOGIT_COPIES = 4
-"""Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
+"""Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its
+gradient, entropy."""
 _ACTIVATION_BYTES = 34
-"""Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198, section 4, without
-the attention scores, which fused kernels do not keep)."""
+"""Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198,
+section 4, without the attention scores, which fused kernels do not keep)."""
 _RECOMPUTED_BYTES = 86
-"""The same of the one layer that a backward pass with checkpointing computes again, and of its gradients: measured by fake
-execution of Qwen2.5-7B (tests/fake_update.py), whose gated MLP is 5.3 times as wide, between 8k and 32k tokens."""
+"""The same of the one layer that a backward pass with checkpointing computes again, and of its gradients:
+measured by fake execution of Qwen2.5-7B (tests/fake_update.py), whose gated MLP is 5.3 times as wide, between
+8k and 32k tokens."""
 _MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
 
 
@@ -59,7 +72,8 @@ class ModelShape:
     embedding_parameters: int
     """Weights of input and output embeddings, which quantisation does not change."""
     linear_width_sum: int
-    """Σ (inputs + outputs) over the linear layers inside blocks: LoRA adapters of rank r have r times as many weights."""
+    """Σ (inputs + outputs) over the linear layers inside blocks: LoRA adapters of rank r have r times as many
+    weights."""
     layers: int
     width: int
     vocabulary: int
@@ -150,10 +164,14 @@ class _Update:
         if self.checkpointing:
             recomputed = numbers * _RECOMPUTED_BYTES * self.compute_bytes // 2
             of_layers = numbers * self.compute_bytes * self.shape.layers + recomputed
-        return of_layers + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
+        return (
+            of_layers + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
+        )
 
 
-def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None) -> list[RoleMemory]:
+def estimate_roles(
+    config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
+) -> list[RoleMemory]:
     """Peak memory of every role; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
 
     On a CPU allocators do not return memory, so a machine needs the sum of the peaks of all processes.
@@ -166,11 +184,23 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, recomputes_activations(critic.model, on_gpus))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
-        roles.append(replace(learner, activations=_beside_gathered(learner, update, shape, fsdp), knob=f"critic.{_MICRO_BATCH}"))
+        roles.append(
+            replace(
+                learner,
+                activations=_beside_gathered(learner, update, shape, fsdp),
+                knob=f"critic.{_MICRO_BATCH}",
+            )
+        )
     if config.has_reference_model:
         shape = shapes[config.actor_rollout_ref.ref.model_path]
-        frozen = _learner("reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0)
-        roles.append(replace(frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"))
+        frozen = _learner(
+            "reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0
+        )
+        roles.append(
+            replace(
+                frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"
+            )
+        )
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)]))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
@@ -182,14 +212,18 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, on_gpus
     tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
     predicted = tokens * sizes.longest_response // sizes.longest_sequence
     update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, recomputes_activations(model, on_gpus))
-    bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
+    bucket = min(
+        rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB,
+        shape.parameters * _bytes(rollout.dtype),
+    )
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
     largest = max(_beside_gathered(learner, update, shape, fsdp), bucket)
     return replace(learner, activations=largest, knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
 
 
 def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fsdp: LearnerFsdpConfig) -> int:
-    """Bytes of activations, or of the gradient of the last unit, which is reduced when whole weights are gone."""
+    """Bytes of activations, or of the gradient of the last unit, which is reduced when whole weights are
+    gone."""
     activations = update.activations()
     if learner.processes > 1 and fsdp.use_no_sync_for_gradient_accumulation is False:
         # Of the layer before, reduced meanwhile.
@@ -199,7 +233,8 @@ def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fs
 
 
 def _reduced_bytes(fsdp: FsdpConfig) -> int:
-    """Of each number of a gradient that is reduced over ranks: what backward gave, and its copy in float32."""
+    """Of each number of a gradient that is reduced over ranks: what backward gave, and its copy in
+    float32."""
     return _bytes(fsdp.dtype) + 4
 
 
@@ -229,7 +264,8 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
         gradients=gradients,
         optimizer=2 * trained * master // of_copy,
         # Of the last unit that is reduced, when its activations are gone.
-        activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers)) * _reduced_bytes(fsdp)
+        activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers))
+        * _reduced_bytes(fsdp)
         if ranks > 1
         else 0,
         baseline=TRAINER_MIB * MIB if role == "actor" else 0,
@@ -276,7 +312,8 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
 
 
 def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
-    """Tokens of the fullest micro-batch on one rank: all of them, or its part of what a group of ranks shares."""
+    """Tokens of the fullest micro-batch on one rank: all of them, or its part of what a group of ranks
+    shares."""
     _, rows = update.rows_per_group
     if update.max_tokens is None:
         rows = min(update.max_rows or 1, rows)
@@ -285,7 +322,8 @@ def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
 
 
 def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
-    """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and checkpoint copies."""
+    """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and
+    checkpoint copies."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
     beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
     # Roles of a rank compute one after the other, in memory that the one before has freed.
@@ -312,17 +350,21 @@ def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: boo
     for role in roles:
         fsdp = sections.get(role.role)
         if fsdp is not None:
-            found += role.processes * (role.weights * fsdp.param_offload + role.optimizer * fsdp.optimizer_offload)
+            found += role.processes * (
+                role.weights * fsdp.param_offload + role.optimizer * fsdp.optimizer_offload
+            )
     return found
 
 
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
-    """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during the update."""
+    """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during
+    the update."""
     engine = next(role for role in roles if role.role == "engine")
     sampling = engine.model
     if config.actor_rollout_ref.hybrid_engine:
         at_rest, actor = _at_rest(config, roles), next(role for role in roles if role.role == "actor")
-        # The actor scores canary tokens while the engine is awake, for which its weights come from where they rest.
+        # The actor scores canary tokens while the engine is awake, for which its weights come from where they
+        # rest.
         is_offloaded = config.actor_rollout_ref.actor.fsdp_config.param_offload
         canaries = actor.gathered + actor.weights * is_offloaded
         sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB + canaries
@@ -330,7 +372,8 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 
 
 def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
-    """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on it."""
+    """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on
+    it."""
     engine = next(role for role in roles if role.role == "engine")
     rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
     beside = CONTEXT_MIB * MIB
@@ -374,8 +417,14 @@ class GradientChoice:
         """In a sentence."""
         found = f"an update would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
         if self.whole:
-            return f"{self.role}: ranks reduce gradients once a mini-batch: with whole gradients on each rank {found}"
-        return f"{self.role}: ranks reduce gradients after every micro-batch: with whole gradients on each rank {found}"
+            return (
+                f"{self.role}: ranks reduce gradients once a mini-batch: with whole gradients on each rank "
+                f"{found}"
+            )
+        return (
+            f"{self.role}: ranks reduce gradients after every micro-batch: with whole gradients on each rank "
+            f"{found}"
+        )
 
 
 _LEARNERS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
@@ -385,9 +434,11 @@ _SUMMED_ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
 def choose_gradient_sums(
     config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
 ) -> tuple[RunConfig, list[GradientChoice]]:
-    """``config`` with ``use_no_sync_for_gradient_accumulation`` where it is null, and the choices that the estimate made.
+    """``config`` with ``use_no_sync_for_gradient_accumulation`` where it is null, and the choices that the
+    estimate made.
 
-    Whole gradients where an update with them fits. On a CPU, where ``gpu_bytes`` is None, and on one rank null means whole.
+    Whole gradients where an update with them fits. On a CPU, where ``gpu_bytes`` is None, and on one rank
+    null means whole.
     """
     if gpu_bytes is None or config.num_ranks == 1:
         return config, []
@@ -419,7 +470,11 @@ def _gib(size: int) -> str:
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
     """Size of one checkpoint: weights and moments of actor and critic (with LoRA, of the adapters only)."""
     model, critic = config.actor_rollout_ref.model, config.critic
-    size = 3 * _trained_parameters(model, shapes[model.path]) * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
+    size = (
+        3
+        * _trained_parameters(model, shapes[model.path])
+        * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
+    )
     if config.needs_critic:
         size += 3 * shapes[critic.model.path].parameters * _bytes(critic.fsdp_config.model_dtype)
     return size

@@ -94,7 +94,9 @@ def read_curves(folder: Path) -> Curves:
             record = json.loads(line)
             _add(curves, int(record["step"]), record)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{path}, line {number} must be {{"step": …, metric: value, …}}: {error}.') from error
+            raise ValueError(
+                f'{path}, line {number} must be {{"step": …, metric: value, …}}: {error}.'
+            ) from error
     if not has_steps:
         raise ValueError(f"{path} must hold at least one step; the run has logged none yet.")
     return curves
@@ -119,7 +121,9 @@ def draw_run(folder: Path) -> Path:
 
 def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figure], None]") -> Path:
     """Write the figure of this size that ``draw`` fills; returns ``path``. No display is needed."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its remarks on folders and fonts change nothing in the picture
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # its remarks on folders and fonts change nothing in the picture
     import matplotlib  # noqa: PLC0415  (a second, for which no run should wait before its end)
     from matplotlib.figure import Figure  # noqa: PLC0415  (as above)
 
@@ -133,7 +137,8 @@ def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figu
 
 
 def picture_line(folder: Path) -> str:
-    """Plot the run in ``folder``; returns a line with the file or the error, so that a failure does not fail the run."""
+    """Plot the run in ``folder``; returns a line with the file or the error, so that a failure does not fail
+    the run."""
     try:
         return f"training curves: {draw_run(folder)}"
     except _CANNOT_DRAW as error:
@@ -157,7 +162,9 @@ def _draw(figure: "Figure", curves: Curves) -> None:
 
 def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]) -> None:
     variables = {variable for _, variable in validation}
-    what = "Reward" if variables == {"reward"} else "Accuracy" if variables <= {"acc"} else "Accuracy or reward"
+    what = (
+        "Reward" if variables == {"reward"} else "Accuracy" if variables <= {"acc"} else "Accuracy or reward"
+    )
     panel.set_title(f"{what} on validation prompts")
     panel.set_ylabel("share of right answers" if what == "Accuracy" else "mean")
     if not validation:
@@ -187,7 +194,9 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
     if width > 1:
         panel.plot(series.steps, series.values, color=COLOURS[0], alpha=0.4, linewidth=1)
     label = f"mean of {width} steps" if width > 1 else "each step"
-    panel.plot(series.steps, means, color=COLOURS[0], linewidth=2, marker="o" if width == 1 else None, label=label)
+    panel.plot(
+        series.steps, means, color=COLOURS[0], linewidth=2, marker="o" if width == 1 else None, label=label
+    )
     _write_value(panel, series.steps[-1], means[-1])
 
 
@@ -211,4 +220,12 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def _write_no_data(panel: "Axes") -> None:
-    panel.text(0.5, 0.5, "not measured in this run", transform=panel.transAxes, ha="center", va="center", style="italic")
+    panel.text(
+        0.5,
+        0.5,
+        "not measured in this run",
+        transform=panel.transAxes,
+        ha="center",
+        va="center",
+        style="italic",
+    )

@@ -31,7 +31,8 @@ from verl_rc.workers.host import available_memory, usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_MIB = 1
-"""A run on a CPU with one engine needs no more of it (Ray's object store and the transport of weights go elsewhere)."""
+"""A run on a CPU with one engine needs no more of it (Ray's object store and the transport of weights go
+elsewhere)."""
 
 _MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
 
@@ -92,7 +93,9 @@ def check_packages() -> Iterator[Finding]:
     missing = [name for name in PACKAGES if versions[name] is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     install = "bash scripts/install.sh cpu (or gpu)"
-    yield Finding.from_condition(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
+    yield Finding.from_condition(
+        not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install
+    )
     engines = [name for name in ENGINES if versions[name] is not None]
     must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
     found = " and ".join(engines) or "none"
@@ -102,7 +105,10 @@ def check_packages() -> Iterator[Finding]:
 def check_devices(config: RunConfig) -> Iterator[Finding]:
     """Check that there is a core or a GPU for every rank and engine."""
     roles, engines = config.num_trainer_roles, config.num_engines
-    processes = f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} processes"
+    processes = (
+        f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} "
+        "processes"
+    )
     address = config.ray_kwargs.ray_init.address
     if address is not None:
         yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not checked")
@@ -127,7 +133,8 @@ NEEDED_DRIVERS = {12: 525, 13: 580}
 
 
 def check_driver() -> Iterator[Finding]:
-    """Check that NVIDIA's driver is new enough for PyTorch's CUDA, and that what is compiled at first use can be compiled."""
+    """Check that NVIDIA's driver is new enough for PyTorch's CUDA, and that what is compiled at first use can
+    be compiled."""
     cuda = torch.version.cuda
     driver = _driver_version()
     if cuda is None or driver is None:
@@ -143,7 +150,9 @@ def check_driver() -> Iterator[Finding]:
     is_new = torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
     if is_new and shutil.which("nvcc") is None:
         must = "nvcc must be in PATH: flashinfer compiles kernels for this GPU at first use"
-        yield Finding("failed", "nvcc", "not found", must, "install the CUDA toolkit, or run docker/Dockerfile.gpu")
+        yield Finding(
+            "failed", "nvcc", "not found", must, "install the CUDA toolkit, or run docker/Dockerfile.gpu"
+        )
 
 
 _COMPILED_FROM = 10
@@ -154,7 +163,9 @@ def _driver_version() -> str | None:
     """Read the version of NVIDIA's driver, e.g. 580.65.06; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None
     return answer[0] if answer else None
@@ -167,7 +178,8 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
         needed <= found,
         "GPUs",
         f"{found} ({names}); {processes} on {needed}",
-        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for engines alone",
+        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for "
+        "engines alone",
         "lower trainer.n_gpus_per_node, or pass trainer.device=cpu",
     )
 
@@ -211,7 +223,11 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     needed, available = host_bytes(config, roles, on_gpu), available_memory()
     must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
     yield Finding.from_condition(
-        needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
+        needed <= available,
+        "host memory",
+        f"about {_size(needed)} at the peak, {_size(available)} available",
+        must,
+        remedy,
     )
     if gpu_bytes is None:
         return
@@ -222,10 +238,11 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when not even the libraries of trainer and engine processes fit into the memory that is left.
+    """Raise ``ConfigError`` when not even the libraries of trainer and engine processes fit into the memory
+    that is left.
 
-    Linux would kill one of them in the middle of its start. A full ``/dev/shm``, in which vLLM and the transport of weights
-    make their segments, ends an engine in its start as well.
+    Linux would kill one of them in the middle of its start. A full ``/dev/shm``, in which vLLM and the
+    transport of weights make their segments, ends an engine in its start as well.
     """
     if config.ray_kwargs.ray_init.address is not None:
         return
@@ -234,19 +251,22 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     available = available_memory()
     if available < needed:
         raise ConfigError(
-            f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and {engines} engine "
+            f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and "
+            f"{engines} engine "
             f"process(es), got {_size(available)}: end other programs, or take a machine with more."
         )
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
         raise ConfigError(
-            f"{SHARED_MEMORY} must have {SHARED_MEMORY_MIB} MiB free for the shared memory of engines, got {shared >> 10} KiB: "
+            f"{SHARED_MEMORY} must have {SHARED_MEMORY_MIB} MiB free for the shared memory of engines, got "
+            f"{shared >> 10} KiB: "
             "remove what other programs left there, or give a container more (docker run --shm-size=2g)."
         )
 
 
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
-    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older one."""
+    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older
+    one."""
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
@@ -264,7 +284,8 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
         "checkpoints",
         f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
         f"about {_size(size * count)} must be free",
-        "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another trainer.default_local_dir",
+        "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another "
+        "trainer.default_local_dir",
     )
 
 
@@ -279,7 +300,9 @@ def check_ports() -> Iterator[Finding]:
                 pass
     except OSError as error:
         must = f"a process must be able to listen at {_LOOPBACK} and another to connect to it"
-        yield Finding("failed", "ports", str(error), must, "allow the loopback interface in this container or firewall")
+        yield Finding(
+            "failed", "ports", str(error), must, "allow the loopback interface in this container or firewall"
+        )
         return
     yield Finding("ok", "ports", f"{_LOOPBACK} takes connections")
 
@@ -287,7 +310,10 @@ def check_ports() -> Iterator[Finding]:
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Check that the run's folder, or its nearest existing parent, can be written to."""
     reason = why_unwritable(folder)
-    must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
+    must, remedy = (
+        f"{folder} must be a folder that can be written to",
+        "pass another trainer.default_local_dir=<folder>",
+    )
     found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
     yield Finding.from_condition(reason is None, "run folder", found, must, remedy)
 

@@ -30,7 +30,8 @@ _PARTS_NAMED = 4
 
 @dataclass(frozen=True)
 class Span:
-    """What a process did from ``begin`` to ``end``, in seconds since the trace began, by the driver's clock."""
+    """What a process did from ``begin`` to ``end``, in seconds since the trace began, by the driver's
+    clock."""
 
     who: str
     what: str
@@ -59,7 +60,8 @@ class Timeline:
     """Every finished step by number; of a step that was done again after a resume, the last."""
 
     def between(self, first: int, last: int) -> "Timeline":
-        """The part from the beginning of step ``first`` to the end of step ``last``; spans that reach over its edge are cut."""
+        """The part from the beginning of step ``first`` to the end of step ``last``; spans that reach over
+        its edge are cut."""
         steps = {step: span for step, span in self.steps.items() if first <= step <= last}
         if not steps:
             raise ValueError(f"the trace has no step from {first} to {last}; it has {_range(self.steps)}.")
@@ -68,10 +70,13 @@ class Timeline:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read ``trace.jsonl`` of a run, finished or not. Raises ``ValueError`` when it has none, or no finished step."""
+    """Read ``trace.jsonl`` of a run, finished or not. Raises ``ValueError`` when it has none, or no finished
+    step."""
     path = folder / TRACE_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} must be the folder of a run with async_training.trace=True, which writes {TRACE_FILE}.")
+        raise ValueError(
+            f"{folder} must be the folder of a run with async_training.trace=True, which writes {TRACE_FILE}."
+        )
     spans = []
     for number, line in whole_lines(path):
         try:
@@ -86,7 +91,11 @@ def read_timeline(folder: Path) -> Timeline:
     if not steps:
         raise ValueError(f"{path} must hold at least one finished step; the run has finished none yet.")
     decoding = {span.who for span in spans if span.what == "decode"}
-    shown = [span for span in spans if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)]
+    shown = [
+        span
+        for span in spans
+        if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)
+    ]
     return Timeline(shown, steps)
 
 
@@ -98,15 +107,17 @@ def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
         by_process[span.who].append(span)
     offsets = {who: clock_offset(own) for who, own in by_process.items()}
     return [
-        replace(span, begin=span.begin - offsets[span.who] - start, end=span.end - offsets[span.who] - start) for span in spans
+        replace(span, begin=span.begin - offsets[span.who] - start, end=span.end - offsets[span.who] - start)
+        for span in spans
     ]
 
 
 def clock_offset(spans: Iterable[Span]) -> float:
     """Seconds that a process's clock is ahead of the driver's, as its calls show; 0 as far as they allow it.
 
-    A call begins after the driver sent it and ends before the driver received its answer. So the offset lies between the largest
-    end - received and the smallest begin - sent; the middle of that interval is taken when 0 is not in it.
+    A call begins after the driver sent it and ends before the driver received its answer. So the offset lies
+    between the largest end - received and the smallest begin - sent; the middle of that interval is taken
+    when 0 is not in it.
     """
     calls = [(span, span.facts) for span in spans if "sent" in span.facts]
     least = max((span.end - facts["received"] for span, facts in calls), default=0.0)
@@ -115,7 +126,8 @@ def clock_offset(spans: Iterable[Span]) -> float:
 
 
 def describe(timeline: Timeline) -> str:
-    """Say in at most ten lines how long steps take, what every role does in them, and the longest waits for samples."""
+    """Say in at most ten lines how long steps take, what every role does in them, and the longest waits for
+    samples."""
     total = sum(span.seconds for span in timeline.steps.values())
     count = len(timeline.steps)
     lines = [f"step{'s' * (count > 1)} {_range(timeline.steps)}: {total:.1f} s, {total / count:.2f} s each"]
@@ -133,12 +145,15 @@ def describe(timeline: Timeline) -> str:
 
 
 def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
-    """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it waited for last."""
+    """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it
+    waited for last."""
     waits = []
     for number, step in timeline.steps.items():
         of_driver = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
         if inside := [span for span in of_driver if span.within(step.begin, step.end)]:
-            waits.append((sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", []))))
+            waits.append(
+                (sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", [])))
+            )
     return waits
 
 
@@ -188,7 +203,8 @@ def write_perfetto(timeline: Timeline, folder: Path) -> Path:
     names = sorted({span.who for span in timeline.spans}, key=_rank)
     rows = {name: row for row, name in enumerate(["steps", *names])}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": name}} for name, row in rows.items()
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": name}}
+        for name, row in rows.items()
     ]
     steps = [(0, replace(span, what=f"step {number}")) for number, span in timeline.steps.items()]
     for row, span in [*steps, *((rows[span.who], span) for span in timeline.spans)]:
@@ -200,7 +216,8 @@ def write_perfetto(timeline: Timeline, folder: Path) -> Path:
 
 
 def draw_timeline(timeline: Timeline, folder: Path) -> Path:
-    """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched. Returns the file."""
+    """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched.
+    Returns the file."""
     names = sorted({span.who for span in timeline.spans}, key=_rank)
 
     def draw(figure: "Figure") -> None:
@@ -217,15 +234,25 @@ def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
     colours = {what: COLOURS[index % len(COLOURS)] for index, what in enumerate(longest)}
     for row, name in enumerate(names):
         for what in longest:
-            bars = [(span.begin, span.seconds) for span in timeline.spans if (span.who, span.what) == (name, what)]
+            bars = [
+                (span.begin, span.seconds) for span in timeline.spans if (span.who, span.what) == (name, what)
+            ]
             wait = (name, what) == (_DRIVER, _WAIT)
-            look: dict[str, Any] = {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[what]}
+            look: dict[str, Any] = (
+                {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[what]}
+            )
             axes.broken_barh(bars, (row - 0.4, 0.8), edgecolor=colours[what], linewidth=0.5, **look)
     for what in longest[: len(COLOURS)]:
         axes.plot([], [], color=colours[what], linewidth=6, label=what)
     for number, span in timeline.steps.items():
         axes.axvline(span.begin, linewidth=0.8)
-        axes.annotate(f"step {number}", (span.begin, -0.6), xytext=(3, 0), textcoords="offset points", annotation_clip=False)
+        axes.annotate(
+            f"step {number}",
+            (span.begin, -0.6),
+            xytext=(3, 0),
+            textcoords="offset points",
+            annotation_clip=False,
+        )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.9)
     axes.set_xlabel("seconds")
@@ -233,9 +260,11 @@ def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
 
 
 def write_timeline(folder: Path, steps: tuple[int, int] | None = None) -> str:
-    """Write both files of the run in ``folder``; returns the text. ``steps``: the first and the last to draw and describe.
+    """Write both files of the run in ``folder``; returns the text. ``steps``: the first and the last to draw
+    and describe.
 
-    None: the last six steps are drawn, and all are described. Raises ``ValueError`` when there is no trace or no such step.
+    None: the last six steps are drawn, and all are described. Raises ``ValueError`` when there is no trace or
+    no such step.
     """
     whole = read_timeline(folder)
     newest = max(whole.steps)

@@ -1,4 +1,5 @@
-"""Scoring response texts: built-in scorers, reward functions of the user's own, and the choice between them. Pure functions."""
+"""Scoring response texts: built-in scorers, reward functions of the user's own, and the choice between them.
+Pure functions."""
 
 from verl_rc.rewards.dispatch import (
     build_reward,

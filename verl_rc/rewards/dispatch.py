@@ -1,4 +1,5 @@
-"""The choice of the reward function: the user's own, loaded and checked once, or the built-in scorer of a ``data_source``."""
+"""The choice of the reward function: the user's own, loaded and checked once, or the built-in scorer of a
+``data_source``."""
 
 import asyncio
 import inspect
@@ -13,25 +14,32 @@ from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_r
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 RewardFunction = Callable[..., Any]
-"""``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | {"score": float, ...}``."""
+"""``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | {"score": float,
+...}``."""
 
 _KEY = "reward.custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_reward_function(
-    path: str, name: str, reward_kwargs: Mapping[str, Any] | None = None, further_arguments: Sequence[str] = ()
+    path: str,
+    name: str,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    further_arguments: Sequence[str] = (),
 ) -> RewardFunction:
     """The function ``name`` of the Python file ``path`` with ``reward_kwargs`` filled in.
 
-    ``further_arguments``: names of additional keyword arguments of every call. An ``async def`` becomes a synchronous function.
-    Raises ``ValueError`` when the file or the function is missing, or when it does not take the arguments it will get.
+    ``further_arguments``: names of additional keyword arguments of every call. An ``async def`` becomes a
+    synchronous function. Raises ``ValueError`` when the file or the function is missing, or when it does not
+    take the arguments it will get.
     """
     module = load_user_module(path, f"{_KEY}.path")
     function = getattr(module, name, None)
     if not callable(function):
         there = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {there}.")
+        raise ValueError(
+            f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {there}."
+        )
     further = dict(reward_kwargs or {})
     given = [*_ARGUMENTS, *further_arguments]
     try:
@@ -82,13 +90,17 @@ class ScoreOnTimeout:
     acc: float = 0.0
 
 
-_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {math_answer: ScoreOnTimeout(score=0.0), dapo_math: ScoreOnTimeout(score=-1.0)}
-"""Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an answer that is not
-proven equal in time counts as wrong."""
+_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {
+    math_answer: ScoreOnTimeout(score=0.0),
+    dapo_math: ScoreOnTimeout(score=-1.0),
+}
+"""Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an
+answer that is not proven equal in time counts as wrong."""
 
 
 def register_scorer(data_source: str) -> Callable[[Scorer], Scorer]:
-    """Decorator that registers a scorer of ``data_source``; it runs in the driver's process, without a time limit.
+    """Decorator that registers a scorer of ``data_source``; it runs in the driver's process, without a time
+    limit.
 
     Raises ``ValueError`` when the name is taken.
     """
@@ -111,7 +123,8 @@ def find_scorer(data_source: str) -> Scorer:
     known = sorted([*_SCORERS, *(f"{prefix}*" for prefix in _FAMILIES)])
     raise ValueError(
         f"data_source must be one that has a scorer, got {data_source!r}; known are {known}. "
-        "Name a function of your own with reward.custom_reward_function.path and reward.custom_reward_function.name."
+        "Name a function of your own with reward.custom_reward_function.path and "
+        "reward.custom_reward_function.name."
     )
 
 
@@ -128,15 +141,16 @@ def check_data_sources(sources: Mapping[str, str]) -> None:
 
 
 def score_on_timeout(data_source: str) -> ScoreOnTimeout | None:
-    """The result when the built-in scorer of ``data_source`` exceeds the time limit; None for a scorer that always finishes."""
+    """The result when the built-in scorer of ``data_source`` exceeds the time limit; None for a scorer that
+    always finishes."""
     return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 
 def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
     """Build the function that scores a sample.
 
-    Raises ``ValueError`` at once when the user's configured function cannot be loaded. The returned function raises
-    ``RewardError`` naming the sample for every failure.
+    Raises ``ValueError`` at once when the user's configured function cannot be loaded. The returned function
+    raises ``RewardError`` naming the sample for every failure.
     """
     custom = config.custom_reward_function
     with_model = ["reward_model_score"] if config.reward_model.enable else []
@@ -146,7 +160,9 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
 
     def returned_for(sample: RewardSample) -> Any:
         if function is None and sample.ground_truth is None:
-            raise ValueError("the row has no ground_truth in its reward_model, which built-in scorers compare with")
+            raise ValueError(
+                "the row has no ground_truth in its reward_model, which built-in scorers compare with"
+            )
         if function is None:
             return find_scorer(sample.data_source)(sample.solution_str, sample.ground_truth)
         return function(
@@ -168,10 +184,13 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
             raise
         except Exception as error:
             raise RewardError(
-                f"a reward function must return a number, or a dict with one under 'score', but what it returned for {sample} "
+                "a reward function must return a number, or a dict with one under 'score', but what it "
+                f"returned for {sample} "
                 f"cannot be read: {_described(error)}."
             ) from error
-        return RewardOutput(output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)})
+        return RewardOutput(
+            output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)}
+        )
 
     return reward
 
@@ -179,5 +198,7 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
 def _described(error: BaseException) -> str:
     """An exception's type, text and source line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = "".join(traceback.format_exception_only(error)).strip()  # also of an exception that cannot be shown
+    said = "".join(
+        traceback.format_exception_only(error)
+    ).strip()  # also of an exception that cannot be shown
     return f"{said[:_SHOWN_CHARACTERS]} ({place.filename}:{place.lineno}, in {place.name})"

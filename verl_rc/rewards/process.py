@@ -44,8 +44,8 @@ Answer = Ready | LoadFailed | Failed | RewardOutput
 
 
 def serve(connection: Connection) -> None:
-    """Receive a ``RewardConfig`` and answer ``Ready`` or ``LoadFailed``; then answer every ``RewardSample`` until the other end
-    closes."""
+    """Receive a ``RewardConfig`` and answer ``Ready`` or ``LoadFailed``; then answer every ``RewardSample``
+    until the other end closes."""
     config: RewardConfig = connection.recv()
     try:
         reward = build_reward(config)

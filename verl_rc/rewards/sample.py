@@ -31,13 +31,20 @@ class RewardSample:
     """Score of the reward model; None without one."""
 
     @classmethod
-    def from_row(cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None) -> "RewardSample":
+    def from_row(
+        cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None
+    ) -> "RewardSample":
         """The sample of a response to ``row``."""
-        return cls(row.row_index, row.data_source, row.ground_truth, row.extra_info, solution_str, reward_model_score)
+        return cls(
+            row.row_index, row.data_source, row.ground_truth, row.extra_info, solution_str, reward_model_score
+        )
 
     def __str__(self) -> str:
         """The sample's name in messages."""
-        return f"row {self.row_index} (data_source {self.data_source!r}, response {self.solution_str[:_SHOWN_CHARACTERS]!r})"
+        return (
+            f"row {self.row_index} (data_source {self.data_source!r}, response "
+            f"{self.solution_str[:_SHOWN_CHARACTERS]!r})"
+        )
 
 
 _REPR = reprlib.Repr()
@@ -56,22 +63,23 @@ class RewardOutput:
     score: float
     """The reward, finite; it is placed on the response's last token."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns, e.g. ``acc`` (1.0 right, 0.0 wrong) and ``pred`` (the answer that was read): numbers, texts, None, or
-    lists and dicts of those."""
+    """Further columns, e.g. ``acc`` (1.0 right, 0.0 wrong) and ``pred`` (the answer that was read): numbers,
+    texts, None, or lists and dicts of those."""
 
 
 def as_reward_output(returned: object, sample: object) -> RewardOutput:
     """Check what a reward function returned: a number, or a mapping with the number under ``score``.
 
-    A bare number also becomes ``acc``; arrays and tensors without dimensions count as numbers. ``sample`` names the response
-    in the error. Raises ``RewardError`` when the score is missing, no number, or not finite, or when a further value is
-    nothing that can be written to a file.
+    A bare number also becomes ``acc``; arrays and tensors without dimensions count as numbers. ``sample``
+    names the response in the error. Raises ``RewardError`` when the score is missing, no number, or not
+    finite, or when a further value is nothing that can be written to a file.
     """
     if isinstance(returned, Mapping):
         unnamed = [key for key in returned if not isinstance(key, str)]
         if "score" not in returned or unnamed:
             raise RewardError(
-                "a reward function must return a number, or a dict that has 'score' among keys that are strings; for "
+                "a reward function must return a number, or a dict that has 'score' among keys that are "
+                "strings; for "
                 f"{sample} it returned a dict with the keys {_shown(list(returned))}."
             )
         extras = {_text(key): _plain(value, key, sample) for key, value in returned.items() if key != "score"}
@@ -85,7 +93,8 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
 def _number(value: object, name: str, sample: object) -> float:
     if not isinstance(value, Real) or not _is_finite(value):
         raise RewardError(
-            f"the {name} of a reward function must be a finite number, got {_shown(value)} ({type(value).__name__}) "
+            f"the {name} of a reward function must be a finite number, got {_shown(value)} "
+            f"({type(value).__name__}) "
             f"for {sample}. Return a float, or a dict with one under 'score'."
         )
     return float(value)
@@ -99,7 +108,8 @@ def _is_finite(number: Real | int) -> bool:
 
 
 def _plain(value: object, name: str, sample: object) -> object:
-    """``value`` converted to Python's built-in types, because the driver cannot unpickle classes of the user's module."""
+    """``value`` converted to Python's built-in types, because the driver cannot unpickle classes of the
+    user's module."""
     value = _unwrapped(value)
     if value is None or isinstance(value, bool):
         return value
@@ -114,7 +124,8 @@ def _plain(value: object, name: str, sample: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item, name, sample) for item in value]
     raise RewardError(
-        f"what a reward function returns beside the score must be numbers, texts, None, or lists and dicts of those, got "
+        "what a reward function returns beside the score must be numbers, texts, None, or lists and dicts "
+        "of those, got "
         f"{type(value).__name__} under {name!r} for {sample}."
     )
 

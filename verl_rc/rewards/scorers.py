@@ -1,4 +1,5 @@
-"""The built-in scorers: exact text, the last answer of a conversation, grade-school and competition mathematics."""
+"""The built-in scorers: exact text, the last answer of a conversation, grade-school and competition
+mathematics."""
 
 import logging
 import re
@@ -15,10 +16,12 @@ def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def last_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """Score 1.0 when the text behind the last ``=`` of ``solution_str`` (all of it, if there is none) is ``ground_truth``.
+    """Score 1.0 when the text behind the last ``=`` of ``solution_str`` (all of it, if there is none) is
+    ``ground_truth``.
 
-    The chat template of scripts/make_tiny_model.py puts an equals sign before every turn of the policy. So only the last turn
-    is judged, and a tool's answer that the policy does not give as its own is worth nothing.
+    The chat template of scripts/make_tiny_model.py puts an equals sign before every turn of the policy. So
+    only the last turn is judged, and a tool's answer that the policy does not give as its own is worth
+    nothing.
     """
     return exact_match(solution_str.rpartition("=")[2], ground_truth)
 
@@ -63,17 +66,18 @@ _IGNORED = re.compile(
         ]
     )
 )
-"""Percent signs, degree signs and units that verl's scorers ignore and math-verify, inside ``\\boxed{}``, stumbles over."""
+"""Percent signs, degree signs and units that verl's scorers ignore and math-verify, inside ``\\boxed{}``,
+stumbles over."""
 _NUMBER_AS_TEXT = re.compile(r"\\text(?:bf)?\{\s*([-+]?[0-9.,]+)\s*\}")
 
 
 def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
 
-    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and degree signs are
-    ignored as in verl's scorers: 50 % is 50, not 0.5. It may not terminate and has no time limit of its own: call it in a
-    process that can be killed.
-    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
+    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and
+    degree signs are ignored as in verl's scorers: 50 % is 50, not 0.5. It may not terminate and has no time
+    limit of its own: call it in a process that can be killed. Raises ``ValueError`` when ``ground_truth``
+    cannot be read as mathematics.
     """
     answer = last_boxed(solution_str)
     right = float(_means_the_same(answer, str(ground_truth)))
@@ -83,9 +87,9 @@ def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
 
-    The answer is what follows the last ``Answer:`` within the last 300 characters, in a ``\\boxed{}`` or not; without
-    ``Answer:`` it is the last ``\\boxed{}`` there. Equality as in ``math_answer``.
-    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
+    The answer is what follows the last ``Answer:`` within the last 300 characters, in a ``\\boxed{}`` or not;
+    without ``Answer:`` it is the last ``\\boxed{}`` there. Equality as in ``math_answer``. Raises
+    ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
     """
     tail = solution_str[-_DAPO_TAIL:]
     marked = _DAPO_ANSWER.findall(tail)
@@ -97,7 +101,8 @@ def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed.
+    """The content of the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not
+    closed.
 
     ``\\boxed 7``, without braces, holds what comes before the next blank or dollar sign.
     """
@@ -115,22 +120,30 @@ def last_boxed(text: str) -> str | None:
 
 
 def _means_the_same(answer: str | None, ground_truth: str) -> bool:
-    """Whether ``answer`` (None: no answer) is right; parses ``ground_truth`` even without an answer, so that errors show."""
+    """Whether ``answer`` (None: no answer) is right; parses ``ground_truth`` even without an answer, so that
+    errors show."""
     if answer == ground_truth.strip() != "":
         return True
     verifier = load_verifier()
 
     def parsed(text: str) -> list[Any]:
-        found: list[Any] = verifier.parse(f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False)
+        found: list[Any] = verifier.parse(
+            f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False
+        )
         return found
 
     truth = last_boxed(ground_truth) or ground_truth.strip()
     expected = parsed(truth)
-    if all(isinstance(part, str) for part in expected) and not truth.isalpha():  # a word like "true" is compared as text
+    if (
+        all(isinstance(part, str) for part in expected) and not truth.isalpha()
+    ):  # a word like "true" is compared as text
         raise ValueError(
-            f"the ground truth of a math problem must be something math-verify can read as mathematics, got {ground_truth!r}."
+            "the ground truth of a math problem must be something math-verify can read as mathematics, got "
+            f"{ground_truth!r}."
         )
-    return answer is not None and bool(verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False))
+    return answer is not None and bool(
+        verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False)
+    )
 
 
 def _plain(text: str) -> str:
@@ -143,5 +156,7 @@ def load_verifier() -> Any:
     """The module math-verify; takes seconds the first time."""
     import math_verify  # noqa: PLC0415  (loads sympy, a second that only mathematics needs)
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that no time limit is set
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns at every call that no time limit is set
     return math_verify

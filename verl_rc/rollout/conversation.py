@@ -1,4 +1,5 @@
-"""Conversations with tools, in the engine's process: how a policy writes calls, and how answers come back to it.
+"""Conversations with tools, in the engine's process: how a policy writes calls, and how answers come back to
+it.
 
 Every sample takes its turns at its own pace. Sampled token ids are never encoded again from text.
 """
@@ -44,7 +45,8 @@ Parser = Callable[[str], list[ParsedCall]]
 
 
 def parse_hermes(text: str) -> list[ParsedCall]:
-    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen chat templates."""
+    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen chat
+    templates."""
     return [_hermes_call(body) for body in _HERMES.findall(text)]
 
 
@@ -54,13 +56,18 @@ def _hermes_call(body: str) -> ParsedCall:
     # A policy writes anything: deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError):
         return MalformedCall("a tool call must be JSON")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or not isinstance(call.get("arguments"), dict)
+    ):
         return MalformedCall("a tool call must be an object with a name and arguments")
     return ToolCall(call["name"], call["arguments"])
 
 
 def tag_parser(tool: Tool) -> Parser:
-    """Calls ``<tool>text</tool>`` of the one tool there is, whose one argument is the text: short, for small models."""
+    """Calls ``<tool>text</tool>`` of the one tool there is, whose one argument is the text: short, for small
+    models."""
     (argument,) = tool.parameters
     return lambda text: [ToolCall(tool.name, {argument: body}) for body in _TAG.findall(text)]
 
@@ -72,7 +79,8 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     chosen = list(tools.values())
     if len(chosen) != 1 or len(chosen[0].parameters) != 1:
         raise ValueError(
-            "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in multi_turn.tools, got "
+            "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in "
+            "multi_turn.tools, got "
             f"{[tool.name for tool in chosen]}; pass format=hermes."
         )
     return tag_parser(chosen[0])
@@ -92,7 +100,8 @@ def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller)
 
 
 def truncated(text: str, limit: int, side: str) -> str:
-    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in the ``middle``."""
+    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in
+    the ``middle``."""
     if len(text) <= limit:
         return text
     if side == "left":
@@ -110,15 +119,19 @@ _TURNS_AT_ONCE = 64
 class Conversations:
     """Answers the tool calls of a turn; says whether another turn follows.
 
-    A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by the chat template,
-    and by another turn. The prompt of that turn is the token ids of the one before, those sampled, and those of the answers.
-    Sampled and tool tokens share the limit ``max_tokens``. A conversation ends when a turn calls no tool. It is cut off
-    (``stopped`` False) when a turn reaches the limit, when the answers would leave no room for another token (they are then
-    left out), or when a call is left at ``max_assistant_turns`` or ``max_user_turns``.
+    A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by
+    the chat template, and by another turn. The prompt of that turn is the token ids of the one before, those
+    sampled, and those of the answers. Sampled and tool tokens share the limit ``max_tokens``. A conversation
+    ends when a turn calls no tool. It is cut off (``stopped`` False) when a turn reaches the limit, when the
+    answers would leave no room for another token (they are then left out), or when a call is left at
+    ``max_assistant_turns`` or ``max_user_turns``.
     """
 
-    def __init__(self, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` when a tool is unknown, or tools, format or chat template do not fit together."""
+    def __init__(
+        self, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]
+    ) -> None:
+        """Raises ``ValueError`` when a tool is unknown, or tools, format or chat template do not fit
+        together."""
         self._tokenizer = tokenizer
         self._config = config
         self._tools = find_tools(config.tools)
@@ -131,23 +144,32 @@ class Conversations:
     def open(cls, options: ConversationOptions) -> "Conversations":
         """Build it with the tokenizer of ``options``. Raises like ``Conversations``."""
         tokenizer = load_tokenizer(options.tokenizer_path, options.trust_remote_code)
-        return cls(tokenizer, options.config, template_arguments(options.config, options.chat_template_kwargs))
+        return cls(
+            tokenizer, options.config, template_arguments(options.config, options.chat_template_kwargs)
+        )
 
     def after_turn(self, response: Response) -> "Future[list[str]] | None":
-        """The answers to the calls of a turn that has ended, one text for each; None: the conversation has ended.
+        """The answers to the calls of a turn that has ended, one text for each; None: the conversation has
+        ended.
 
         The future raises ``ToolFailedError`` when a tool fails or hangs.
         """
         calls = self._calls(response)
         if not calls:
             return None
-        if response.tool_turns + 1 == self._config.max_assistant_turns or response.tool_turns == self._config.max_user_turns:
+        if (
+            response.tool_turns + 1 == self._config.max_assistant_turns
+            or response.tool_turns == self._config.max_user_turns
+        ):
             response.stopped = False
             return None
         return self._pool.submit(self._answer, calls)
 
-    def with_answers(self, response: Response, answers: Sequence[str], max_tokens: int) -> tuple[Response, bool]:
-        """The response with the answers, and whether another turn follows; it has ended when they leave no room for one."""
+    def with_answers(
+        self, response: Response, answers: Sequence[str], max_tokens: int
+    ) -> tuple[Response, bool]:
+        """The response with the answers, and whether another turn follows; it has ended when they leave no
+        room for one."""
         response = replace(response, stopped=False, tool_calls=response.tool_calls + len(answers))
         token_ids = self._encoder.encode(answers)
         # At least one token must fit after the answers: vLLM refuses a request without room for any.
@@ -164,12 +186,15 @@ class Conversations:
         return self._parse(text)[: self._config.max_parallel_calls]
 
     def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """Answer calls in a thread of the pool. Each has a caller of its own, which calls one tool at a time."""
+        """Answer calls in a thread of the pool. Each has a caller of its own, which calls one tool at a
+        time."""
         if not hasattr(self._callers, "own"):
             self._callers.own = ToolCaller(self._config.tool_timeout_seconds)
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
         try:
-            return [truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls]
+            return [
+                truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls
+            ]
         except ToolFailedError:
             self._callers.own.close()
             del self._callers.own  # the next turn in this thread gets another one
@@ -177,7 +202,8 @@ class Conversations:
 
 
 def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template for every prompt: those given, and with ``format=hermes`` the descriptions of the tools.
+    """Arguments of the chat template for every prompt: those given, and with ``format=hermes`` the
+    descriptions of the tools.
 
     Raises ``ValueError`` when a tool is unknown.
     """
@@ -195,7 +221,8 @@ class OpenResponses:
         self._open: dict[str, tuple[QueuedSample, Response]] = {}
 
     def begin(self, key: str, sample: QueuedSample) -> "tuple[Response, Future[list[str]] | None]":
-        """What there is of a response that begins or goes on, and the answers of tools that it waits for, if there are any."""
+        """What there is of a response that begins or goes on, and the answers of tools that it waits for, if
+        there are any."""
         if key in self._open:
             return self[key], None
         response = Response.from_parts(sample.request)
@@ -237,7 +264,9 @@ class OpenResponses:
         """Take the tools' answers; returns the response if they have ended it."""
         assert self._conversations is not None
         sample, response = self._open[key]
-        response, goes_on = self._conversations.with_answers(response, answers, sample.request.limit(sample.options))
+        response, goes_on = self._conversations.with_answers(
+            response, answers, sample.request.limit(sample.options)
+        )
         self.replace(key, response)
         return None if goes_on else self._end(key)
 

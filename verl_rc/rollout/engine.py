@@ -25,10 +25,12 @@ MemoryTag = Literal["weights", "kv_cache"]
 
 
 class RolloutEngine:
-    """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads.
+    """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's
+    threads.
 
-    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. What an update does to running samples is
-    ``EngineOptions.on_update``. Sleep waits until every response requested before has ended; later ones wait for it.
+    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. What an update does to
+    running samples is ``EngineOptions.on_update``. Sleep waits until every response requested before has
+    ended; later ones wait for it.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -49,7 +51,8 @@ class RolloutEngine:
             self._loop.call(lambda _: self._loop.limit(0))
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the running engine: its cache's block size, how it computes fp8 products (None: it has none)."""
+        """Facts of the running engine: its cache's block size, how it computes fp8 products (None: it has
+        none)."""
 
         def facts(sampler: VllmSampler) -> dict[str, Any]:
             block_size = sampler.llm.llm_engine.vllm_config.cache_config.block_size
@@ -59,18 +62,22 @@ class RolloutEngine:
         return self._loop.call(facts)
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
-        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member
-        has come."""
+        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every
+        member has come."""
         mine = receiver.ReceiverAddress(
             address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
         )
         # The next update follows, also where one that is staged waits for samples.
         self._loop.post(
-            lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}), overtakes=True
+            lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}),
+            overtakes=True,
         ).result()
 
-    def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per worker."""
+    def receive_weights(
+        self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int
+    ) -> list[dict[str, Any]]:
+        """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per
+        worker."""
         if self._options.stages_updates:
             self.stage_weights(manifest, bucket_bytes)
             self.load_staged(version)
@@ -80,13 +87,17 @@ class RolloutEngine:
         return self.finish_update(version)
 
     def stage_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int) -> None:
-        """Receive a broadcast weight update beside the samples that run, and keep it aside for ``load_staged``."""
-        receiver_of_worker = self._loop.post(lambda sampler: sampler.weight_receiver(), overtakes=True).result()
+        """Receive a broadcast weight update beside the samples that run, and keep it aside for
+        ``load_staged``."""
+        receiver_of_worker = self._loop.post(
+            lambda sampler: sampler.weight_receiver(), overtakes=True
+        ).result()
         # In this thread, while that of the loop goes on stepping.
         self._staged = receiver_of_worker.stage({"manifest": manifest, "bucket_bytes": bucket_bytes})
 
     def load_staged(self, version: int) -> None:
-        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin. Returns at once.
+        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin. Returns
+        at once.
 
         What is submitted later is sampled with it.
         """
@@ -108,9 +119,11 @@ class RolloutEngine:
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
     def begin_update(self) -> None:
-        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling pauses.
+        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling
+        pauses.
 
-        Running samples are dealt with as ``EngineOptions.on_update`` says; with ``deterministic_steps`` once these are made.
+        Running samples are dealt with as ``EngineOptions.on_update`` says; with ``deterministic_steps`` once
+        these are made.
         """
         self._loop.call(self._begin, after=self._update_waits_for, hold="update")
 
@@ -126,7 +139,8 @@ class RolloutEngine:
         return self._loop.call(lambda sampler: self._finish(sampler, version), release="update")
 
     def abandon_update(self) -> None:
-        """Close an update that broke off. Sampling pauses until another one is finished, because the weights are a mixture."""
+        """Close an update that broke off. Sampling pauses until another one is finished, because the weights
+        are a mixture."""
         self._loop.call(lambda sampler: self._close(sampler, UNKNOWN))
 
     @property
@@ -139,7 +153,8 @@ class RolloutEngine:
         return self._interrupted
 
     def begin_steps(self) -> None:
-        """Make ``EngineOptions.deterministic_steps`` steps with the weights that the engine holds, if that is given.
+        """Make ``EngineOptions.deterministic_steps`` steps with the weights that the engine holds, if that is
+        given.
 
         Without this call submitted samples wait after an update, and after these steps until the next update.
         """
@@ -158,9 +173,9 @@ class RolloutEngine:
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
-        The weights are lost: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come before the
-        next sample. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
-        (vLLM refuses that argument on a CPU).
+        The weights are lost: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
+        before the next sample. Returns False, having done nothing, for an engine built without
+        ``enable_sleep_mode`` (vLLM refuses that argument on a CPU).
         """
         if self._can_sleep:
             # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
@@ -168,7 +183,8 @@ class RolloutEngine:
         return self._can_sleep
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
-        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot sleep."""
+        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
+        sleep."""
         if self._can_sleep:
             last = "memory" if "kv_cache" in tags else ""
             self._loop.call(lambda sampler: sampler.llm.wake_up(list(tags)), release=last)
@@ -188,19 +204,23 @@ class RolloutEngine:
         self._loop.post(lambda sampler: self._loop.cancel(sampler, numbers), overtakes=True).result()
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
-        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
+        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over
+        (None: no limit).
 
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
         return self._as_collected(self._loop.take(self._box, at_least, wait_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
-        """Sample one response per request, in order, with priority over submitted samples that have not begun.
+        """Sample one response per request, in order, with priority over submitted samples that have not
+        begun.
 
         Raises like ``collect``, and ``ToolFailedError`` when a tool failed.
         """
         box: Box = []
-        self._loop.submit([QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
+        self._loop.submit(
+            [QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box
+        )
         collected = self._as_collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
             raise ToolFailedError(why)
@@ -232,9 +252,14 @@ class RolloutEngine:
             policy_versions=versions,
             finished=torch.tensor([response.stopped for response in given], dtype=torch.bool),
             response_mask=sampled if tools else None,
-            # The prompt, the answers of tools, and the policy's turns: one before each answer, and the last one.
-            num_turns=torch.tensor([2 * (1 + response.tool_turns) for response in given], dtype=torch.int64) if tools else None,
-            tool_calls=torch.tensor([response.tool_calls for response in given], dtype=torch.int64) if tools else None,
+            # The prompt, the answers of tools, and the policy's turns: one before each answer, and the last
+            # one.
+            num_turns=torch.tensor([2 * (1 + response.tool_turns) for response in given], dtype=torch.int64)
+            if tools
+            else None,
+            tool_calls=torch.tensor([response.tool_calls for response in given], dtype=torch.int64)
+            if tools
+            else None,
             batch_size=[rows],
         )
 
@@ -247,7 +272,9 @@ class RolloutEngine:
         cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
         so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
         again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
-        self._interrupted = Interrupted(list(so_far), self._as_completions(list(so_far.values())), recomputed_tokens=again)
+        self._interrupted = Interrupted(
+            list(so_far), self._as_completions(list(so_far.values())), recomputed_tokens=again
+        )
         sampler.llm.start_weight_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[dict[str, Any]]:
@@ -266,4 +293,6 @@ class RolloutEngine:
 def _reset_prefix_cache(sampler: VllmSampler) -> None:
     # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
     if not sampler.llm.reset_prefix_cache():
-        raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
+        raise RuntimeError(
+            "the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it."
+        )

@@ -1,9 +1,11 @@
-"""What fp8 can do on a CPU: which implementation of its products is fast here, measured; and whether a cache in it works.
+"""What fp8 can do on a CPU: which implementation of its products is fast here, measured; and whether a cache
+in it works.
 
-vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every CPU with AMX int8,
-but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference implementation, thousands of times slower.
-PyTorch's own emulation (both matrices in float32, one float32 product) is what CPUs without AMX get; it is within a factor of
-two of scaling by rows, PyTorch's third way, which therefore is not used. A CPU's name does not tell which of these it has.
+vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every
+CPU with AMX int8, but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference
+implementation, thousands of times slower. PyTorch's own emulation (both matrices in float32, one float32
+product) is what CPUs without AMX get; it is within a factor of two of scaling by rows, PyTorch's third way,
+which therefore is not used. A CPU's name does not tell which of these it has.
 """
 
 import time
@@ -19,7 +21,8 @@ from torch import Tensor
 SLOWEST_RATIO = 20.0
 """How many times longer than a product of bf16 matrices an fp8 product may take."""
 _PREFERENCE = 3.0
-"""PyTorch's choice is kept unless another way is this many times faster: its numbers must not change with a noisy measurement."""
+"""PyTorch's choice is kept unless another way is this many times faster: its numbers must not change with a
+noisy measurement."""
 _ROWS, _INNER, _COLUMNS = 128, 128, 256
 """Large enough to distinguish the implementations; 0.8 s in oneDNN's reference implementation."""
 _REPETITIONS = 20
@@ -36,7 +39,10 @@ class SlowFp8Error(ValueError):
     """No way of computing fp8 products is fast enough on this CPU."""
 
     must = f"an fp8 product must take at most {SLOWEST_RATIO:.0f} times as long as a bf16 product on this CPU"
-    remedy = "pass actor_rollout_ref.rollout.quantization=null: an engine in bf16 differs from a float32 trainer, too"
+    remedy = (
+        "pass actor_rollout_ref.rollout.quantization=null: an engine in bf16 differs from a float32 trainer, "
+        "too"
+    )
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class Fp8Timings:
         """The times as text."""
         shape = f"{_ROWS} x {_INNER} x {_COLUMNS}"
         times = {**self.fp8, "bf16": self.bf16}
-        shown = (f"{way} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for way, time in times.items())
+        shown = (
+            f"{way} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for way, time in times.items()
+        )
         return f"{shape} product: {', '.join(shown)}"
 
 
@@ -92,7 +100,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _milliseconds(compute: Callable[[], Tensor]) -> float:
-    """The shortest of some calls, so that other programs do not count; infinite when the call is not possible."""
+    """The shortest of some calls, so that other programs do not count; infinite when the call is not
+    possible."""
     shortest, started = inf, time.perf_counter()
     try:
         for repetition in range(_REPETITIONS):

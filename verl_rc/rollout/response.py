@@ -1,4 +1,5 @@
-"""A response while it grows, the proof of which weights sampled each of its tokens, and batches of responses."""
+"""A response while it grows, the proof of which weights sampled each of its tokens, and batches of
+responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from verl_rc.data.batches import Completions, RolloutBatch, TokenBatch, fingerprints, left_padded, positions_mask
+from verl_rc.data.batches import (
+    Completions,
+    RolloutBatch,
+    TokenBatch,
+    fingerprints,
+    left_padded,
+    positions_mask,
+)
 from verl_rc.data.parts import Part
 from verl_rc.rollout.sampling import GenerationRequest, part_seed, turn_seed
 
@@ -50,7 +58,9 @@ class Response:
         for part in request.parts:
             token_ids = part.token_ids.tolist()
             if isinstance(part, Part):
-                response = response._followed_by(token_ids, part.log_probs.tolist(), [part.version] * len(token_ids))
+                response = response._followed_by(
+                    token_ids, part.log_probs.tolist(), [part.version] * len(token_ids)
+                )
             else:
                 response = response.with_answer(token_ids)
         return response
@@ -72,7 +82,8 @@ class Response:
         return part_seed(turn_seed(first, self.tool_turns), len(self.token_ids) - self.turn_start)
 
     def with_answer(self, token_ids: Sequence[int]) -> "Response":
-        """Followed by what tools answered. The policy did not sample it, so it has neither log-prob nor version."""
+        """Followed by what tools answered. The policy did not sample it, so it has neither log-prob nor
+        version."""
         count = len(token_ids)
         return replace(
             self,
@@ -85,7 +96,9 @@ class Response:
             tool_turns=self.tool_turns + 1,
         )
 
-    def _followed_by(self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> "Response":
+    def _followed_by(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> "Response":
         return replace(
             self,
             token_ids=[*self.token_ids, *token_ids],
@@ -97,9 +110,9 @@ class Response:
     def with_output(self, output: Output, held: tuple[int, int], row: int) -> "Response":
         """Followed by what one vLLM request sampled.
 
-        ``held``: versions of the weights that the engine held when the request began and at its end.
-        Raises ``ValueError`` naming ``row`` when a token has no log-prob, and ``RuntimeError`` when vLLM says that other weights
-        sampled it.
+        ``held``: versions of the weights that the engine held when the request began and at its end. Raises
+        ``ValueError`` naming ``row`` when a token has no log-prob, and ``RuntimeError`` when vLLM says that
+        other weights sampled it.
         """
         spans = output.weight_versions or ()
         # Before the first update vLLM's version is the word "default".
@@ -108,12 +121,18 @@ class Response:
         known = versions == sorted(set(versions)) and versions[:1] >= [first] and versions[-1:] == [last]
         if output.token_ids and not known:
             raise RuntimeError(
-                f"the tokens of request {row} must come from versions {first} to {last} of the weights, which the engine held, "
-                f"the last from {last}, but vLLM says that they come from {versions}: an update or its version went astray."
+                f"the tokens of request {row} must come from versions {first} to {last} of the weights, "
+                "which the engine held, "
+                f"the last from {last}, but vLLM says that they come from {versions}: an update or its "
+                "version went astray."
             )
-        labels = [label for label, span in zip(versions, spans, strict=True) for _ in range(span.start, span.end)]
+        labels = [
+            label for label, span in zip(versions, spans, strict=True) for _ in range(span.start, span.end)
+        ]
         response = self._followed_by(output.token_ids, sampled_log_probs(output, row), labels)
-        return replace(response, stopped=output.finish_reason == "stop")  # "length" is the other reason: it is cut off
+        return replace(
+            response, stopped=output.finish_reason == "stop"
+        )  # "length" is the other reason: it is cut off
 
     def whole(self, row: int) -> "Response":
         """Itself: nothing is left to be added, as is to an ``Ended`` one."""
@@ -136,15 +155,20 @@ class Ended:
 
 
 def sampled_log_probs(output: Output, row: int) -> list[float]:
-    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another token."""
+    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another
+    token."""
     flat = output.logprobs
     count = len(output.token_ids)
     if flat is None or len(flat) != count:
         found = "none" if flat is None else str(len(flat))
-        raise ValueError(f"every one of the {count} tokens of request {row} needs a log-prob, the engine returned {found}.")
+        raise ValueError(
+            f"every one of the {count} tokens of request {row} needs a log-prob, the engine returned {found}."
+        )
     first = flat.start_indices
     if [flat.token_ids[start] for start in first] != list(output.token_ids):
-        raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
+        raise ValueError(
+            f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others."
+        )
     return [flat.logprobs[start] for start in first]
 
 
@@ -178,12 +202,14 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their completions, in the same order.
 
-    ``response_mask`` leaves out the tokens of tool answers.
-    Raises ``ValueError`` when counts differ, a response is empty, or a log-prob of a sampled token is positive or NaN.
+    ``response_mask`` leaves out the tokens of tool answers. Raises ``ValueError`` when counts differ, a
+    response is empty, or a log-prob of a sampled token is positive or NaN.
     """
     rows, width = completions.responses.shape
     if len(prompts) != rows or len(group_ids) != rows:
-        raise ValueError(f"every request needs exactly one completion: {len(prompts)} requests, {rows} completions.")
+        raise ValueError(
+            f"every request needs exactly one completion: {len(prompts)} requests, {rows} completions."
+        )
     written, response_mask = positions_mask(completions.response_lengths, width), sampled_mask(completions)
     _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
     # A log-softmax in float32 can end slightly above 0. Negated, so that NaN, which compares False, is bad.
@@ -222,17 +248,21 @@ def sampled_mask(completions: Completions) -> torch.Tensor:
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
-    """Raise ``RuntimeError`` when a token was sampled with weights of another version than ``expected_version``."""
+    """Raise ``RuntimeError`` when a token was sampled with weights of another version than
+    ``expected_version``."""
     wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
     if bool(wrong.any()):
         row = int(wrong.any(dim=-1).nonzero()[0])
         found = sorted(set(rollouts.policy_versions[wrong].tolist()))
         raise RuntimeError(
-            f"every token of this step must come from weight version {expected_version}, but {int(wrong.sum())} tokens come "
+            f"every token of this step must come from weight version {expected_version}, but "
+            f"{int(wrong.sum())} tokens come "
             f"from version {found} (first in row {row}): an engine missed a weight update."
         )
 
 
 def _refuse_bad_rows(requirement: str, bad: torch.Tensor) -> None:
     if bool(bad.any()):
-        raise ValueError(f"{requirement}, which does not hold for rows {bad.nonzero()[:5, 0].tolist()} of the rollouts.")
+        raise ValueError(
+            f"{requirement}, which does not hold for rows {bad.nonzero()[:5, 0].tolist()} of the rollouts."
+        )

@@ -5,13 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl_rc.config.rollout import (
+    DEFAULT_CPU_CACHE_MEGABYTES,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValKwargsConfig,
+)
 from verl_rc.config.run import RunConfig
 from verl_rc.data.parts import Answer, Part
 
 OnUpdate = Literal["finish", "recompute", "keep"]
-"""What a weight update does to running samples: it waits for their end; or they go on with the new weights, after their tokens
-so far are computed again, or behind the KV cache of the old weights. Samples with priority always end first."""
+"""What a weight update does to running samples: it waits for their end; or they go on with the new weights,
+after their tokens so far are computed again, or behind the KV cache of the old weights. Samples with priority
+always end first."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class EngineOptions:
     """Further keyword arguments of ``vllm.LLM``."""
     on_update: OnUpdate = "finish"
     deterministic_steps: int | None = None
-    """Steps that samples without priority are decoded by one version of the weights, see ``RolloutEngine.begin_steps``; None: no
-    limit."""
+    """Steps that samples without priority are decoded by one version of the weights, see
+    ``RolloutEngine.begin_steps``; None: no limit."""
     stages_updates: bool = False
     """A broadcast update is received beside the engine's steps and loaded between two of them."""
     max_concurrent: int | None = None
@@ -76,7 +82,8 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
     }
     on_update = config.async_training.on_update
     if on_update != "finish":
-        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the weights that come next.
+        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
+        # weights that come next.
         arguments["async_scheduling"] = False
     return EngineOptions(
         model_path=config.actor_rollout_ref.model.path,
@@ -97,14 +104,21 @@ def _conversation_options(config: RunConfig) -> ConversationOptions | None:
     if not multi_turn.enable:
         return None
     return ConversationOptions(
-        multi_turn, config.actor_rollout_ref.model.path, data.trust_remote_code, data.apply_chat_template_kwargs
+        multi_turn,
+        config.actor_rollout_ref.model.path,
+        data.trust_remote_code,
+        data.apply_chat_template_kwargs,
     )
 
 
 def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
-    """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs eagerly."""
+    """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs
+    eagerly."""
     if device == "cpu":
-        return {"enforce_eager": True, "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or DEFAULT_CPU_CACHE_MEGABYTES) << 20}
+        return {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or DEFAULT_CPU_CACHE_MEGABYTES) << 20,
+        }
     arguments: dict[str, Any] = {"enforce_eager": rollout.enforce_eager}
     if shares_devices and rollout.free_cache_engine:
         arguments["enable_sleep_mode"] = True
@@ -129,10 +143,19 @@ class SamplingOptions:
     @classmethod
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
         """Options of training rollouts."""
-        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.response_length, stop_token_ids, rollout.ignore_eos)
+        return cls(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.response_length,
+            stop_token_ids,
+            rollout.ignore_eos,
+        )
 
     @classmethod
-    def for_validation(cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
+    def for_validation(
+        cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]
+    ) -> "SamplingOptions":
         """Options of validation rollouts; ``do_sample=False`` is greedy at any temperature."""
         temperature = 0.0 if validation.do_sample is False else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
@@ -158,11 +181,12 @@ class GenerationRequest:
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
-    """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on nothing
-    else.
+    """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on
+    nothing else.
 
-    So on a CPU a sample does not depend on which engine draws it, in which batch, or after which restart. On a GPU the last bits
-    of a probability depend on the batch, unless vLLM's kernels are told otherwise (``VLLM_BATCH_INVARIANT=1``).
+    So on a CPU a sample does not depend on which engine draws it, in which batch, or after which restart. On
+    a GPU the last bits of a probability depend on the batch, unless vLLM's kernels are told otherwise
+    (``VLLM_BATCH_INVARIANT=1``).
     """
     # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, so
     # that it fits a signed 64-bit integer.
@@ -171,10 +195,12 @@ def request_seed(identity: Mapping[str, int]) -> int:
 
 
 def turn_seed(first: int, turn: int) -> int:
-    """The seed of the policy's turn ``turn`` in a conversation, from 0; ``first`` is that of the first turn."""
+    """The seed of the policy's turn ``turn`` in a conversation, from 0; ``first`` is that of the first
+    turn."""
     return first if turn == 0 else request_seed({"sample": first, "turn": turn})
 
 
 def part_seed(first: int, offset: int) -> int:
-    """The seed of the part of a turn that begins at its token ``offset``; ``first`` is that of the turn's first part."""
+    """The seed of the part of a turn that begins at its token ``offset``; ``first`` is that of the turn's
+    first part."""
     return first if offset == 0 else request_seed({"seed": first, "offset": offset})

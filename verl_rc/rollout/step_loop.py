@@ -1,8 +1,10 @@
-"""One thread owns the sampler (vLLM): it decodes step by step and runs the calls of other threads between two steps.
+"""One thread owns the sampler (vLLM): it decodes step by step and runs the calls of other threads between two
+steps.
 
-Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call`` queues everything else,
-such as a weight update, and the owning thread runs the calls in their order. A call may wait until every sample submitted before
-it has ended; samples submitted after it wait for the call. Or its action cuts what runs, which goes on afterwards:
+Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call``
+queues everything else, such as a weight update, and the owning thread runs the calls in their order. A call
+may wait until every sample submitted before it has ended; samples submitted after it wait for the call. Or
+its action cuts what runs, which goes on afterwards:
 
     caller     submit(a, b)          call(load, after="all")      submit(c)
     thread       step  step  step (a and b end)      load               step  step (c ends)
@@ -35,7 +37,8 @@ class QueuedSample:
     request: GenerationRequest
     options: SamplingOptions
     ahead: bool = False
-    """Priority: the sample begins before those without, and no other one begins until it has ended. Running samples continue."""
+    """Priority: the sample begins before those without, and no other one begins until it has ended. Running
+    samples continue."""
 
 
 class Sampler(Protocol):
@@ -53,11 +56,13 @@ class Sampler(Protocol):
     def step(self) -> list[tuple[str, Any]]:
         """Decode one token of each running sample; returns key and response of those that ended.
 
-        A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the answer of a tool.
+        A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the
+        answer of a tool.
         """
 
     def proceed(self, key: str, answer: Any) -> Any:
-        """Take what a sample has waited for; returns its response if that has ended it, None if ``begin`` is to follow."""
+        """Take what a sample has waited for; returns its response if that has ended it, None if ``begin`` is
+        to follow."""
 
     def cut(self, keys: Sequence[str]) -> None:
         """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
@@ -72,11 +77,11 @@ class Sampler(Protocol):
 S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
 After = Literal["step", "priority", "all"]
-"""What a call waits for: the end of the current step; of all samples with priority; or until no sample may be stepped any more,
-because all have ended or the limit of steps is reached."""
+"""What a call waits for: the end of the current step; of all samples with priority; or until no sample may be
+stepped any more, because all have ended or the limit of steps is reached."""
 Box = list[tuple[int, Any]]
-"""Number and response of each sample that has ended, a ``ToolFailedError`` where its tool failed. Only ``take`` may read it: the
-loop appends to it."""
+"""Number and response of each sample that has ended, a ``ToolFailedError`` where its tool failed. Only
+``take`` may read it: the loop appends to it."""
 
 
 _SAME_SPAN_SECONDS = 0.005
@@ -113,8 +118,9 @@ class _Submitted:
 class StepLoop(Generic[S]):
     """A sampler and the thread that owns it.
 
-    Without work the thread waits for the next command. An exception in building or stepping ends the thread, and every later call
-    raises it. An exception in a command is raised by its ``call``, and the loop continues.
+    Without work the thread waits for the next command. An exception in building or stepping ends the thread,
+    and every later call raises it. An exception in a command is raised by its ``call``, and the loop
+    continues.
     """
 
     def __init__(self, build: Callable[[], S], max_concurrent: int | None = None) -> None:
@@ -124,7 +130,8 @@ class StepLoop(Generic[S]):
         """
         self._max_concurrent = max_concurrent
         self._changed = threading.Condition()
-        """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a change."""
+        """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a
+        change."""
         self._commands: deque[_Command] = deque()
         self._end: BaseException | None = None
         self._waiting: list[tuple[_Rank, int, int, _Submitted]] = []
@@ -153,7 +160,8 @@ class StepLoop(Generic[S]):
     # called from outside
 
     def submit(self, samples: Sequence[QueuedSample], box: Box) -> None:
-        """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns them."""
+        """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns
+        them."""
 
         def add(_: S) -> None:
             for sample in samples:
@@ -181,7 +189,8 @@ class StepLoop(Generic[S]):
         Args:
             action: What to do with the sampler.
             after: What to wait for. Samples that are submitted later wait for this call.
-            hold: No step runs after this action has begun, even if it fails, until another call releases the same word.
+            hold: No step runs after this action has begun, even if it fails, until another call releases the
+                same word.
             release: Ends the hold of this word if the action succeeds.
         """
 
@@ -189,9 +198,16 @@ class StepLoop(Generic[S]):
         return self.post(action, after, hold, release).result()
 
     def post(
-        self, action: Callable[[S], T], after: After = "step", hold: str = "", release: str = "", *, overtakes: bool = False
+        self,
+        action: Callable[[S], T],
+        after: After = "step",
+        hold: str = "",
+        release: str = "",
+        *,
+        overtakes: bool = False,
     ) -> "Future[T]":
-        """Queue what ``call`` runs, and return at once. With ``overtakes`` it waits for no call that was queued before."""
+        """Queue what ``call`` runs, and return at once. With ``overtakes`` it waits for no call that was
+        queued before."""
 
         def held(sampler: S) -> T:
             if hold:
@@ -222,7 +238,8 @@ class StepLoop(Generic[S]):
     # in the owning thread: for actions
 
     def cut(self, sampler: S) -> list[QueuedSample]:
-        """Cut all running samples without priority and return them; they go on when steps may be made again."""
+        """Cut all running samples without priority and return them; they go on when steps may be made
+        again."""
         keys = [key for key, submitted in self._running.items() if not submitted.sample.ahead]
         sampler.cut(keys)
         cut = [self._running.pop(key) for key in keys]
@@ -231,16 +248,23 @@ class StepLoop(Generic[S]):
         return [submitted.sample for submitted in cut]
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
-        """Drop these samples without priority, whether they run, wait, are away, or come with a submission that is still queued.
+        """Drop these samples without priority, whether they run, wait, are away, or come with a submission
+        that is still queued.
 
         Those that have ended stay in their box.
         """
         dropped = set(numbers)
         self._cancelled |= dropped
-        kept = [entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped]
-        waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {str(arrival) for _, _, arrival, _ in kept}
+        kept = [
+            entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped
+        ]
+        waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {
+            str(arrival) for _, _, arrival, _ in kept
+        }
         begun = {**self._running, **self._away}
-        begun_keys = {key for key, one in begun.items() if not one.sample.ahead and one.sample.number in dropped}
+        begun_keys = {
+            key for key, one in begun.items() if not one.sample.ahead and one.sample.number in dropped
+        }
         sampler.drop(sorted(waiting | begun_keys))
         for key in begun_keys:
             self._running.pop(key, None)
@@ -254,7 +278,11 @@ class StepLoop(Generic[S]):
         waiting = {str(arrival): submitted for _, _, arrival, submitted in self._waiting}
         both = {**waiting, **self._running, **self._away}
         responses = [(submitted.sample, sampler.so_far(key)) for key, submitted in both.items()]
-        return [(sample.number, response) for sample, response in responses if response is not None and not sample.ahead]
+        return [
+            (sample.number, response)
+            for sample, response in responses
+            if response is not None and not sample.ahead
+        ]
 
     def take_activity(self) -> list[tuple[float, float]]:
         """Beginning and end of each span in which steps were made since the last call, seconds since 1970."""
@@ -263,13 +291,19 @@ class StepLoop(Generic[S]):
         return spans
 
     def limit(self, steps: int) -> None:
-        """Decode samples without priority in ``steps`` further steps, and then those that ``require`` names, to their end."""
+        """Decode samples without priority in ``steps`` further steps, and then those that ``require`` names,
+        to their end."""
         self._steps_left = steps
         self._required.clear()
 
     def require(self, numbers: Collection[int]) -> None:
-        """Decode these samples without priority to their end, beyond the limit too; all others are decoded beside them."""
-        both = [*self._running.values(), *self._away.values(), *(submitted for *_, submitted in self._waiting)]
+        """Decode these samples without priority to their end, beyond the limit too; all others are decoded
+        beside them."""
+        both = [
+            *self._running.values(),
+            *self._away.values(),
+            *(submitted for *_, submitted in self._waiting),
+        ]
         self._required |= {one.sample.number for one in both if not one.sample.ahead} & set(numbers)
 
     # in the owning thread
@@ -303,7 +337,8 @@ class StepLoop(Generic[S]):
         self._activity.append((began, ended))
 
     def _next_command(self) -> _Command | None:
-        """Wait for work. Returns the first command if it may run now, None if a step may run or answers have come."""
+        """Wait for work. Returns the first command if it may run now, None if a step may run or answers have
+        come."""
         with self._changed:
             if not self._commands:  # so no submission is queued
                 self._cancelled.clear()

@@ -1,4 +1,5 @@
-"""An engine that is given the tokens: by its prefill, or one token after the other, with one version of the weights or more."""
+"""An engine that is given the tokens: by its prefill, or one token after the other, with one version of the
+weights or more."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,9 @@ class ForcedTokens(AdapterLogitsProcessor):
         """No: greedy sampling must take the forced token, too."""
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None:
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], Tensor], Tensor] | None:
         """What is applied to the logits of a request; None: nothing."""
         forced = (params.extra_args or {}).get(_FORCED)
         if forced is None:
@@ -51,7 +54,9 @@ class TeacherForcedEngine:
             **options.arguments,
         )
 
-    def prefilled(self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def prefilled(
+        self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         """Of each row, a prompt and its response, the log-probs of the response, nats, at temperature 1.
 
         Requests for log-probs of prompts read no prefix cache.
@@ -60,7 +65,9 @@ class TeacherForcedEngine:
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         given = [tokens_input([*prompt, *response]) for prompt, response in rows]
         found = []
-        for (prompt, response), output in zip(rows, self._llm.generate(given, parameters, use_tqdm=False), strict=True):
+        for (prompt, response), output in zip(
+            rows, self._llm.generate(given, parameters, use_tqdm=False), strict=True
+        ):
             entries = output.prompt_logprobs
             assert entries is not None, "prompt log-probs were asked for"
             scored = zip(response, entries[len(prompt) :], strict=True)
@@ -68,12 +75,16 @@ class TeacherForcedEngine:
         return found
 
     def decoded(
-        self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], cached_by: str | None = None
+        self,
+        model_path: str,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        cached_by: str | None = None,
     ) -> tuple[list[list[float]], int]:
-        """As ``prefilled``, but saying the responses token by token, behind prompts that share the prefix cache.
+        """As ``prefilled``, but saying the responses token by token, behind prompts that share the prefix
+        cache.
 
-        The cache is emptied before; ``cached_by``: a model folder whose weights then fill it with the prompts. The second value
-        is how many tokens of prompts came from the cache.
+        The cache is emptied before; ``cached_by``: a model folder whose weights then fill it with the
+        prompts. The second value is how many tokens of prompts came from the cache.
         """
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the engine's prefix cache must be empty, but vLLM refused to reset it.")

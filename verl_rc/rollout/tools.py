@@ -43,7 +43,10 @@ class Tool:
     def call(self, arguments: Mapping[str, Any]) -> str:
         """The answer, or what is wrong with the call, as text for the policy."""
         if set(arguments) != set(self.parameters):
-            return f"error: {self.name} takes {json.dumps(list(self.parameters))}, got {json.dumps(sorted(arguments))}"
+            return (
+                f"error: {self.name} takes {json.dumps(list(self.parameters))}, got "
+                f"{json.dumps(sorted(arguments))}"
+            )
         wrong = [name for name, value in arguments.items() if not isinstance(value, str)]
         if wrong:
             return f"error: arguments must be texts, {wrong[0]} is not"
@@ -58,7 +61,8 @@ MAX_CHARACTERS = 200
 MAX_BITS = 256
 """Largest size of a numerator or denominator, of results between and at the end."""
 MAX_EXPONENT = 64
-"""Largest exponent of a power: what it leads to has at most ``MAX_BITS * MAX_EXPONENT`` bits before it is refused."""
+"""Largest exponent of a power: what it leads to has at most ``MAX_BITS * MAX_EXPONENT`` bits before it is
+refused."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -68,16 +72,20 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 def evaluate_expression(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; Python's rules of precedence.
+    """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; Python's rules of
+    precedence.
 
-    The arithmetic is exact, on fractions of the numbers as written (up to 17 digits): ``0.1+0.2`` is ``0.3``. A value that is
-    not an integer is written as a decimal, rounded to 10 significant digits. No code is executed: the syntax tree is
-    walked, and anything but numbers and these operators is refused. Work is bounded by the length of the expression and the
-    size of its numbers.
+    The arithmetic is exact, on fractions of the numbers as written (up to 17 digits): ``0.1+0.2`` is ``0.3``.
+    A value that is not an integer is written as a decimal, rounded to 10 significant digits. No code is
+    executed: the syntax tree is walked, and anything but numbers and these operators is refused. Work is
+    bounded by the length of the expression and the size of its numbers.
 
     Raises ``ToolError`` for text that is no such expression, has no value, or is too large.
     """
@@ -161,7 +169,8 @@ class ToolFailedError(RuntimeError):
 
 
 class ToolCaller:
-    """Calls tools one at a time in a daemon thread, so that a tool that hangs does not keep the process alive."""
+    """Calls tools one at a time in a daemon thread, so that a tool that hangs does not keep the process
+    alive."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """``timeout_seconds``: of each call."""
@@ -173,8 +182,8 @@ class ToolCaller:
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         """The tool's answer, as text for the policy.
 
-        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late; after that only
-        ``close`` may be called.
+        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late;
+        after that only ``close`` may be called.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tools", daemon=True)
@@ -186,12 +195,14 @@ class ToolCaller:
             answer = self._answers.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise ToolFailedError(
-                f"{where} must answer within {_KEY}.tool_timeout_seconds={self._timeout_seconds:g}, and is still at work. Give "
+                f"{where} must answer within {_KEY}.tool_timeout_seconds={self._timeout_seconds:g}, and is "
+                "still at work. Give "
                 "it a limit of its own that ends in a ToolError, or raise this one."
             ) from None
         if isinstance(answer, BaseException):
             raise ToolFailedError(
-                f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call that it cannot answer; "
+                f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call "
+                "that it cannot answer; "
                 "its text is then the answer."
             ) from answer
         if not isinstance(answer, str):
@@ -226,11 +237,15 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
         tool = _import_tool(name) if ":" in name else BUILT_IN.get(name)
         if tool is None:
             raise ValueError(
-                f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or module:attribute, got "
+                f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or "
+                "module:attribute, got "
                 f"{name!r}; the nearest is {nearest_key(name, list(BUILT_IN))}."
             )
         if tool.name in tools:
-            raise ValueError(f"actor_rollout_ref.rollout.multi_turn.tools must have different names, got two {tool.name!r}.")
+            raise ValueError(
+                "actor_rollout_ref.rollout.multi_turn.tools must have different names, got two "
+                f"{tool.name!r}."
+            )
         tools[tool.name] = tool
     return tools
 

@@ -24,13 +24,16 @@ class VllmSampler:
     """vLLM as the step loop sees it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Build vLLM; weights come with the first update. Raises ``ValueError`` for a cache in fp8 that this CPU cannot have."""
+        """Build vLLM; weights come with the first update. Raises ``ValueError`` for a cache in fp8 that this
+        CPU cannot have."""
         if current_platform.is_cpu() and options.arguments.get("kv_cache_dtype", "auto") != "auto":
             require_fp8_cache()
         self.version = UNKNOWN
         """Version of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
-        self._open = OpenResponses(None if options.conversation is None else Conversations.open(options.conversation))
+        self._open = OpenResponses(
+            None if options.conversation is None else Conversations.open(options.conversation)
+        )
         """Responses without the tokens of the requests in vLLM."""
         self._requests: dict[str, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
@@ -102,7 +105,8 @@ class VllmSampler:
 
     def _response_now(self, key: str) -> Response:
         """Return the response with the tokens of the request that is in vLLM."""
-        # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has no queue.
+        # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
+        # no queue.
         name, version = self._requests[key]
         state = self.llm.llm_engine.output_processor.request_states[name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
@@ -110,7 +114,8 @@ class VllmSampler:
         return self._open[key].with_output(output.outputs[0], (version, self.version), int(key))
 
     def weight_receiver(self) -> receiver.WeightReceiver:
-        """The receiving end of weight updates; only an engine without tensor parallelism has it in this process."""
+        """The receiving end of weight updates; only an engine without tensor parallelism has it in this
+        process."""
         found = self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
         assert isinstance(found, receiver.WeightReceiver)
         return found
@@ -121,8 +126,11 @@ class VllmSampler:
         self.version = version
 
 
-def sampling_parameters(request: GenerationRequest, options: SamplingOptions, so_far: Response) -> SamplingParams:
-    """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its end."""
+def sampling_parameters(
+    request: GenerationRequest, options: SamplingOptions, so_far: Response
+) -> SamplingParams:
+    """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its
+    end."""
     return SamplingParams(
         seed=so_far.seed(request.seed),
         temperature=options.temperature,

@@ -1,4 +1,5 @@
-"""Tensor operations: masked sums and whitening, row blocks, log-probs from hidden states, divergence estimators."""
+"""Tensor operations: masked sums and whitening, row blocks, log-probs from hidden states, divergence
+estimators."""
 
 from verl_rc.tensor_ops.divergence import (
     KL_KINDS,

@@ -15,16 +15,20 @@ KL_KINDS: tuple[str, ...] = get_args(KlKind)
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) on tokens the policy sampled (Schulman 2020, "Approximating KL
-    divergence").
+    """Per-token estimate of KL(policy || reference) on tokens the policy sampled (Schulman 2020,
+    "Approximating KL divergence").
 
-    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats, in float32 at least): k1 = d, abs = |d|, k2 = d^2 / 2,
-    k3 = exp(-d) + d - 1 (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and takes k2's gradient, which
-    is that of the KL itself: ``k2 - sg(k2) + sg(base)``; k1's own gradient has mean zero and k3's is that of the opposite
-    divergence. Raises ``ValueError`` for an unknown kind, and for ``full``, which sampled log-probs cannot give.
+    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats, in float32 at least): k1 = d, abs = |d|,
+    k2 = d^2 / 2, k3 = exp(-d) + d - 1 (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and
+    takes k2's gradient, which is that of the KL itself: ``k2 - sg(k2) + sg(base)``; k1's own gradient has
+    mean zero and k3's is that of the opposite divergence. Raises ``ValueError`` for an unknown kind, and for
+    ``full``, which sampled log-probs cannot give.
     """
     if kind == "full":
-        raise ValueError(f"kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of {', '.join(KL_KINDS)}.")
+        raise ValueError(
+            "kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of "
+            f"{', '.join(KL_KINDS)}."
+        )
     if kind not in KL_KINDS:
         raise ValueError(f"the KL estimator must be one of {', '.join(KL_KINDS)}; got {kind!r}.")
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
@@ -53,7 +57,8 @@ def bound_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def k1_estimate(log_ratio: Tensor) -> Tensor:
-    """``-l``, whose mean is KL(sampler || other); ``l`` is log(other / sampler) of tokens from the sampler, nats."""
+    """``-l``, whose mean is KL(sampler || other); ``l`` is log(other / sampler) of tokens from the sampler,
+    nats."""
     return -log_ratio
 
 
@@ -68,10 +73,11 @@ def k3_estimate(log_ratio: Tensor) -> Tensor:
 
 
 def binary_kl(log_first: Tensor, log_second: Tensor) -> Tensor:
-    """``p ln(p/q) + (1-p) ln((1-p)/(1-q))``: KL of two policies with all but the sampled token taken together.
+    """``p ln(p/q) + (1-p) ln((1-p)/(1-q))``: KL of two policies with all but the sampled token taken
+    together.
 
-    ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. The inputs are log-probs because logarithms of
-    probabilities near 0 and 1 lose precision.
+    ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. The inputs are log-probs because
+    logarithms of probabilities near 0 and 1 lose precision.
     """
     rest, second_rest = -torch.expm1(log_first), -torch.expm1(log_second)
     tiny = torch.finfo(second_rest.dtype).tiny

@@ -1,4 +1,5 @@
-"""Log-probs of tokens and entropies of distributions from hidden states, in chunks; interpolated log-probs of two policies."""
+"""Log-probs of tokens and entropies of distributions from hidden states, in chunks; interpolated log-probs of
+two policies."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from verl_rc.tensor_ops.masked import row_slices
 
 LOGITS_AT_ONCE = 1 << 24
-"""Logits in a chunk: enough for wide matrix products, too few to count beside the weights that have so large a vocabulary."""
+"""Logits in a chunk: enough for wide matrix products, too few to count beside the weights that have so large
+a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,22 @@ class HiddenStateScores(NamedTuple):
     entropies: Tensor | None
     """``-sum_v p_v log p_v``, nats ``[K]``; logits of -inf count as probability 0."""
     sum_pi_squared: Tensor | None
-    """``sum_v p_v^2`` ``[K]`` in (0, 1], without gradient: the probability of drawing the same token twice."""
+    """``sum_v p_v^2`` ``[K]`` in (0, 1], without gradient: the probability of drawing the same token twice.
+    """
     varentropies: Tensor | None
-    """``sum_v p_v (log p_v + entropy)^2``, nats^2 ``[K]``, without gradient: the variance of a drawn token's log-prob. Computed
-    where both entropies and sums of squares are."""
+    """``sum_v p_v (log p_v + entropy)^2``, nats^2 ``[K]``, without gradient: the variance of a drawn token's
+    log-prob. Computed where both entropies and sums of squares are."""
 
 
 def scores_from_hidden_states(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, options: ScoreOptions, bias: Tensor | None = None
 ) -> HiddenStateScores:
-    """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden states).
+    """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
+    states).
 
-    The logits of all tokens never exist at once: the forward pass takes a chunk of the tokens at a time, the backward pass a
-    chunk of the vocabulary, whose logits it computes again. Logits that fit into one chunk are kept instead.
+    The logits of all tokens never exist at once: the forward pass takes a chunk of the tokens at a time, the
+    backward pass a chunk of the vocabulary, whose logits it computes again. Logits that fit into one chunk
+    are kept instead.
 
     Args:
         hidden: ``[K, H]``.
@@ -58,9 +63,15 @@ def scores_from_hidden_states(
     Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden states must be [K, H] and weights [V, H]; got {list(hidden.shape)} and {list(weight.shape)}")
+        raise ValueError(
+            f"hidden states must be [K, H] and weights [V, H]; got {list(hidden.shape)} and "
+            f"{list(weight.shape)}"
+        )
     if token_ids.shape != hidden.shape[:1]:
-        raise ValueError(f"token_ids must be [K] for hidden states [K, H]; got {list(token_ids.shape)}, {list(hidden.shape)}")
+        raise ValueError(
+            f"token_ids must be [K] for hidden states [K, H]; got {list(token_ids.shape)}, "
+            f"{list(hidden.shape)}"
+        )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
     found = _HiddenStateScores.apply(hidden, weight, bias, token_ids, options)  # type: ignore[no-untyped-call]
@@ -68,11 +79,17 @@ def scores_from_hidden_states(
 
 
 class _HiddenStateScores(torch.autograd.Function):
-    """Saves the hidden states, the weights, and three numbers a token: maximum and sum of the softmax, entropy."""
+    """Saves the hidden states, the weights, and three numbers a token: maximum and sum of the softmax,
+    entropy."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: ScoreOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
         log_probs, maxima, sums = (hidden.new_empty(tokens, dtype=_precision(hidden)) for _ in range(3))
@@ -96,11 +113,15 @@ class _HiddenStateScores(torch.autograd.Function):
                     if varentropies is not None:
                         # p (log p)^2 = (p log p)^2 / p, in place; where p is 0 both are.
                         squared_logs = terms.square_().div_(probs.clamp_min_(torch.finfo(probs.dtype).tiny))
-                        varentropies[rows] = squared_logs.sum(dim=-1).sub_(entropies[rows].square()).clamp_min_(0.0)
+                        varentropies[rows] = (
+                            squared_logs.sum(dim=-1).sub_(entropies[rows].square()).clamp_min_(0.0)
+                        )
         kept = logits if logits.shape[0] == tokens else None
         ctx.save_for_backward(hidden, weight, bias, token_ids, maxima, sums, entropies, kept)
         ctx.options = options
-        constants = [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
+        constants = (
+            [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
+        )
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
         return log_probs.sub_(maxima).sub_(sums.log()), entropies, squares, varentropies
 
@@ -109,15 +130,17 @@ class _HiddenStateScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) / temperature``."""
+        """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) /
+        temperature``."""
         hidden, weight, bias, token_ids, maxima, sums, entropies, kept = ctx.saved_tensors
         temperature = ctx.options.temperature
         slope = (grad_log_probs / temperature)[:, None]
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        # Chunks of the vocabulary: each row of the weight's gradient is one sum over all tokens, as if there were no chunks,
-        # and is rounded once. Only the gradient of the hidden states is added up, in the higher precision.
+        # Chunks of the vocabulary: each row of the weight's gradient is one sum over all tokens, as if there
+        # were no chunks, and is rounded once. Only the gradient of the hidden states is added up, in the
+        # higher precision.
         for words in row_slices(weight.shape[0], hidden.shape[0], LOGITS_AT_ONCE):
             part = weight[words], None if bias is None else bias[words]
             logits = F.linear(hidden, *part) if kept is None else kept[:, words]
@@ -130,7 +153,9 @@ class _HiddenStateScores(torch.autograd.Function):
                 grad_logits = exponentials.mul_(-slope / sums[:, None])
             place = token_ids - words.start
             here = (place >= 0) & (place < logits.shape[1])
-            grad_logits.scatter_add_(-1, torch.where(here, place, 0)[:, None], torch.where(here[:, None], slope, 0.0))
+            grad_logits.scatter_add_(
+                -1, torch.where(here, place, 0)[:, None], torch.where(here[:, None], slope, 0.0)
+            )
             grad_logits = grad_logits.to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 grad_hidden = _add_product(grad_hidden, grad_logits, weight[words])
@@ -138,7 +163,13 @@ class _HiddenStateScores(torch.autograd.Function):
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[words])
             if grad_bias is not None:
                 torch.sum(grad_logits, dim=0, out=grad_bias[words])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+        )
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -171,21 +202,26 @@ def interpolate_proximal(
     proximal_version: int,
     current_version: int,
 ) -> Tensor:
-    """``log pi_prox = (1 - a) log pi_rollout + a log pi_theta``, ``a = (v_prox - v_rollout) / (v_theta - v_rollout)`` in [0, 1].
+    """``log pi_prox = (1 - a) log pi_rollout + a log pi_theta``, ``a = (v_prox - v_rollout) / (v_theta -
+    v_rollout)`` in [0, 1].
 
-    All ``[B, T]``, log-probs in nats; ``policy_versions`` int: version of the weights that sampled each token. ``a`` is 0 where
-    the current weights sampled the token. No gradient flows through the result, which has the type of ``current_log_probs``.
-    The approximation assumes that log-probs change linearly with the version (A-3PO, arXiv:2512.06547). When rollouts are never
-    older than the proximal policy, as in synchronous training, ``a`` is 0 and the result is the rollout log-probs: bypass mode.
-    Raises ``ValueError`` when shapes differ or ``proximal_version`` is above ``current_version``.
+    All ``[B, T]``, log-probs in nats; ``policy_versions`` int: version of the weights that sampled each
+    token. ``a`` is 0 where the current weights sampled the token. No gradient flows through the result, which
+    has the type of ``current_log_probs``. The approximation assumes that log-probs change linearly with the
+    version (A-3PO, arXiv:2512.06547). When rollouts are never older than the proximal policy, as in
+    synchronous training, ``a`` is 0 and the result is the rollout log-probs: bypass mode. Raises
+    ``ValueError`` when shapes differ or ``proximal_version`` is above ``current_version``.
     """
     if not rollout_log_probs.shape == current_log_probs.shape == policy_versions.shape:
         raise ValueError(
             "rollout_log_probs, current_log_probs and policy_versions must have one shape [B, T]; got "
-            f"{list(rollout_log_probs.shape)}, {list(current_log_probs.shape)} and {list(policy_versions.shape)}"
+            f"{list(rollout_log_probs.shape)}, {list(current_log_probs.shape)} and "
+            f"{list(policy_versions.shape)}"
         )
     if proximal_version > current_version:
-        raise ValueError(f"proximal_version must not be above current_version={current_version}; got {proximal_version}")
+        raise ValueError(
+            f"proximal_version must not be above current_version={current_version}; got {proximal_version}"
+        )
     dtype = torch.promote_types(current_log_probs.dtype, torch.float32)
     rollout, current = rollout_log_probs.detach().to(dtype), current_log_probs.detach().to(dtype)
     updates = (current_version - policy_versions).to(dtype)

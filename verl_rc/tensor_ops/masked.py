@@ -1,5 +1,5 @@
-"""Masked sums and whitening, row blocks, group numbers. Masked positions are removed by selection, not by multiplication with
-0, so NaN there is harmless."""
+"""Masked sums and whitening, row blocks, group numbers. Masked positions are removed by selection, not by
+multiplication with 0, so NaN there is harmless."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -18,12 +18,15 @@ def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions, 0 elsewhere; variance with Bessel's correction.
+    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions, 0 elsewhere; variance with Bessel's
+    correction.
 
     With fewer than two True positions there is no variance; the values are only centred.
     """
     count, outside = mask.sum(), ~mask
-    centred = values.masked_fill(outside, 0.0)  # from here on in place: a fresh tensor costs more than the arithmetic
+    centred = values.masked_fill(
+        outside, 0.0
+    )  # from here on in place: a fresh tensor costs more than the arithmetic
     mean = centred.sum(dim=-1).double().sum() / count.clamp_min(1)
     centred.sub_(mean.to(values.dtype)).masked_fill_(outside, 0.0)
     variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
@@ -36,7 +39,8 @@ _BLOCK_ELEMENTS = 1 << 16
 
 
 def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
-    """Slices that cover ``num_rows`` rows of ``width`` elements, each with at most ``elements`` elements or a single row.
+    """Slices that cover ``num_rows`` rows of ``width`` elements, each with at most ``elements`` elements or a
+    single row.
 
     Without rows there is one empty slice, so that the results of the slices can always be concatenated.
     """
@@ -53,10 +57,13 @@ def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def group_numbers(group_ids: Tensor | Sequence[Hashable], device: torch.device) -> Tensor:
-    """int64 ``[B]``: a number in [0, B) for each row, the same for rows whose id is the same. No host sync for tensors."""
+    """int64 ``[B]``: a number in [0, B) for each row, the same for rows whose id is the same. No host sync
+    for tensors."""
     if not isinstance(group_ids, Tensor):
         numbers: dict[Hashable, int] = {}
-        return torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64, device=device)
+        return torch.tensor(
+            [numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64, device=device
+        )
     # torch.unique would do, but its result has a size that only the device knows: the host would wait for it.
     ordered, order = group_ids.to(device).sort()
     starts = torch.ones_like(ordered, dtype=torch.bool)

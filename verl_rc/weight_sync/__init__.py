@@ -1,1 +1,2 @@
-"""Trainer to engine: what is sent, how it travels, and the proof that it arrived. Only the receiver imports vllm."""
+"""Trainer to engine: what is sent, how it travels, and the proof that it arrived. Only the receiver imports
+vllm."""

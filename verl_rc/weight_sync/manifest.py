@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 _WORDS_PER_CHUNK = 1 << 20
-# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word changes the
-# digest.
+# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word
+# changes the digest.
 _POSITION_FACTOR = 0x1E3779B97F4A7C15
 _POSITION_OFFSET = 0x3C6EF372FE94F82B
 
@@ -67,7 +67,8 @@ class Manifest:
         return cls(tuple(TensorSpec(str(p["name"]), str(p["dtype"]), tuple(p["shape"])) for p in plain))  # type: ignore[arg-type]
 
     def buckets(self, max_bytes: int) -> Iterator[list[TensorSpec]]:
-        """Consecutive tensors of one dtype, at most ``max_bytes`` together (a larger single tensor travels alone)."""
+        """Consecutive tensors of one dtype, at most ``max_bytes`` together (a larger single tensor travels
+        alone)."""
         bucket: list[TensorSpec] = []
         size = 0
         for spec in self.tensors:
@@ -84,9 +85,9 @@ class Manifest:
 def tensor_digest(tensor: Tensor) -> int:
     """A 64-bit digest of a tensor's bytes and their positions, computed where the tensor lies.
 
-    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 4-byte words (zero-padded), a multilinear hash: it sees
-    any single changed word, any swap of two different words, and changes of several words unless they cancel by chance. It
-    guards against faults, not against an adversary.
+    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 4-byte words (zero-padded), a
+    multilinear hash: it sees any single changed word, any swap of two different words, and changes of several
+    words unless they cancel by chance. It guards against faults, not against an adversary.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     bytes_missing = -data.numel() % 4
@@ -98,7 +99,8 @@ def tensor_digest(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     # In chunks: the positions of all words would take as much memory as the tensor itself.
     for start in range(0, words.numel(), _WORDS_PER_CHUNK):
-        # Words of 8 bytes would let two changed signs cancel: 2**63 times the sum of two odd factors is 0 modulo 2**64.
+        # Words of 8 bytes would let two changed signs cancel: 2**63 times the sum of two odd factors is 0
+        # modulo 2**64.
         chunk = words[start : start + _WORDS_PER_CHUNK].to(torch.int64)
         position = torch.arange(start, start + chunk.numel(), device=words.device)
         # int64 wraps around modulo 2**64 on every device, and such a sum does not depend on the order of its

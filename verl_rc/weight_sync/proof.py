@@ -20,7 +20,8 @@ class SyncProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class LoadReceipt:
-    """What one engine worker received and loaded. vLLM's remote calls carry plain values: it travels as its ``asdict``."""
+    """What one engine worker received and loaded. vLLM's remote calls carry plain values: it travels as its
+    ``asdict``."""
 
     digests: dict[str, int]
     """Digest of every tensor received, by name."""
@@ -28,15 +29,20 @@ class LoadReceipt:
     """Parameters of the worker's model that no tensor filled."""
 
 
-def check_receipts(manifest: Manifest, sent: SendReceipt, received: Sequence[Sequence[LoadReceipt]], version: int) -> None:
-    """Every worker of every engine received every tensor of the manifest, byte for byte, and filled all its parameters.
+def check_receipts(
+    manifest: Manifest, sent: SendReceipt, received: Sequence[Sequence[LoadReceipt]], version: int
+) -> None:
+    """Every worker of every engine received every tensor of the manifest, byte for byte, and filled all its
+    parameters.
 
-    ``received``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and counts otherwise.
+    ``received``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and counts
+    otherwise.
     """
     names = set(manifest.names)
     if set(sent.digests) != names:
         raise SyncProofError(
-            f"weight version {version}: all {len(names)} tensors must be sent, missing {listed(names - set(sent.digests))}."
+            f"weight version {version}: all {len(names)} tensors must be sent, missing "
+            f"{listed(names - set(sent.digests))}."
         )
     for engine, workers in enumerate(received):
         for worker, receipt in enumerate(workers):
@@ -48,10 +54,13 @@ def check_receipts(manifest: Manifest, sent: SendReceipt, received: Sequence[Seq
                 )
             changed = {name for name in names if receipt.digests[name] != sent.digests[name]}
             if changed:
-                raise SyncProofError(f"{where}: bytes received must equal bytes sent; they differ for {listed(changed)}.")
+                raise SyncProofError(
+                    f"{where}: bytes received must equal bytes sent; they differ for {listed(changed)}."
+                )
             if receipt.not_loaded:
                 raise SyncProofError(
-                    f"{where}: every parameter of the engine's model must be filled; untouched: {listed(receipt.not_loaded)}."
+                    f"{where}: every parameter of the engine's model must be filled; untouched: "
+                    f"{listed(receipt.not_loaded)}."
                 )
 
 
@@ -75,23 +84,34 @@ class LogProbGap:
         # Not `self.mean > limit`: a comparison with NaN is False, and a gap that is NaN must be refused.
         if not self.mean <= limit:
             raise SyncProofError(
-                f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this engine, "
-                f"it is {self.mean:.3g} (largest {self.maximum:.3g}). The engine does not sample from the trainer's weights: "
-                "look for a missed weight update, a stale prefix cache or another temperature. If the gap is expected, set "
+                f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this "
+                "engine, "
+                f"it is {self.mean:.3g} (largest {self.maximum:.3g}). The engine does not sample from the "
+                "trainer's weights: "
+                "look for a missed weight update, a stale prefix cache or another temperature. If the gap is "
+                "expected, set "
                 "actor_rollout_ref.rollout.sync_proof.gap_limit."
             )
 
 
 def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is finite."""
+    """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is
+    finite."""
     gaps = (train_log_probs - rollout_log_probs).abs()[mask].double()
     # Rollout correction has its own rule and its own limit for log-probs that are not finite.
     return gaps[torch.isfinite(gaps)]
 
 
-# Limits of a first mean gap, nats, by the least precise part of engine and trainer: well above what rounding gave (0.016 with fp8
-# weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update gives in fp32.
-_PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_weights": 0.3, "fp8_kv_cache": 0.9}
+# Limits of a first mean gap, nats, by the least precise part of engine and trainer: well above what rounding
+# gave (0.016 with fp8 weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update
+# gives in fp32.
+_PLAUSIBLE_MEAN_GAP = {
+    "float32": 1e-4,
+    "float16": 7e-3,
+    "bfloat16": 0.06,
+    "fp8_weights": 0.3,
+    "fp8_kv_cache": 0.9,
+}
 _FAULT_FACTOR = 10.0
 
 
@@ -109,7 +129,8 @@ class GapLimit:
     @classmethod
     def for_precision(cls, precision: str, fixed: float | None = None) -> "GapLimit":
         """``precision``: a key of the table of plausible gaps."""
-        # In float32 nothing but a fault widens the gap. In other precisions training does, and samples of few tokens scatter.
+        # In float32 nothing but a fault widens the gap. In other precisions training does, and samples of few
+        # tokens scatter.
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed, 1.0 if precision == "float32" else _FAULT_FACTOR)
 
     @classmethod
@@ -126,7 +147,9 @@ class GapLimit:
 
     def fault(self, calibrated: float | None) -> float:
         """The largest mean gap, nats, that an engine with the trainer's weights can have."""
-        return self.limit(calibrated) * (self.fault_factor if self.fixed is None and calibrated is not None else 1.0)
+        return self.limit(calibrated) * (
+            self.fault_factor if self.fixed is None and calibrated is not None else 1.0
+        )
 
     def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
         """The calibrated limit after ``gap``, to be kept in a checkpoint. Only the first gap sets it.

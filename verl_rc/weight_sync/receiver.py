@@ -1,7 +1,8 @@
-"""The receiving end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
+"""The receiving end of a weight update, as a vLLM weight-transfer backend. Importing this module registers
+it.
 
-Weights are loaded by vLLM's layerwise reload, the only method that works everywhere: on a CPU vLLM prepacks weights after
-loading and empties the parameters, and a quantised engine must quantise again.
+Weights are loaded by vLLM's layerwise reload, the only method that works everywhere: on a CPU vLLM prepacks
+weights after loading and empties the parameters, and a quantised engine must quantise again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -56,7 +61,8 @@ class ReceiveRequest(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
-    """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise reload."""
+    """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise
+    reload."""
 
     init_info_cls = ReceiverAddress
     update_info_cls = ReceiveRequest
@@ -74,22 +80,24 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
         """Join the transfer group; lent buckets need none."""
         rank = init_info.first_rank + self.vllm_config.parallel_config.rank
-        address = TransferAddress(init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds)
+        address = TransferAddress(
+            init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds
+        )
         self._group = join_transfer_group(address, rank, init_info.process_group_backend)
 
     def start_weight_update(self) -> None:
         """Put the model's layers back into loadable form.
 
-        An update that broke off is closed first: layers it had half loaded would otherwise mix its tensors with the
-        new ones.
+        An update that broke off is closed first: layers it had half loaded would otherwise mix its tensors
+        with the new ones.
         """
         if self._updating:
             self.finish_weight_update()
         self.digests, self.loaded = {}, set()
         self._updating = True
         initialize_layerwise_reload(self.model)
-        # A model in loadable form has no parameters that online quantisation derives from weights. It has the scales of an fp8
-        # cache, which only some checkpoints fill.
+        # A model in loadable form has no parameters that online quantisation derives from weights. It has the
+        # scales of an fp8 cache, which only some checkpoints fill.
         self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -120,12 +128,17 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             yield bucket, flat
 
     def _load(self, bucket: Sequence[TensorSpec], flat: Tensor) -> None:
-        """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer is complete."""
+        """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer
+        is complete."""
         parts = flat.split([spec.num_elements for spec in bucket])
-        self.digests.update({spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)})
+        self.digests.update(
+            {spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)}
+        )
         # Called once a bucket: vLLM's layerwise reload collects tensors and processes a layer (prepacking,
         # quantisation) when its last one has come, in this call or a later one.
-        loaded = self.model.load_weights((spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True))
+        loaded = self.model.load_weights(
+            (spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True)
+        )
         self.loaded |= set(loaded or ())
 
     def finish_weight_update(self) -> None:
@@ -140,7 +153,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
 
 
 class ReceiptExtension:
-    """Worker extension: vLLM imports this module in every worker process, which registers the backend there."""
+    """Worker extension: vLLM imports this module in every worker process, which registers the backend
+    there."""
 
     weight_transfer_engine: Any
 

@@ -70,10 +70,14 @@ class WeightSender:
     devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end.
     """
 
-    def __init__(self, weights: WeightSource, rank: int, device: torch.device, wire_dtype: str, bucket_bytes: int) -> None:
-        """``device`` is where the weights are while they are sent; between updates they may rest in host memory.
+    def __init__(
+        self, weights: WeightSource, rank: int, device: torch.device, wire_dtype: str, bucket_bytes: int
+    ) -> None:
+        """``device`` is where the weights are while they are sent; between updates they may rest in host
+        memory.
 
-        ``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes travel.
+        ``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the
+        bytes travel.
         """
         self._weights = weights
         self._rank = rank
@@ -97,8 +101,9 @@ class WeightSender:
     def send(self) -> SendReceipt:
         """Broadcast every tensor of the manifest; collective over the trainer ranks.
 
-        Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which the other engines
-        notice, and gathers the remaining tensors with the other ranks. ``join`` opens another group.
+        Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which
+        the other engines notice, and gathers the remaining tensors with the other ranks. ``join`` opens
+        another group.
         """
         self._digests = {}
         broken, memory = None, None if self._group is None else self._memory_of_a_bucket()
@@ -131,8 +136,8 @@ class WeightSender:
     def offer(self, index: int, share: bool) -> BucketHandle:
         """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
 
-        A rank with ``share=False`` only takes part in gathering. The engines must have copied the previous bucket, whose memory
-        is used again: extra memory is one bucket at most.
+        A rank with ``share=False`` only takes part in gathering. The engines must have copied the previous
+        bucket, whose memory is used again: extra memory is one bucket at most.
         """
         if index == 0:
             self._digests = {}
@@ -147,9 +152,11 @@ class WeightSender:
         return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self, interrupted: bool = False) -> SendReceipt:
-        """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists what was offered.
+        """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists what was
+        offered.
 
-        An engine that died in an update never returns the bucket that it mapped: its memory is kept for all later updates.
+        An engine that died in an update never returns the bucket that it mapped: its memory is kept for all
+        later updates.
         """
         self._release_bucket()
         self._keeps_memory = self._keeps_memory or interrupted
@@ -176,7 +183,8 @@ class WeightSender:
             pass
 
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
-        """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their digests."""
+        """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their
+        digests."""
         for together in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
             weights = self._weights.gather([spec.name for spec in together], bucket[0].torch_dtype)
             for spec, weight in zip(together, weights, strict=True):

@@ -1,7 +1,9 @@
-"""One bucket of weights in memory that another process on the same device maps: CUDA IPC, or shared memory on a CPU.
+"""One bucket of weights in memory that another process on the same device maps: CUDA IPC, or shared memory on
+a CPU.
 
-Two ranks on one GPU cannot share an NCCL group, so where trainer and engine are colocated the bytes do not travel at
-all: the trainer's rank lends a bucket, the engine's worker copies what it needs, and the rank takes the memory back.
+Two ranks on one GPU cannot share an NCCL group, so where trainer and engine are colocated the bytes do not
+travel at all: the trainer's rank lends a bucket, the engine's worker copies what it needs, and the rank takes
+the memory back.
 """
 
 import os
@@ -20,7 +22,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from verl_rc.weight_sync.manifest import TensorSpec
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
-# Place of the device index among the arguments of torch's ``rebuild_cuda_tensor``: each process counts its own GPUs.
+# Place of the device index among the arguments of torch's ``rebuild_cuda_tensor``: each process counts its
+# own GPUs.
 _DEVICE_ARGUMENT = 6
 
 
@@ -79,20 +82,23 @@ class HostBucket:
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         """Reserve the memory.
 
-        Raises ``ValueError`` when ``/dev/shm`` has no room; without reserving, the first write would end the process.
+        Raises ``ValueError`` when ``/dev/shm`` has no room; without reserving, the first write would end the
+        process.
         """
         num_bytes = max(1, sum(spec.num_bytes for spec in tensors))
         self._segment = SharedMemory(create=True, size=num_bytes)
         try:
             with self._path.open("r+b") as file:
-                # SharedMemory only sets the size. /dev/shm takes its pages on the first write, and one that finds no
-                # room ends the process with SIGBUS.
+                # SharedMemory only sets the size. /dev/shm takes its pages on the first write, and one that
+                # finds no room ends the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             self._remove()
             raise ValueError(
-                f"{_SHARED_MEMORY_FOLDER} must have room for a bucket of {num_bytes / 2**20:.1f} MiB of weights, the system "
-                f"answered: {error}. Lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or "
+                f"{_SHARED_MEMORY_FOLDER} must have room for a bucket of {num_bytes / 2**20:.1f} MiB of "
+                "weights, the system "
+                f"answered: {error}. Lower "
+                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or "
                 "give a container more shared memory (docker run --shm-size)."
             ) from error
         num_elements = sum(spec.num_elements for spec in tensors)
@@ -163,8 +169,11 @@ def fill(flat: Tensor, parts: Iterable[Tensor]) -> None:
         start += part.numel()
 
 
-def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], memory: Tensor | None = None) -> SharedBucket:
-    """Lend ``parts`` (flat, in the order and dtype of ``tensors``) in ``memory`` of a GPU, or else in shared host memory."""
+def share_bucket(
+    tensors: Sequence[TensorSpec], parts: Iterable[Tensor], memory: Tensor | None = None
+) -> SharedBucket:
+    """Lend ``parts`` (flat, in the order and dtype of ``tensors``) in ``memory`` of a GPU, or else in shared
+    host memory."""
     bucket: SharedBucket = HostBucket(tensors) if memory is None else CudaBucket(tensors, memory)
     try:
         fill(bucket.flat, parts)
@@ -178,19 +187,21 @@ def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], memory:
 def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
     """A private copy ``[num_elements]`` of a lent bucket; the lender may take its memory back afterwards.
 
-    Raises ``ValueError`` when the bucket is not offered on ``device``, ``RuntimeError`` when the memory is gone.
+    Raises ``ValueError`` when the bucket is not offered on ``device``, ``RuntimeError`` when the memory is
+    gone.
     """
     key = device_key(device)
     if key not in handle.by_device:
         raise ValueError(
             f"a bucket of weights must be offered on the engine's own device {key}, it is offered on "
-            f"{sorted(handle.by_device) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
+            f"{sorted(handle.by_device) or 'none'}. Set "
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
             "engines and trainer do not share their devices."
         )
     exported = handle.by_device[key]
     if isinstance(exported, SharedMemoryHandle):
-        # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this process,
-        # which would remove the segment under the lender's feet.
+        # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this
+        # process, which would remove the segment under the lender's feet.
         dtype = handle.tensors[0].torch_dtype
         return torch.from_file(exported.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
     arguments = list(exported.rebuild_arguments)
@@ -211,14 +222,18 @@ def device_key(device: torch.device) -> str:
 
 
 def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[str]) -> list[bool]:
-    """Return for each trainer rank whether it has to offer buckets: one rank for every device that holds an engine worker.
+    """Return for each trainer rank whether it has to offer buckets: one rank for every device that holds an
+    engine worker.
 
     Raises ``ValueError`` when an engine worker's device holds no trainer rank.
     """
     wanted = set(engine_devices)
     if missing := wanted - set(rank_devices):
         raise ValueError(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device of a trainer "
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device "
+            "of a trainer "
             f"rank; without a rank: {sorted(missing)}."
         )
-    return [device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)]
+    return [
+        device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)
+    ]

@@ -14,8 +14,8 @@ from verl_rc.distributed.process_group import open_store
 
 _POLL_SECONDS = 0.001
 TRANSFER_TIMEOUT_SECONDS = 120.0
-"""How long a member waits for the others to join, and for one broadcast: members join when all of them are built, and a bucket
-takes seconds, so that whoever takes longer is gone."""
+"""How long a member waits for the others to join, and for one broadcast: members join when all of them are
+built, and a bucket takes seconds, so that whoever takes longer is gone."""
 
 
 class TransferBrokenError(RuntimeError):
@@ -38,7 +38,8 @@ class TransferGroup:
     """A joined group."""
 
     process_group: Any
-    """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
+    """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor
+    their options."""
     backend: str
     timeout_seconds: float
 
@@ -46,8 +47,8 @@ class TransferGroup:
 def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> TransferGroup:
     """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
 
-    Built by hand on its own store, because the engine's process has a default group of its own that must not be
-    touched. ``backend`` is ``gloo`` or ``nccl``.
+    Built by hand on its own store, because the engine's process has a default group of its own that must not
+    be touched. ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)
@@ -62,18 +63,21 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options()
-        # After this time torch's watchdog kills the process: only if the deadline of ``broadcast_from_sender`` has no effect.
+        # After this time torch's watchdog kills the process: only if the deadline of
+        # ``broadcast_from_sender`` has no effect.
         nccl_options._timeout = 2 * timeout
         nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
         group = TransferGroup(nccl, backend, address.timeout_seconds)
-        # NCCL connects in the first collective and waits for members that have died since; here all of them have just come.
+        # NCCL connects in the first collective and waits for members that have died since; here all of them
+        # have just come.
         broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         return group
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
 
 
 def _gloo_devices(gloo: Any) -> list[Any]:
-    """Those of ``GLOO_SOCKET_IFNAME``, as init_process_group takes them; the default device is that of the hostname alone."""
+    """Those of ``GLOO_SOCKET_IFNAME``, as init_process_group takes them; the default device is that of the
+    hostname alone."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
@@ -81,7 +85,8 @@ def _gloo_devices(gloo: Any) -> list[Any]:
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
     """Broadcast ``tensor`` in place from rank 0 and wait for it.
 
-    Raises ``TransferBrokenError`` when a member is gone, or does not take part within the group's ``timeout_seconds``.
+    Raises ``TransferBrokenError`` when a member is gone, or does not take part within the group's
+    ``timeout_seconds``.
     """
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -90,14 +95,18 @@ def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
         work = group.process_group.broadcast([tensor], options)
         if group.backend == "nccl":
             _wait_until_completed(group, work)
-        # Of NCCL wait() orders streams and raises what has failed; of gloo it waits, at most for the group's timeout.
+        # Of NCCL wait() orders streams and raises what has failed; of gloo it waits, at most for the group's
+        # timeout.
         work.wait()
     except RuntimeError as error:
-        raise TransferBrokenError(f"the weights did not get from the trainer to every engine: {error}") from error
+        raise TransferBrokenError(
+            f"the weights did not get from the trainer to every engine: {error}"
+        ) from error
 
 
 def _wait_until_completed(group: TransferGroup, work: Any) -> None:
-    """Wait for a collective of NCCL, whose ``wait`` does not; raises ``RuntimeError`` after the deadline, the group aborted."""
+    """Wait for a collective of NCCL, whose ``wait`` does not; raises ``RuntimeError`` after the deadline, the
+    group aborted."""
     deadline = time.monotonic() + group.timeout_seconds
     while not work.is_completed():
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""Rollout correction in the actor, in bypass mode and with an interpolated proximal policy: of a mini-batch over all its
-micro-batches and ranks."""
+"""Rollout correction in the actor, in bypass mode and with an interpolated proximal policy: of a mini-batch
+over all its micro-batches and ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -51,8 +51,11 @@ class ActorCorrection:
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
-    def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
-        """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole; collective.
+    def measure_mini_batch(
+        self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs
+    ) -> MiniBatchCounts | None:
+        """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole;
+        collective.
 
         Returns the loss's denominators, or None where they are known without the pass.
         """
@@ -81,7 +84,8 @@ class ActorCorrection:
 
     @property
     def measures_signatures(self) -> bool:
-        """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies differ by design."""
+        """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies
+        differ by design."""
         return self._of_step is None and self._config.diagnostics == "full"
 
     def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
@@ -95,10 +99,13 @@ class ActorCorrection:
         return correct_current(batch, log_probs, self._config, found)
 
     def _against_rollout(self, batch: TrainBatch, log_probs: Tensor) -> tuple[TrainBatch, Tensor]:
-        """The batch, and the log-probs compared with the rollout policy's: current ones, or interpolated proximal ones."""
+        """The batch, and the log-probs compared with the rollout policy's: current ones, or interpolated
+        proximal ones."""
         if self._config.bypass_mode:
             return batch, log_probs
-        batch = with_interpolated_proximal(batch, log_probs, self._policy_version, self.updates, self._updates_per_step)
+        batch = with_interpolated_proximal(
+            batch, log_probs, self._policy_version, self.updates, self._updates_per_step
+        )
         return batch, batch.old_log_probs
 
     def finish(self) -> int:
@@ -127,12 +134,14 @@ class ActorCorrection:
         return _on_cpu(self._of_step)
 
     def signatures(self) -> CorrectionStatistics | None:
-        """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
+        """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics.
+        Collective."""
         return None if self._signatures is None else _on_cpu(self._over_ranks(self._signatures))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
         return statistics.with_vectors(
-            all_reduce_sum(statistics.sums.clone(), self._mesh), all_reduce_max(statistics.maxima.clone(), self._mesh)
+            all_reduce_sum(statistics.sums.clone(), self._mesh),
+            all_reduce_max(statistics.maxima.clone(), self._mesh),
         )
 
     def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:

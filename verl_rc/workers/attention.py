@@ -16,7 +16,8 @@ PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where packed sequences begin, and the places of their tokens in a padded ``[num_sequences, max_length]`` grid."""
+    """Where packed sequences begin, and the places of their tokens in a padded ``[num_sequences,
+    max_length]`` grid."""
 
     grid_index: Tensor
     """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
@@ -38,7 +39,9 @@ class PackedLayout:
         rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
         boundaries = F.pad(lengths.cumsum(0), (1, 0))
         positions = torch.arange(rows.numel(), device=lengths.device) - boundaries[rows]
-        return cls(rows * max_length + positions, positions, boundaries.int(), num_sequences, max_length, ranks)
+        return cls(
+            rows * max_length + positions, positions, boundaries.int(), num_sequences, max_length, ranks
+        )
 
 
 def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
@@ -57,23 +60,33 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part of them. Without a
-    layout it is plain attention over rows that are padded on the right, where a causal mask alone keeps padding out of every real
-    token's sight. transformers calls it through its ``AttentionInterface``, whose signature it must have.
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part
+    of them. Without a layout it is plain attention over rows that are padded on the right, where a causal
+    mask alone keeps padding out of every real token's sight. transformers calls it through its
+    ``AttentionInterface``, whose signature it must have.
 
-    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result, which are not built.
+    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result,
+    which are not built.
     """
     longest = query.shape[2] if packed_layout is None else packed_layout.max_length
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError(
-            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, softcap={softcap} or sinks for "
+            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, "
+            f"softcap={softcap} or sinks for "
             f"sequences of {longest} tokens, which is not built. Train another model, or shorter sequences."
         )
     if packed_layout is None:
         # With one query position is_causal would mask all keys but the first.
         causal = attention_mask is None and query.shape[2] > 1
         output = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
         )
         return output.transpose(1, 2).contiguous(), None
     ranks, count = packed_layout.ranks, packed_layout.grid_index.numel()
@@ -94,13 +107,24 @@ def runs_flash_kernels(query: Tensor) -> bool:
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+def _in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
+) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` without any padding."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     begins, longest, grouped = layout.boundaries, layout.max_length, key.shape[1] != query.shape[1]
     # A token's window is everything to its left and nothing to its right.
     attended = varlen_attn(
-        query, key, value, begins, begins, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped
+        query,
+        key,
+        value,
+        begins,
+        begins,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=grouped,
     )
     assert isinstance(attended, Tensor)  # it is a pair only with return_aux
     return attended[None]
@@ -112,7 +136,8 @@ def _on_grid(
     """Attention ``[1, N, heads, head_dim]`` of sequences that are padded for it to the longest."""
     rows, width, index = layout.num_sequences, layout.max_length, layout.grid_index
 
-    # This took a third of the time of a block mask over all packed tokens, whose cost grows with the square of their number.
+    # This took a third of the time of a block mask over all packed tokens, whose cost grows with the square
+    # of their number.
     def to_grid(packed: Tensor) -> Tensor:
         heads, head_dim = packed.shape[1], packed.shape[3]
         # index_copy and index_select have gradients and need no size from the device.
@@ -121,7 +146,13 @@ def _on_grid(
 
     grouped = key.shape[1] != query.shape[1]
     output = F.scaled_dot_product_attention(
-        to_grid(query), to_grid(key), to_grid(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        to_grid(query),
+        to_grid(key),
+        to_grid(value),
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=grouped,
     )
     flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
     return flat.index_select(0, index)[None]
@@ -133,7 +164,8 @@ AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
 def attention_problem(config: Any, longest: int) -> str | None:
     """Why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens, or None.
 
-    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of layer.
+    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of
+    layer.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -143,12 +175,16 @@ def attention_problem(config: Any, longest: int) -> str | None:
     if text.model_type in _WITH_SINKS:
         return "its attention has sinks, which are not built"
     if getattr(text, "attn_logit_softcapping", None) is not None:
-        return f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which is not built"
+        return (
+            f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which "
+            "is not built"
+        )
     if others:
         return f"it has layers of kind {', '.join(others)}, which are not built"
     if window is not None and slides and window < longest:
         return (
-            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences have up to {longest}: "
+            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences "
+            f"have up to {longest}: "
             f"lower data.max_prompt_length + data.max_response_length to {window}"
         )
     return None

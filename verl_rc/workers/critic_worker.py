@@ -16,7 +16,12 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.forward import ForwardOptions, score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
+from verl_rc.workers.micro_batches import (
+    ObjectiveTotals,
+    accumulate_gradients,
+    score_sequences,
+    select_sequences,
+)
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 from verl_rc.workers.updates import UpdateReport
 
@@ -25,7 +30,8 @@ class CriticWorker(Learner):
     """The critic's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
+        """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
+        schedule."""
         self._config, model = config.critic, config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
@@ -39,7 +45,9 @@ class CriticWorker(Learner):
         )
         fsdp = self._config.fsdp_config
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
-        learning = LearningOptions(self._config.optim, total_steps, self._config.checkpoint.async_save, whole_gradients)
+        learning = LearningOptions(
+            self._config.optim, total_steps, self._config.checkpoint.async_save, whole_gradients
+        )
         self.model = ShardedModel(module, mesh, fsdp, learning)
         _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(remove_padding=model.use_remove_padding, ranks=sharing)
@@ -57,13 +65,16 @@ class CriticWorker(Learner):
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in mini_batches:
-                # A global count: all ranks skip a mini-batch together, or FSDP's collectives would no longer match.
+                # A global count: all ranks skip a mini-batch together, or FSDP's collectives would no longer
+                # match.
                 if share.num_loss_tokens:
                     self.accumulate(batch, share, totals)
                     totals.add_grad_norm(self.model.step())
         # The rate that this step had; advancing the schedule returns it before it moves on.
         learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
-        return UpdateReport([learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.grad_norms)
+        return UpdateReport(
+            [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.grad_norms
+        )
 
     def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
         """Gradients of one mini-batch."""
@@ -78,7 +89,9 @@ class CriticWorker(Learner):
             part = select_sequences(batch, rows, self._device)
             return value_objective(self._values(part.tokens), part, self._config, aggregation)
 
-        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
+        accumulate_gradients(
+            self.model, share.micro_batches, compute_objective, self._address.world_size, totals
+        )
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         return score_values(self.model.module, tokens, self._forward)

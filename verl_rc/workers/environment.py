@@ -13,11 +13,17 @@ _QUIET = {
 SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads sleep while they wait: on a busy CPU, spinning threads make a step ten times slower."""
 
-_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_BATCH_INVARIANT": "0"}
+_VLLM = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "VLLM_BATCH_INVARIANT": "0",
+}
 """Of engines on every node; the values of the user, where the driver runs, take precedence."""
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
-"""vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it hangs."""
+"""vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it
+hangs."""
 
 LOOPBACK = "127.0.0.1"
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
@@ -41,8 +47,8 @@ def _users_or(defaults: Mapping[str, str]) -> dict[str, str]:
 def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
     """Environment of an engine's process.
 
-    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines would
-    pin the same cores), and no dynamo, which would compile for seconds what an eager engine runs once.
+    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines
+    would pin the same cores), and no dynamo, which would compile for seconds what an eager engine runs once.
     """
     variables = {
         **_QUIET,

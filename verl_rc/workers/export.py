@@ -36,13 +36,15 @@ COPIED_FILES = (
     "tekken.json",
     "generation_config.json",
 )
-"""Files that training does not change and that go along byte for byte: the tokenizer's, and how to sample by default."""
+"""Files that training does not change and that go along byte for byte: the tokenizer's, and how to sample by
+default."""
 MAX_NAMES = 3
 """Names listed in an error; the rest are counted."""
 
 
 class ExportError(ValueError):
-    """A checkpoint cannot be exported as asked; the message says what must hold, what was found and what to do."""
+    """A checkpoint cannot be exported as asked; the message says what must hold, what was found and what to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class ExportRequest:
     dtype: str | None = None
     """Precision of the written weights; None: that of the base model."""
     model: str | None = None
-    """The base model, when it is no longer where the run's configuration says; its tokenizer must be there too."""
+    """The base model, when it is no longer where the run's configuration says; its tokenizer must be there
+    too."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class _Source:
 def export_checkpoint(request: ExportRequest) -> str:
     """Write ``request.output``; returns a line that says what is in it.
 
-    The folder gets its name once it is complete. Raises ``ExportError`` when the checkpoint, its base model or the part asked
-    for is missing or does not fit, and when the folder is not empty or cannot be written.
+    The folder gets its name once it is complete. Raises ``ExportError`` when the checkpoint, its base model
+    or the part asked for is missing or does not fit, and when the folder is not empty or cannot be written.
     """
     output = request.output.expanduser().resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ExportError(f"--output must name a new or an empty folder, but {output} is neither. Name another one.")
+        raise ExportError(
+            f"--output must name a new or an empty folder, but {output} is neither. Name another one."
+        )
     try:
         source = _open_source(request)
         dtype = torch_dtype(request.dtype) if request.dtype else source.model_config.dtype or torch.float32
@@ -106,11 +111,15 @@ def _open_source(request: ExportRequest) -> _Source:
     actor, critic = saved.config["actor_rollout_ref"], saved.config["critic"]
     folder = request.checkpoint / ("critic" if request.part == "critic" else "actor")
     if request.part == "critic" and not folder.is_dir():
-        raise ExportError(f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic out.")
+        raise ExportError(
+            f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic "
+            "out."
+        )
     model = ModelConfig.model_validate(critic["model"] if request.part == "critic" else actor["model"])
     if request.part == "adapter" and model.lora_rank == 0:
         raise ExportError(
-            "--adapter needs a run that trains LoRA adapters, but the checkpoint has actor_rollout_ref.model.lora_rank=0. "
+            "--adapter needs a run that trains LoRA adapters, but the checkpoint has "
+            "actor_rollout_ref.model.lora_rank=0. "
             "Leave --adapter out."
         )
     path = _local_path(request.model or model.path)
@@ -130,7 +139,9 @@ def _load_saved_run(checkpoint: Path) -> SavedRun:
     except CheckpointError as error:
         inside = CheckpointStore(checkpoint, keep=None).newest_first()
         if inside:
-            raise ExportError(f"a checkpoint is a folder global_step_N; the newest in {checkpoint} is {inside[0]}.") from error
+            raise ExportError(
+                f"a checkpoint is a folder global_step_N; the newest in {checkpoint} is {inside[0]}."
+            ) from error
         raise
 
 
@@ -144,7 +155,8 @@ def _read_model_config(path: str, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"the model that the run was trained from must be readable, but {path} is not a model folder or hub id "
+            f"the model that the run was trained from must be readable, but {path} is not a model folder or "
+            "hub id "
             f"({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model."
         ) from error
 
@@ -152,7 +164,9 @@ def _read_model_config(path: str, trust_remote_code: bool) -> Any:
 def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """The trained model in ``dtype``; base weights are read only to merge adapters into them."""
     if part == "policy" and source.model.lora_rank:
-        base = load_causal_lm(source.model.path, source.actor_dtype, trust_remote_code=source.model.trust_remote_code)
+        base = load_causal_lm(
+            source.model.path, source.actor_dtype, trust_remote_code=source.model.trust_remote_code
+        )
         # Merged in float32, as the trainer merges for its engines, and rounded once.
         adapted: Any = add_adapters(base.float(), source.model)
         _fill(adapted, tensors, torch.float32, source)
@@ -173,16 +187,20 @@ def _empty_model(part: Part, source: _Source) -> Any:
 
 
 def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source: _Source) -> None:
-    """Replace the trained parameters by the saved ones. Raises ``ExportError`` when names or shapes differ."""
+    """Replace the trained parameters by the saved ones. Raises ``ExportError`` when names or shapes
+    differ."""
     expected = {name: tensor.shape for name, tensor in named_tensors(model).items() if not is_frozen(tensor)}
     saved = {name: tensor.shape for name, tensor in tensors.items()}
     different = [name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name)]
     if different:
         raise ExportError(
-            f"{source.folder} must have been trained from the model in {source.model.path}, but the two differ in "
+            f"{source.folder} must have been trained from the model in {source.model.path}, but the two "
+            "differ in "
             f"{listed(different, MAX_NAMES)}. Say with --model where the right one is."
         )
-    typed = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    typed = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }
     # Not strict: frozen base weights and tied heads are in the model and not in the checkpoint.
     model.load_state_dict(typed, strict=False, assign=True)
     # After assign=True a tied head would still be the meta tensor.
@@ -193,7 +211,11 @@ def _copy_tokenizer(source: _Source, folder: Path) -> None:
     """Put the tokenizer's files beside the model. Raises ``ExportError`` when they do not make one."""
     try:
         path = source.tokenizer_path
-        origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=list(COPIED_FILES)))
+        origin = (
+            Path(path)
+            if Path(path).is_dir()
+            else Path(snapshot_download(path, allow_patterns=list(COPIED_FILES)))
+        )
         for pattern in COPIED_FILES:
             for file in filter(Path.is_file, origin.glob(pattern)):
                 shutil.copyfile(file, folder / file.name)
@@ -202,14 +224,16 @@ def _copy_tokenizer(source: _Source, folder: Path) -> None:
         load_tokenizer(str(folder), source.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"the base model's folder must hold its tokenizer, but {source.tokenizer_path} gave: {error} Say with --model "
+            f"the base model's folder must hold its tokenizer, but {source.tokenizer_path} gave: {error} Say "
+            "with --model "
             "where a complete one is."
         ) from error
 
 
 @contextmanager
 def _complete_or_absent(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` to write into, which takes its name at the end, and disappears after an error."""
+    """A folder beside ``output`` to write into, which takes its name at the end, and disappears after an
+    error."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{output.name}.partial-", dir=output.parent) as partial:
@@ -219,4 +243,6 @@ def _complete_or_absent(output: Path) -> Iterator[Path]:
             # A rename within one folder is atomic: a reader finds the whole model or none.
             folder.rename(output)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{output} must be writable, but {error}. Free the place or name another one.") from error
+        raise ExportError(
+            f"{output} must be writable, but {error}. Free the place or name another one."
+        ) from error

@@ -1,4 +1,5 @@
-"""One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all response tokens."""
+"""One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all
+response tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,13 @@ from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
 
 
-def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[int], keep: Tensor | None = None) -> Tensor:
+def packed_logits(
+    model: nn.Module, token_ids: Tensor, lengths: Tensor | list[int], keep: Tensor | None = None
+) -> Tensor:
     """Logits (or, of a value model, values) of packed sequences: ``[N, V]``, or with ``keep`` ``[K, V]``.
 
-    ``token_ids`` and ``lengths`` are those of ``packed_inputs``; ``keep`` (int64 ``[K]``) are packed positions.
+    ``token_ids`` and ``lengths`` are those of ``packed_inputs``; ``keep`` (int64 ``[K]``) are packed
+    positions.
     """
     # transformers' logits_to_keep takes positions: no logits are computed for prompts.
     selection = {} if keep is None else {"logits_to_keep": keep}
@@ -24,14 +28,19 @@ def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[in
     return logits[0]
 
 
-def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int], ranks: SequenceParallel | None = None) -> dict[str, Any]:
+def packed_inputs(
+    token_ids: Tensor, lengths: Tensor | list[int], ranks: SequenceParallel | None = None
+) -> dict[str, Any]:
     """Arguments of a model's forward pass over packed sequences, or over this rank's part of their tokens.
 
-    ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token counts (sum N).
+    ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token
+    counts (sum N).
     """
     layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device), ranks)
     if layout.grid_index.numel() != token_ids.numel():
-        raise ValueError(f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}.")
+        raise ValueError(
+            f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}."
+        )
     own_ids, own_places = (
         tokens if ranks is None else ranks.own_tokens(tokens) for tokens in (token_ids, layout.position_ids)
     )
@@ -45,7 +54,8 @@ def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int], ranks: Sequenc
 
 
 def padded_inputs(token_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Arguments of a model's forward pass over right-padded sequences ``token_ids`` ``[B, S]`` (``use_remove_padding=False``).
+    """Arguments of a model's forward pass over right-padded sequences ``token_ids`` ``[B, S]``
+    (``use_remove_padding=False``).
 
     Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
     """
@@ -64,13 +74,19 @@ class ForwardOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient; without one they are only looked at."""
     ranks: SequenceParallel | None = None
-    """The ranks that share the tokens of a micro-batch, which must be packed; None: every rank has micro-batches of its own."""
+    """The ranks that share the tokens of a micro-batch, which must be packed; None: every rank has
+    micro-batches of its own."""
 
 
 def score_tokens(
-    model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool, with_sum_pi_squared: bool = False
+    model: nn.Module,
+    tokens: TokenBatch,
+    options: ForwardOptions,
+    with_entropy: bool,
+    with_sum_pi_squared: bool = False,
 ) -> TokenScores:
-    """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
+    """Log-probs of the response tokens under a language model: position t is read from the hidden state one
+    to its left."""
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
@@ -82,11 +98,14 @@ def score_tokens(
     def everywhere(own: Tensor) -> Tensor:
         return packed.to_grid(predictors.gather(own))
 
-    return TokenScores(everywhere(log_probs), *(None if values is None else everywhere(values) for values in further))
+    return TokenScores(
+        everywhere(log_probs), *(None if values is None else everywhere(values) for values in further)
+    )
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, options: ForwardOptions) -> Tensor:
-    """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on padding."""
+    """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on
+    padding."""
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
     outputs = model(**inputs).logits.flatten(0, 1)[predictors.positions, 0]

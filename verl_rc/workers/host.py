@@ -1,4 +1,5 @@
-"""Cores and memory of this machine that the process may use: a container may have 2 of 64 cores, and a part of the memory.
+"""Cores and memory of this machine that the process may use: a container may have 2 of 64 cores, and a part
+of the memory.
 
 Imports nothing heavy.
 """
@@ -32,7 +33,8 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that new processes can have: what is free, at most what the memory limits of cgroups leave."""
+    """Bytes of host memory that new processes can have: what is free, at most what the memory limits of
+    cgroups leave."""
     available = host_memory()["MemAvailable"]
     for folder in _cgroups("memory"):
         limit = _numbers(folder, "memory.max", "memory.current") or _numbers(
@@ -47,7 +49,9 @@ def available_memory() -> int:
 def _file_cache(folder: Path) -> int:
     """Bytes that a cgroup uses to cache files, which the kernel gives back when processes need memory."""
     fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
-    statistics = {name.removeprefix("total_"): int(value) for name, value in fields}  # totals (version 1) come last
+    statistics = {
+        name.removeprefix("total_"): int(value) for name, value in fields
+    }  # totals (version 1) come last
     return statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
 
 

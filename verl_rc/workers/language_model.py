@@ -32,12 +32,14 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Load a Hugging Face causal language model whose attention understands packed input and which can score tokens.
+    """Load a Hugging Face causal language model whose attention understands packed input and which can score
+    tokens.
 
-    With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward pass.
+    With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward
+    pass.
 
-    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or one whose logits are computed in another way
-    than by a linear layer.
+    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or one whose logits are
+    computed in another way than by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     with _reading_shards(mesh) as further:
@@ -54,8 +56,9 @@ def load_value_model(
 ) -> nn.Module:
     """Load a transformer with a scalar head: output 0 of a position is the value of what comes after it.
 
-    A model without a value head (a language model) gets one of zeros, so that the first values are 0 instead of noise. ``mesh``
-    as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one whose head gives more than one number.
+    A model without a value head (a language model) gets one of zeros, so that the first values are 0 instead
+    of noise. ``mesh`` as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one
+    whose head gives more than one number.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     config = arguments["config"]
@@ -68,7 +71,8 @@ def load_value_model(
             )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"critic.model.path must be a language model, or one with a value head of one output, got {path!r}: {error}"
+            "critic.model.path must be a language model, or one with a value head of one output, got "
+            f"{path!r}: {error}"
         ) from error
     head = model.get_submodule("score")
     # transformers initialises a missing head at random, and says so only in a warning.
@@ -80,10 +84,12 @@ def load_value_model(
 
 @contextmanager
 def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
-    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none for a whole model.
+    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none for a whole
+    model.
 
-    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads of each tensor what the
-    parameter holds on this rank. Its own distribution needs a plan from the model's class and knows no adapters.
+    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads of each
+    tensor what the parameter holds on this rank. Its own distribution needs a plan from the model's class and
+    knows no adapters.
     """
     if mesh is None:
         yield {}
@@ -119,21 +125,33 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
-    """Say why the trainer cannot compute the attention of the model at ``path``, by its ``config.json``; None when it can.
+    """Say why the trainer cannot compute the attention of the model at ``path``, by its ``config.json``; None
+    when it can.
 
     A reward model computes its own.
     """
     policy = config.actor_rollout_ref
-    trained = {"actor": policy.model.path, "critic": config.critic.model.path, "reference": policy.ref.model_path}
+    trained = {
+        "actor": policy.model.path,
+        "critic": config.critic.model.path,
+        "reference": policy.ref.model_path,
+    }
     if path not in trained.values():
         return None
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     problems = [attention_problem(source, config.longest_sequence)]
     for role, size in config.sequence_parallel_sizes.items():
-        if trained[role] == path and size > 1 and (heads := source.get_text_config().num_attention_heads) % size:
-            largest = max(count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0)
+        if (
+            trained[role] == path
+            and size > 1
+            and (heads := source.get_text_config().num_attention_heads) % size
+        ):
+            largest = max(
+                count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0
+            )
             problems.append(
-                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} must divide its {heads} attention heads: pass {largest}, and lengths "
+                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} must divide its {heads} attention heads: pass "
+                f"{largest}, and lengths "
                 "whose part of a row then fits"
             )
     return next((problem for problem in problems if problem is not None), None)

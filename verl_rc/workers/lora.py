@@ -1,4 +1,5 @@
-"""LoRA adapters in the actor: adding them, switching them off, and merging them into the weights that engines get."""
+"""LoRA adapters in the actor: adding them, switching them off, and merging them into the weights that engines
+get."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
-    """The model with trainable adapters (arXiv:2106.09685) beside frozen weights; itself when ``lora_rank`` is 0.
+    """The model with trainable adapters (arXiv:2106.09685) beside frozen weights; itself when ``lora_rank``
+    is 0.
 
-    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the targets match nothing,
-    or the output layer.
+    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the
+    targets match nothing, or the output layer.
     """
     if config.lora_rank == 0:
         return model
@@ -36,16 +38,26 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
         with whole_parameters(model, without_memory):
             adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        linear = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear)
+            }
+        )
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules must match modules of the model, got {config.target_modules!r} "
-            f"(without exclude_modules={config.exclude_modules!r}). Its linear layers are {', '.join(linear)}; all-linear takes "
+            "actor_rollout_ref.model.target_modules must match modules of the model, got "
+            f"{config.target_modules!r} "
+            f"(without exclude_modules={config.exclude_modules!r}). Its linear layers are "
+            f"{', '.join(linear)}; all-linear takes "
             f"all of them. ({error})"
         ) from error
     if not isinstance(model.get_output_embeddings(), nn.Linear):  # type: ignore[operator]
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules must leave the output layer out, got {config.target_modules!r}: log-probs "
-            "are computed with its plain weight, a chunk at a time. Take it out of the list, or name it in exclude_modules."
+            "actor_rollout_ref.model.target_modules must leave the output layer out, got "
+            f"{config.target_modules!r}: log-probs "
+            "are computed with its plain weight, a chunk at a time. Take it out of the list, or name it in "
+            "exclude_modules."
         )
     return adapted
 
@@ -59,7 +71,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class MergedWeights:
-    """The weights of an adapted model as engines know them: adapters merged in, names as if there were none."""
+    """The weights of an adapted model as engines know them: adapters merged in, names as if there were
+    none."""
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         """Find weights and adapters of ``model``, which ``add_adapters`` made."""
@@ -79,16 +92,22 @@ class MergedWeights:
         return {plain: shapes[name] for plain, name in self._weights.items()}
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
-        """Whole weights, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where they have adapters; collective."""
+        """Whole weights, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where they have adapters;
+        collective."""
         adapted = [name for name in names if name in self._adapters]
-        # Each rank merges the rows of its shard, for which it needs all of A; they are rounded once, when they are gathered.
-        firsts = gather_full_tensors([self._model.get_parameter(self._adapters[name][0]) for name in adapted], torch.float32)
+        # Each rank merges the rows of its shard, for which it needs all of A; they are rounded once, when
+        # they are gathered.
+        firsts = gather_full_tensors(
+            [self._model.get_parameter(self._adapters[name][0]) for name in adapted], torch.float32
+        )
         merged = {name: self._merged(name, first) for name, first in zip(adapted, firsts, strict=True)}
         parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
         return gather_full_tensors(parameters, dtype)
 
     def _merged(self, name: str, first: Tensor) -> Tensor:
-        weight, second = (self._model.get_parameter(own) for own in (self._weights[name], self._adapters[name][1]))
+        weight, second = (
+            self._model.get_parameter(own) for own in (self._weights[name], self._adapters[name][1])
+        )
         return add_product(weight, second, first, self._scale)
 
 

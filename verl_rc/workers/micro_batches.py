@@ -1,4 +1,5 @@
-"""The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact totals."""
+"""The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact
+totals."""
 
 import math
 from collections import defaultdict
@@ -18,7 +19,8 @@ class ObjectiveTotals:
     """Sums up the metrics of all micro-batches of an update; averages are taken at the end only."""
 
     def __init__(self, role: str, num_updates: int) -> None:
-        """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are averaged."""
+        """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are
+        averaged."""
         self._role = role
         self._num_updates = max(num_updates, 1)
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
@@ -40,8 +42,8 @@ class ObjectiveTotals:
         self.grad_norms.append(grad_norm)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
-        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from
-        the first."""
+        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come
+        from the first."""
         records = []
         sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
         quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}
@@ -51,7 +53,9 @@ class ObjectiveTotals:
         records += [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in sums]
         for name in quotients:
             numerator, denominator = next(values), next(values)
-            records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
+            records.append(
+                Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator)
+            )
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self.grad_norms]
@@ -65,11 +69,15 @@ MicroBatches = Sequence[Sequence[int]]
 
 
 def score_sequences(
-    tokens: TokenBatch, micro_batches: MicroBatches, score: Callable[[TokenBatch], Sequence[Tensor]], device: torch.device
+    tokens: TokenBatch,
+    micro_batches: MicroBatches,
+    score: Callable[[TokenBatch], Sequence[Tensor]],
+    device: torch.device,
 ) -> list[Tensor]:
     """Results of ``score`` for the response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
 
-    An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every forward.
+    An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every
+    forward.
     """
     results: list[Tensor] = []
     with torch.no_grad():
@@ -100,9 +108,11 @@ def accumulate_gradients(
     world_size: int,
     totals: ObjectiveTotals,
 ) -> None:
-    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one, or in each.
+    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one,
+    or in each.
 
-    FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of ranks.
+    FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of
+    ranks.
     """
     for index, rows in enumerate(micro_batches):
         # Added up on each rank, gradients travel once, but are whole in its memory until then.

@@ -1,4 +1,5 @@
-"""One rank of a policy: the actor scores tokens, updates its weights and sends them; the reference policy only scores."""
+"""One rank of a policy: the actor scores tokens, updates its weights and sends them; the reference policy
+only scores."""
 
 import time
 from collections.abc import Sequence
@@ -42,7 +43,12 @@ from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
+from verl_rc.workers.micro_batches import (
+    ObjectiveTotals,
+    accumulate_gradients,
+    score_sequences,
+    select_sequences,
+)
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
@@ -50,7 +56,8 @@ _GIB = 1 << 30
 
 
 def memory_metrics(device: torch.device) -> list[Metric]:
-    """``perf/*memory*`` in GiB, the largest over the ranks: verl's ``actor/perf/*`` under the names it had before."""
+    """``perf/*memory*`` in GiB, the largest over the ranks: verl's ``actor/perf/*`` under the names it had
+    before."""
     memory = host_memory()
     used = {"perf/cpu_memory_used_gb": memory["MemTotal"] - memory["MemAvailable"]}
     if device.type == "cuda":
@@ -63,7 +70,8 @@ class PolicyWorker(Learner):
     """The actor's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
+        """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
+        schedule."""
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
@@ -82,7 +90,9 @@ class PolicyWorker(Learner):
             shards,
         )
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
-        learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients)
+        learning = LearningOptions(
+            self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients
+        )
         self.model = ShardedModel(add_adapters(module, model_config), shards, fsdp, learning)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
@@ -97,7 +107,8 @@ class PolicyWorker(Learner):
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._sender = WeightSender(
-            # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
+            # Engines get plain weights: they need no support for adapters, and every update has the same
+            # tensors.
             MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
             self._device,
@@ -106,13 +117,15 @@ class PolicyWorker(Learner):
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; where the estimator or full
-        diagnostics need them, sums of squared probabilities and varentropies too."""
+        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; where the
+        estimator or full diagnostics need them, sums of squared probabilities and varentropies too."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)
 
-    def compute_reference_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+    def compute_reference_log_probs(
+        self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
@@ -123,15 +136,17 @@ class PolicyWorker(Learner):
 
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
         squares = self._needs_sum_pi_squared
-        scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
+        scores = score_tokens(
+            self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares
+        )
         further = (scores.entropies, scores.sum_pi_squared, scores.varentropies)
         return [scores.log_probs, *(values for values in further if values is not None)]
 
     def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         """One optimizer step per mini-batch.
 
-        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor corrects: the current
-        log-probs are the first that can be compared with the engine's).
+        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor
+        corrects: the current log-probs are the first that can be compared with the engine's).
         """
         correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
@@ -148,13 +163,15 @@ class PolicyWorker(Learner):
                     # Of the first mini-batch only: after an update the two policies differ by design.
                     gap = correction.gap()
                     if request.gap_limit is not None:
-                        # Before the optimizer step: weights that were trained on rollouts of other weights are lost.
+                        # Before the optimizer step: weights that were trained on rollouts of other weights
+                        # are lost.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
                 kept_tokens.append(kept)
                 if kept:
                     totals.add_grad_norm(self.model.step())
                 else:
-                    # Not a step with gradients of 0: AdamW's moments and weight decay would still change the weights.
+                    # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
+                    # weights.
                     self.model.discard_gradients()
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
@@ -168,16 +185,24 @@ class PolicyWorker(Learner):
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
             return ActorReport(records, totals.grad_norms, kept_tokens)
-        return ActorReport(records, totals.grad_norms, kept_tokens, correction.statistics(), gap, correction.signatures())
+        return ActorReport(
+            records, totals.grad_norms, kept_tokens, correction.statistics(), gap, correction.signatures()
+        )
 
     def accumulate(
-        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+        self,
+        batch: TrainBatch,
+        share: MiniBatchShare,
+        totals: ObjectiveTotals,
+        correction: ActorCorrection | None,
     ) -> int:
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
             correction.updates = len(totals.grad_norms)
-            kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current_log_probs(batch, rows))
+            kept = correction.measure_mini_batch(
+                share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
+            )
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
         # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
@@ -191,27 +216,35 @@ class PolicyWorker(Learner):
 
         def compute_objective(rows: Sequence[int]) -> Objective:
             given = part = select_sequences(batch, rows, self._device)
-            current = self.score(part, with_sum_pi_squared=correction is not None and correction.measures_signatures)
+            current = self.score(
+                part, with_sum_pi_squared=correction is not None and correction.measures_signatures
+            )
             if correction is not None:
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
-            objective = policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
+            objective = policy_objective(
+                current, part, self._actor, self._correction, aggregation, covariance
+            )
             if correction is None or not correction.compares:
                 return objective
             return replace(objective, averages={**objective.averages, **interpolation_gap(part, given)})
 
-        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
+        accumulate_gradients(
+            self.model, share.micro_batches, compute_objective, self._address.world_size, totals
+        )
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
-        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
+        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with
+        gradient."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, with_sum_pi_squared)
 
     def _covariance(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
     ) -> CovarianceStatistics | None:
-        """What ``clip_cov`` and ``kl_cov`` must know of the whole mini-batch, by a pass without gradient. Collective."""
+        """What ``clip_cov`` and ``kl_cov`` must know of the whole mini-batch, by a pass without gradient.
+        Collective."""
         name = covariance_loss_name(self._actor, self._correction)
         if name is None:
             return None
@@ -221,7 +254,9 @@ class PolicyWorker(Learner):
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
             seen.append(covariance_inputs(corrected, log_probs, self._actor))
-        over_ranks, from_ranks = (partial(how, mesh=self._data_parallel) for how in (all_reduce_sum, all_gather_vector))
+        over_ranks, from_ranks = (
+            partial(how, mesh=self._data_parallel) for how in (all_reduce_sum, all_gather_vector)
+        )
         statistics = covariance_statistics(name, seen, over_ranks, from_ranks)
         self._statistics_seconds += time.perf_counter() - started
         return statistics
@@ -269,7 +304,8 @@ class ReferenceWorker:
     """The reference model on one rank: frozen FSDP2 shards."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen model."""
+        """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen
+        model."""
         del total_steps
         model, reference = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
         self._device = trainer_device(config.trainer.device)
@@ -283,7 +319,9 @@ class ReferenceWorker:
         )
         self.model = ShardedModel(module, mesh, reference.fsdp_config, learning=None)
         _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)
-        self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing)
+        self._forward = ForwardOptions(
+            config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
+        )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the given rows' response tokens."""

@@ -23,20 +23,27 @@ class RewardModelWorker:
     def __init__(self, config: RewardModelConfig) -> None:
         """Load model and tokenizer.
 
-        Raises ``ValueError`` when the model has not exactly one output, when the folder lacks its trained head, or when its
-        tokenizer lacks a chat template.
+        Raises ``ValueError`` when the model has not exactly one output, when the folder lacks its trained
+        head, or when its tokenizer lacks a chat template.
         """
         self._config, path = config, str(config.model_path)
         self._tokenizer = load_tokenizer(path, config.trust_remote_code)
         self._device = trainer_device("cuda" if config.n_gpus_per_node else "cpu")
-        self._model = _load_classifier(path, torch_dtype(config.dtype), config.trust_remote_code).to(self._device).eval()
+        self._model = (
+            _load_classifier(path, torch_dtype(config.dtype), config.trust_remote_code)
+            .to(self._device)
+            .eval()
+        )
         # transformers reads the logit of the last token that is not this one, and refuses a batch without it.
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         positions = getattr(self._model.config, "max_position_embeddings", None)
-        self._max_length = min(length for length in (config.max_length, positions, math.inf) if length is not None)
+        self._max_length = min(
+            length for length in (config.max_length, positions, math.inf) if length is not None
+        )
 
     def score(self, conversations: Sequence[Conversation]) -> list[float | str]:
-        """The model's score of each conversation in order, or the reason why it has none: too long, or not finite."""
+        """The model's score of each conversation in order, or the reason why it has none: too long, or not
+        finite."""
         token_ids = [self._encode(conversation) for conversation in conversations]
         answers: list[float | str] = [self._too_long(ids) for ids in token_ids]
         fitting = [row for row, ids in enumerate(token_ids) if len(ids) <= self._max_length]
@@ -45,16 +52,21 @@ class RewardModelWorker:
         for start in range(0, len(by_length), size):
             rows = by_length[start : start + size]
             for row, score in zip(rows, self._logits([token_ids[row] for row in rows]).tolist(), strict=True):
-                answers[row] = score if math.isfinite(score) else f"the reward model's score must be finite, got {score}"
+                answers[row] = (
+                    score if math.isfinite(score) else f"the reward model's score must be finite, got {score}"
+                )
         return answers
 
     def _encode(self, conversation: Conversation) -> list[int]:
-        token_ids: list[int] = self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+        token_ids: list[int] = self._tokenizer.apply_chat_template(
+            list(conversation), tokenize=True, return_dict=False
+        )
         return token_ids
 
     def _too_long(self, token_ids: Sequence[int]) -> str:
         return (
-            f"a conversation must have at most {self._max_length} tokens (reward.reward_model.max_length, or what the model's "
+            f"a conversation must have at most {self._max_length} tokens (reward.reward_model.max_length, or "
+            "what the model's "
             f"positions allow), got {len(token_ids)}"
         )
 
@@ -63,25 +75,34 @@ class RewardModelWorker:
         """float32 ``[B]``."""
         longest = max(len(ids) for ids in token_ids)
         padding = self._tokenizer.pad_token_id
-        input_ids = torch.tensor([[*ids, *[padding] * (longest - len(ids))] for ids in token_ids], device=self._device)
-        attention_mask = torch.tensor([[position < len(ids) for position in range(longest)] for ids in token_ids])
-        logits: Tensor = self._model(input_ids=input_ids, attention_mask=attention_mask.long().to(self._device)).logits
+        input_ids = torch.tensor(
+            [[*ids, *[padding] * (longest - len(ids))] for ids in token_ids], device=self._device
+        )
+        attention_mask = torch.tensor(
+            [[position < len(ids) for position in range(longest)] for ids in token_ids]
+        )
+        logits: Tensor = self._model(
+            input_ids=input_ids, attention_mask=attention_mask.long().to(self._device)
+        ).logits
         return logits[:, 0].float()
 
 
 def _load_classifier(path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """The model in evaluation form. transformers would make a missing head up from random numbers: that is refused here."""
+    """The model in evaluation form. transformers would make a missing head up from random numbers: that is
+    refused here."""
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     if loading["missing_keys"]:
         raise ValueError(
-            f"reward.reward_model.model_path must be a trained sequence classifier, but {path!r} lacks the weights "
+            f"reward.reward_model.model_path must be a trained sequence classifier, but {path!r} lacks the "
+            "weights "
             f"{sorted(loading['missing_keys'])}: it is a model of another kind."
         )
     if model.config.num_labels != 1:
         raise ValueError(
-            f"reward.reward_model.model_path must be a classifier with one output (num_labels=1), {path!r} has "
+            f"reward.reward_model.model_path must be a classifier with one output (num_labels=1), {path!r} "
+            "has "
             f"{model.config.num_labels}."
         )
     return model

@@ -30,8 +30,8 @@ def add_scoring(model: nn.Module) -> nn.Module:
     causal_lm: Any = model
     plain_forward, factor = causal_lm.forward, _logit_factor(causal_lm)
 
-    # The forward pass itself, not a function around it: FSDP's hooks gather the head's weight for the root's forward only, and
-    # keep it until its gradient is there.
+    # The forward pass itself, not a function around it: FSDP's hooks gather the head's weight for the root's
+    # forward only, and keep it until its gradient is there.
     def forward(*args: Any, predicted: PredictedTokens | None = None, **inputs: Any) -> Any:
         if predicted is None:
             return plain_forward(*args, **inputs)
@@ -60,10 +60,12 @@ def score_predicted(model: nn.Module, predicted: PredictedTokens, **inputs: Any)
 def _logit_factor(model: Any) -> float:
     """What the model multiplies the output of its head by.
 
-    Found by a forward pass whose body and head are replaced: it shows what the model does between the two, and after them.
+    Found by a forward pass whose body and head are replaced: it shows what the model does between the two,
+    and after them.
     """
     problem = (
-        "a policy's logits must be a constant times a linear layer of its last hidden states, so that log-probs need only "
+        "a policy's logits must be a constant times a linear layer of its last hidden states, so that "
+        "log-probs need only "
         f"a chunk of them at a time, but {type(model).__name__}"
     )
     body, head = model.base_model, model.get_output_embeddings()
@@ -79,8 +81,12 @@ def _logit_factor(model: Any) -> float:
         found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     factor = float(found[0, 0, 0] / logits[0, 0, 0])
     if len(seen) != 1 or not torch.equal(seen[0], hidden) or not torch.allclose(found, factor * logits):
-        changes = {name: value for name, value in vars(model.config).items() if "logit" in name and value is not None}
-        raise ValueError(f"{problem} changes them in another way (its config.json: {changes}). Train another model.")
+        changes = {
+            name: value for name, value in vars(model.config).items() if "logit" in name and value is not None
+        }
+        raise ValueError(
+            f"{problem} changes them in another way (its config.json: {changes}). Train another model."
+        )
     return factor
 
 

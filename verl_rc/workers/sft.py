@@ -60,7 +60,9 @@ def load_sft(config: SftConfig) -> SftSetup:
     transformers_logging.disable_progress_bar()
     folder = Path(config.trainer.output_dir).expanduser()
     if folder.resolve() == Path(config.model.path).expanduser().resolve():
-        raise ValueError(f"trainer.output_dir must be another folder than model.path, got {str(folder)!r} for both.")
+        raise ValueError(
+            f"trainer.output_dir must be another folder than model.path, got {str(folder)!r} for both."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     data = config.data
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -68,10 +70,13 @@ def load_sft(config: SftConfig) -> SftSetup:
     held_out = read_worked_examples(data.val_files, data.messages_key, tokenizer, data.max_length)
     if len(train) < data.train_batch_size:
         raise ValueError(
-            f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, got "
+            f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, "
+            "got "
             f"{len(train)}. Lower the batch size or add examples."
         )
-    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
+    torch.set_num_threads(
+        min(torch.get_num_threads(), usable_cores())
+    )  # PyTorch knows no CPU limits of containers
     torch.manual_seed(config.trainer.seed)
     model = load_causal_lm(
         config.model.path,
@@ -91,7 +96,9 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
     """
     trainer, optim = setup.config.trainer, setup.config.optim
     betas = (optim.betas[0], optim.betas[1])
-    optimizer = torch.optim.AdamW(setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
+    )
     batches = _endless(setup.order)
     steps, result = trainer.total_training_steps, None
     with _progress(console) as progress:
@@ -103,7 +110,8 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
                 continue
             result = validate(setup)
             console.print(
-                f"SFT step {step}: loss {loss:.3f}, held-out loss {result.loss:.3f}, held-out accuracy {result.accuracy:.3f}",
+                f"SFT step {step}: loss {loss:.3f}, held-out loss {result.loss:.3f}, held-out accuracy "
+                f"{result.accuracy:.3f}",
                 highlight=False,
             )
             if trainer.stop_at_accuracy is not None and result.accuracy >= trainer.stop_at_accuracy:
@@ -111,7 +119,8 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
     assert result is not None
     if trainer.stop_at_accuracy is not None and result.accuracy < trainer.stop_at_accuracy:
         console.print(
-            f"SFT ended below trainer.stop_at_accuracy={trainer.stop_at_accuracy}: raise trainer.total_training_steps={steps}."
+            f"SFT ended below trainer.stop_at_accuracy={trainer.stop_at_accuracy}: raise "
+            f"trainer.total_training_steps={steps}."
         )
     return SftResult(step, result, _save(setup))
 
@@ -133,7 +142,9 @@ def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: to
     # Read once, after the optimizer step: it makes the host wait for the device.
     mean = float(total)
     if not math.isfinite(mean):
-        raise FloatingPointError(f"the SFT loss must be a number, got {mean}. Lower optim.lr={setup.config.optim.lr}.")
+        raise FloatingPointError(
+            f"the SFT loss must be a number, got {mean}. Lower optim.lr={setup.config.optim.lr}."
+        )
     return mean
 
 
@@ -141,15 +152,17 @@ def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: to
 def validate(setup: SftSetup) -> Validation:
     """Loss and greedy exact-match accuracy on the held-out examples.
 
-    One forward pass decides what greedy decoding would write: it writes exactly the true answer if and only if every
-    token of the true answer is the most likely one after the true tokens before it.
+    One forward pass decides what greedy decoding would write: it writes exactly the true answer if and only
+    if every token of the true answer is the most likely one after the true tokens before it.
     """
     setup.model.eval()
     negative_log_likelihood, num_right = 0.0, 0
     for part in _micro_batches(setup.held_out, setup.config.data.max_token_len_per_gpu):
         logits, targets, rows = answer_logits(setup.model, part)
         negative_log_likelihood += float(F.cross_entropy(logits.float(), targets, reduction="sum"))
-        wrong_tokens = torch.zeros(len(part), device=rows.device).index_add(0, rows, (logits.argmax(-1) != targets).float())
+        wrong_tokens = torch.zeros(len(part), device=rows.device).index_add(
+            0, rows, (logits.argmax(-1) != targets).float()
+        )
         num_right += int((wrong_tokens == 0).sum())
     num_tokens = sum(len(example.answer_token_ids) for example in setup.held_out)
     return Validation(negative_log_likelihood / num_tokens, num_right / len(setup.held_out))
@@ -158,12 +171,19 @@ def validate(setup: SftSetup) -> Validation:
 def answer_logits(model: nn.Module, examples: Sequence[WorkedExample]) -> tuple[Tensor, Tensor, Tensor]:
     """What ``model`` predicts for the K answer tokens of ``examples``, packed into one forward pass.
 
-    Returns logits ``[K, V]``, the tokens themselves int64 ``[K]``, and the example each belongs to int64 ``[K]``.
+    Returns logits ``[K, V]``, the tokens themselves int64 ``[K]``, and the example each belongs to int64
+    ``[K]``.
     """
     device = _device(model)
-    token_ids = torch.tensor([token for e in examples for token in e.prompt_token_ids + e.answer_token_ids], device=device)
+    token_ids = torch.tensor(
+        [token for e in examples for token in e.prompt_token_ids + e.answer_token_ids], device=device
+    )
     is_answer = torch.tensor(
-        [flag for e in examples for flag in [False] * len(e.prompt_token_ids) + [True] * len(e.answer_token_ids)],
+        [
+            flag
+            for e in examples
+            for flag in [False] * len(e.prompt_token_ids) + [True] * len(e.answer_token_ids)
+        ],
         device=device,
     )
     positions = is_answer.nonzero()[:, 0]

@@ -1,4 +1,5 @@
-"""A model on one rank in FSDP2 shards: AdamW and schedule for a trained one, checkpoints, offload to host memory."""
+"""A model on one rank in FSDP2 shards: AdamW and schedule for a trained one, checkpoints, offload to host
+memory."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,14 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.checkpoint import BackgroundWriter, collect_shards, load_shards, resume_schedule, schedule_state, write_shards
+from verl_rc.checkpoint import (
+    BackgroundWriter,
+    collect_shards,
+    load_shards,
+    resume_schedule,
+    schedule_state,
+    write_shards,
+)
 from verl_rc.config.models import FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
@@ -22,7 +30,13 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfi
     """AdamW over fp32 master weights; the fused kernel where torch has one for the device."""
     trainable = [p for p in parameters if p.requires_grad]
     # fused: one kernel instead of several for each parameter.
-    return AdamW(trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True)
+    return AdamW(
+        trainable,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
@@ -63,13 +77,16 @@ class LearningOptions:
     async_save: bool = False
     """Checkpoints are written beside the training, from a copy."""
     whole_gradients: bool = True
-    """Each rank adds up whole gradients between two reductions over ranks; False: they are reduced in every backward."""
+    """Each rank adds up whole gradients between two reductions over ranks; False: they are reduced in every
+    backward."""
 
 
 class ShardedModel:
     """Fp32 master weights in FSDP2 shards. Code that needs the weights runs inside ``in_use``."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None
+    ) -> None:
         """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
         self._device = torch.device(mesh.device_type)
         self._fsdp = fsdp
@@ -97,8 +114,8 @@ class ShardedModel:
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
         """Weights (and moments) on the device inside the context.
 
-        After it ``*_offload`` moves them to host memory, and memory that nothing uses is given back: engines and other roles on
-        this GPU are other processes.
+        After it ``*_offload`` moves them to host memory, and memory that nothing uses is given back: engines
+        and other roles on this GPU are other processes.
         """
         if self._device.type != "cpu":
             if self._fsdp.param_offload:
@@ -112,17 +129,20 @@ class ShardedModel:
             self._rest()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over ranks; without ``whole_gradients`` every one does."""
+        """Whether the next backward reduces gradients over ranks; without ``whole_gradients`` every one
+        does."""
         self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
     def step(self) -> float:
-        """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""
+        """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before
+        clipping."""
         assert self.optimizer is not None
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
         # ranks then see one number and drop, or take, the step together.
         grad_norm = float(gather_full_tensor(norm))
-        # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them NaN.
+        # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
+        # NaN.
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -141,7 +161,8 @@ class ShardedModel:
         return rate
 
     def save(self, folder: Path) -> None:
-        """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only copied now."""
+        """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only
+        copied now."""
         assert self._scheduler is not None
         # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
@@ -154,11 +175,13 @@ class ShardedModel:
                 self._writer.start(folder, shards)
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether what was saved last is written; ``wait`` until it is. Raises ``CheckpointError`` when it cannot be."""
+        """Whether what was saved last is written; ``wait`` until it is. Raises ``CheckpointError`` when it
+        cannot be."""
         return self._writer is None or self._writer.is_finished(wait)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, with any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
+        """Restore what ``save`` wrote, with any number of ranks; collective. Raises ``CheckpointError`` when
+        it does not fit."""
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
         assert self._scheduler is not None
@@ -194,7 +217,8 @@ class Learner:
         self.model.save(folder)
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether the last checkpoint is written; ``wait`` until it is. Raises ``CheckpointError`` when it cannot be."""
+        """Whether the last checkpoint is written; ``wait`` until it is. Raises ``CheckpointError`` when it
+        cannot be."""
         return self.model.has_saved(wait)
 
     def load(self, folder: Path) -> None:

@@ -13,14 +13,16 @@ from verl_rc.distributed.process_group import leave_trainer_group
 
 
 class TrainerRank:
-    """The workers of all roles on one rank: they share the imports, the process group and, on a GPU, CUDA's context.
+    """The workers of all roles on one rank: they share the imports, the process group and, on a GPU, CUDA's
+    context.
 
-    Each has random numbers of its own, as in a process of its own: what one draws (dropout, adapters) changes no other's, and a
-    checkpoint holds the generator's state for each.
+    Each has random numbers of its own, as in a process of its own: what one draws (dropout, adapters) changes
+    no other's, and a checkpoint holds the generator's state for each.
     """
 
     def __init__(self, workers: Mapping[str, str], config: RunConfig, **arguments: Any) -> None:
-        """Build the worker of every role, given as ``module:Class``, with these ``arguments``; collective, in this order."""
+        """Build the worker of every role, given as ``module:Class``, with these ``arguments``; collective, in
+        this order."""
         self._workers: dict[str, Any] = {}
         torch.manual_seed(config.trainer.seed)
         self._random = dict.fromkeys(workers, get_random_state())

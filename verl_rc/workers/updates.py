@@ -20,9 +20,11 @@ class UpdateRequest:
     mini_batches: list[MiniBatchShare] = field(default_factory=list)
     """The rank's share of each mini-batch, in the order they are trained on."""
     gap_limit: float | None = None
-    """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit."""
+    """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit.
+    """
     compares_proximal: bool = False
-    """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with."""
+    """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with.
+    """
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,23 @@ def make_arguments(seed: int, rows: int = 8, length: int = 6) -> dict[str, Any]:
     }
 
 
-PER_TOKEN = ("token_level_rewards", "response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+PER_TOKEN = (
+    "token_level_rewards",
+    "response_mask",
+    "values",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
 PER_ROW = (*PER_TOKEN, "group_ids", "reward_baselines", "component_scores")
 
 
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 999), padding=st.integers(0, 3))
 @pytest.mark.parametrize("name", NAMES)
-def test_order_of_rows_padding_and_values_outside_the_response_do_not_matter(name: str, seed: int, padding: int) -> None:
+def test_order_of_rows_padding_and_values_outside_the_response_do_not_matter(
+    name: str, seed: int, padding: int
+) -> None:
     arguments = make_arguments(seed)
     advantages, returns = compute_advantages(name, **arguments)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
@@ -89,10 +98,14 @@ def test_order_of_rows_padding_and_values_outside_the_response_do_not_matter(nam
     for key in PER_TOKEN:
         changed[key] = torch.nn.functional.pad(changed[key], (0, padding))
         if key != "response_mask":
-            changed[key] = changed[key].masked_fill(~torch.nn.functional.pad(mask[order], (0, padding)), torch.nan)
+            changed[key] = changed[key].masked_fill(
+                ~torch.nn.functional.pad(mask[order], (0, padding)), torch.nan
+            )
     changed["group_ids"] = [f"prompt {number}" for number in changed["group_ids"].tolist()]
     for before, after in zip((advantages, returns), compute_advantages(name, **changed), strict=True):
-        torch.testing.assert_close(after, torch.nn.functional.pad(before[order], (0, padding)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            after, torch.nn.functional.pad(before[order], (0, padding)), rtol=1e-9, atol=1e-9
+        )
         assert not before[~mask].any()
 
 
@@ -126,7 +139,9 @@ def test_excluding_rows_is_refused_where_no_groups_are_compared(name: str) -> No
     arguments = make_arguments(2)
     if name == "grpo":
         arguments["group_ids"] = None
-    with pytest.raises(ValueError, match=r"an estimator that compares groups; got .*rejected_in_group_baseline=include"):
+    with pytest.raises(
+        ValueError, match=r"an estimator that compares groups; got .*rejected_in_group_baseline=include"
+    ):
         compute_advantages(name, **arguments, included_rows=torch.ones(8))
 
 
@@ -162,7 +177,9 @@ def test_vectorized_names_are_the_same_estimators_but_for_the_only_row_of_a_grou
     assert resolve_advantage_estimator("grpo_vectorized") is resolve_advantage_estimator("grpo")
     rewards, groups = torch.tensor([[3.0], [5.0], [1.0]]), ["a", "b", "b"]
     for name, alone in (("rloo", 3.0), ("rloo_vectorized", 0.0), ("grpo", 3.0 / (1 + 1e-6))):
-        advantages, _ = compute_advantages(name, rewards, torch.ones(3, 1), groups, norm_adv_by_std_in_grpo=True)
+        advantages, _ = compute_advantages(
+            name, rewards, torch.ones(3, 1), groups, norm_adv_by_std_in_grpo=True
+        )
         expected = [2**0.5 / 2, -(2**0.5) / 2] if name == "grpo" else [4.0, -4.0]
         assert advantages.flatten().tolist() == pytest.approx([alone, *expected], rel=1e-5)
 
@@ -212,4 +229,6 @@ def test_no_gradient_flows_and_low_precision_is_computed_in_float32() -> None:
     assert not compute_advantages("gae", **arguments)[0].requires_grad
     assert not compute_advantages("optimal_token_baseline", **arguments)[0].requires_grad
     rewards = arguments["token_level_rewards"].to(torch.bfloat16)
-    assert compute_advantages("gae", **{**arguments, "token_level_rewards": rewards})[0].dtype == torch.float32
+    assert (
+        compute_advantages("gae", **{**arguments, "token_level_rewards": rewards})[0].dtype == torch.float32
+    )

@@ -31,7 +31,9 @@ def members(groups: list[int]) -> dict[int, list[int]]:
     return rows
 
 
-score_lists = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.0, -3.25, 7.0]), st.integers(0, 3)), min_size=1, max_size=12)
+score_lists = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.0, -3.25, 7.0]), st.integers(0, 3)), min_size=1, max_size=12
+)
 
 
 @settings(deadline=None, max_examples=50)
@@ -80,7 +82,9 @@ def test_equal_scores_give_zero_even_when_they_are_no_round_numbers() -> None:
 def test_scores_are_sums_over_the_row_and_spread_over_its_tokens() -> None:
     rewards = torch.tensor([[1.0, 2.0, torch.nan], [0.0, 0.0, 5.0], [0.5, 0.5, 0.5]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
-    advantages, returns = compute_advantages("grpo", rewards, mask, group_ids=["a", "a", "b"], norm_adv_by_std_in_grpo=False)
+    advantages, returns = compute_advantages(
+        "grpo", rewards, mask, group_ids=["a", "a", "b"], norm_adv_by_std_in_grpo=False
+    )
     assert advantages.tolist() == [[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [1.5, 1.5, 1.5]]
     assert torch.equal(advantages, returns)
 
@@ -121,7 +125,9 @@ def test_gdpo_normalises_parts_separately_then_whitens() -> None:
         total = 0.0
         for k, weight in enumerate(weights):
             column = [parts[other][k] for other in range(4) if groups[other] == groups[row]]
-            mean, deviation = (statistics.mean(column), statistics.stdev(column)) if len(column) > 1 else (0.0, 1.0)
+            mean, deviation = (
+                (statistics.mean(column), statistics.stdev(column)) if len(column) > 1 else (0.0, 1.0)
+            )
             total += weight * (parts[row][k] - mean) / (deviation + 1e-6)
         totals.append(total)
     expected = [(total - statistics.mean(totals)) / statistics.stdev(totals) for total in totals]
@@ -140,7 +146,9 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_samples_alone_in_their_groups_count_by_their_scores_unless_the_configuration_refuses_that(name: str) -> None:
+def test_samples_alone_in_their_groups_count_by_their_scores_unless_the_configuration_refuses_that(
+    name: str,
+) -> None:
     assert row_advantages(name, [1.0, 0.0, 2.0], [0, 1, 2]) == pytest.approx(ALONE[name], abs=1e-5)
     assert (not any(ALONE[name])) == ADVANTAGE_ESTIMATORS[name].needs_several_samples
 
@@ -168,7 +176,8 @@ def make_arguments(contiguous: bool, weighted: bool) -> dict[str, Any]:
 
 
 def loop_advantages(arguments: dict[str, Any], packed: bool) -> Tensor:
-    """Token by token; a token's place is its position, or with `packed` its number among the row's response tokens."""
+    """Token by token; a token's place is its position, or with `packed` its number among the row's response
+    tokens."""
     mask = arguments["response_mask"]
     advantages = torch.zeros_like(arguments["token_level_rewards"])
     places: dict[tuple[int, int], list[tuple[int, int, float, float]]] = {}
@@ -176,7 +185,11 @@ def loop_advantages(arguments: dict[str, Any], packed: bool) -> Tensor:
         tokens = mask[row].nonzero().flatten().tolist()
         path_weight = 0.0
         for number, t in enumerate(tokens):
-            weight = 1 - 2 * math.exp(arguments["old_log_probs"][row, t]) + arguments["sum_pi_squared"][row, t].item()
+            weight = (
+                1
+                - 2 * math.exp(arguments["old_log_probs"][row, t])
+                + arguments["sum_pi_squared"][row, t].item()
+            )
             if arguments["rollout_is_weights"] is not None:
                 weight *= arguments["rollout_is_weights"][row, t].item() ** 2
             path_weight += weight
@@ -185,7 +198,9 @@ def loop_advantages(arguments: dict[str, Any], packed: bool) -> Tensor:
             places.setdefault(place, []).append((row, t, to_go, path_weight))
     for entries in places.values():
         total = sum(weight for *_, weight in entries)
-        baseline = sum(to_go * weight for *_, to_go, weight in entries) / (total + 1e-8) if len(entries) > 1 else 0.0
+        baseline = (
+            sum(to_go * weight for *_, to_go, weight in entries) / (total + 1e-8) if len(entries) > 1 else 0.0
+        )
         for row, t, to_go, _ in entries:
             advantages[row, t] = to_go - baseline
     return advantages

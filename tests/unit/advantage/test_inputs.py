@@ -10,7 +10,11 @@ SCORES = torch.tensor([1.0, 5.0, torch.nan, 2.0, 7.0])
 
 
 def test_statistics_are_the_same_for_names_numbers_and_tensors() -> None:
-    for group_ids in (["x", "y", "x", "x", "z"], [30, -4, 30, 30, 2**40], torch.tensor([30, -4, 30, 30, 2**40])):
+    for group_ids in (
+        ["x", "y", "x", "x", "z"],
+        [30, -4, 30, 30, 2**40],
+        torch.tensor([30, -4, 30, 30, 2**40]),
+    ):
         groups = make_groups(group_ids, COUNTED)
         assert groups.sizes(SCORES.dtype).tolist() == [2, 1, 2, 2, 1]
         assert groups.means(SCORES).tolist() == [1.5, 5.0, 1.5, 1.5, 7.0]

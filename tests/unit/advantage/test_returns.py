@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
-from verl_rc.advantage.returns import ResponseOrder, discounted_suffix_sums, generalised_returns, in_row_blocks, returns_to_go
+from verl_rc.advantage.returns import (
+    ResponseOrder,
+    discounted_suffix_sums,
+    generalised_returns,
+    in_row_blocks,
+    returns_to_go,
+)
 
 MASK = torch.tensor([[0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]).bool()
 NUMBERS = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 32.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
@@ -137,7 +143,9 @@ def test_reinforce_plus_plus_whitens_returns_over_response_tokens() -> None:
 
 
 def test_remax_subtracts_each_rows_baseline_from_undiscounted_returns() -> None:
-    advantages, returns = compute_advantages("remax", REWARDS, RETURNS_MASK, reward_baselines=torch.tensor([1.0, 5.0]), gamma=0.5)
+    advantages, returns = compute_advantages(
+        "remax", REWARDS, RETURNS_MASK, reward_baselines=torch.tensor([1.0, 5.0]), gamma=0.5
+    )
     assert returns.tolist() == [[5.0, 0.0, 4.0, 4.0], [3.0, 3.0, 0.0, 0.0]]
     assert advantages.tolist() == [[4.0, 0.0, 3.0, 3.0], [-2.0, -2.0, 0.0, 0.0]]
 

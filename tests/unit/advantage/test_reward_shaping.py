@@ -1,4 +1,5 @@
-"""What is taken off a score: the divergence from the reference policy, and the overlong penalty at its corners."""
+"""What is taken off a score: the divergence from the reference policy, and the overlong penalty at its
+corners."""
 
 import pytest
 import torch

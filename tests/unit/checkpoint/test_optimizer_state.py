@@ -20,7 +20,10 @@ from verl_rc.checkpoint.shards import (
 
 
 def build() -> tuple[dict[str, nn.Parameter], AdamW]:
-    named = {name: nn.Parameter(torch.arange(float(size))) for name, size in (("a.x", 2), ("a.y", 3), ("unused", 4))}
+    named = {
+        name: nn.Parameter(torch.arange(float(size)))
+        for name, size in (("a.x", 2), ("a.y", 3), ("unused", 4))
+    }
     groups = [{"params": [named["a.y"]], "lr": 0.1}, {"params": [named["unused"], named["a.x"]], "lr": 0.2}]
     return named, AdamW(groups, weight_decay=0.5)
 
@@ -47,7 +50,9 @@ def test_state_goes_by_name_and_only_where_there_is_one() -> None:
     assert state_tensors(named, optimizer) == {}
     step(named, optimizer)
     state = state_tensors(named, optimizer)
-    assert state.keys() == {f"a.{letter}.{key}" for letter in "xy" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert state.keys() == {
+        f"a.{letter}.{key}" for letter in "xy" for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     torch.testing.assert_close(state["a.y.exp_avg"], torch.full((3,), 0.2))
 
 

@@ -48,7 +48,9 @@ SUPPLY = SupplyState(
 def build_loader(num_workers: int = 0) -> "StatefulDataLoader[list[int]]":
     with warnings.catch_warnings(action="ignore"):
         batches = EpochBatches(10, 3, seed=1, shuffle=True)
-        return StatefulDataLoader(list(range(100, 110)), batch_sampler=batches, collate_fn=list, num_workers=num_workers)
+        return StatefulDataLoader(
+            list(range(100, 110)), batch_sampler=batches, collate_fn=list, num_workers=num_workers
+        )
 
 
 def after_five_batches() -> SavedRun:
@@ -87,7 +89,9 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
         value = dict(enumerate(value))
     if not isinstance(value, dict) or not value:
         return {path: value}
-    return {place: leaf for name, part in value.items() for place, leaf in leaves(part, f"{path}.{name}").items()}
+    return {
+        place: leaf for name, part in value.items() for place, leaf in leaves(part, f"{path}.{name}").items()
+    }
 
 
 def test_a_checkpoint_holds_every_leaf_of_the_state(tmp_path: Path) -> None:
@@ -188,19 +192,38 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         (lambda folder: (folder / "run_state.json").write_text('{"step": '), "must be a JSON file"),
         (lambda folder: (folder / "run_state.json").write_bytes(b"\xff"), "must be a JSON file"),
         (lambda folder: (folder / "run_state.json").write_text("[1]"), "must hold a JSON object, got list"),
-        (lambda folder: (folder / "data.pt").write_bytes(b"PK"), "must hold a loader's state, but reading it gave"),
-        (lambda folder: (folder / "data.pt").write_bytes(b""), "must hold a loader's state, but reading it gave"),
+        (
+            lambda folder: (folder / "data.pt").write_bytes(b"PK"),
+            "must hold a loader's state, but reading it gave",
+        ),
+        (
+            lambda folder: (folder / "data.pt").write_bytes(b""),
+            "must hold a loader's state, but reading it gave",
+        ),
         (
             lambda folder: edit(folder / "run_state.json", format_version=5, written_by="verl_rc 0.9"),
-            r"format 1 to 4 for verl_rc .*, but verl_rc 0\.9 wrote it in format 5\. Resume with verl_rc 0\.9, or start anew",
+            r"format 1 to 4 for verl_rc .*, but verl_rc 0\.9 wrote it in format 5\. Resume with verl_rc "
+            r"0\.9, or start anew",
         ),
-        (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc \S+ wrote it in format None"),
-        (lambda folder: edit_state(folder, step="five"), r"hold the state of a run, but: step: .* got 'five'"),
+        (
+            lambda folder: edit(folder / "run_state.json", format_version=None),
+            r"but verl_rc \S+ wrote it in format None",
+        ),
+        (
+            lambda folder: edit_state(folder, step="five"),
+            r"hold the state of a run, but: step: .* got 'five'",
+        ),
         (lambda folder: edit_state(folder, colour="red"), "colour: Unexpected keyword argument, got 'red'"),
         (lambda folder: edit_state(folder, health=None), "health: "),
         (lambda folder: edit_state(folder, without="rewards"), r"missing: \['rewards'\]"),
-        (lambda folder: edit(folder / "run_state.json", format_version=1), r"format 1 must hold .*missing: \['control'"),
-        (lambda folder: edit(folder / "run_state.json", colour="red"), r"missing: \[\], unknown: \['colour'\]"),
+        (
+            lambda folder: edit(folder / "run_state.json", format_version=1),
+            r"format 1 must hold .*missing: \['control'",
+        ),
+        (
+            lambda folder: edit(folder / "run_state.json", colour="red"),
+            r"missing: \[\], unknown: \['colour'\]",
+        ),
     ],
 )
 def test_everything_that_can_be_wrong_has_one_message(tmp_path: Path, damage: Any, said: str) -> None:
@@ -264,7 +287,9 @@ def test_what_may_change(key: str, given: Any) -> None:
 def test_all_differences_are_named_at_once() -> None:
     config = changed("data.seed", 2)
     config["trainer"]["seed"] = 2
-    with pytest.raises(CheckpointError, match=r"data\.seed was 1, now it is 2; trainer\.seed was 1, now it is 2"):
+    with pytest.raises(
+        CheckpointError, match=r"data\.seed was 1, now it is 2; trainer\.seed was 1, now it is 2"
+    ):
         check_same_model(CONFIG, config)
 
 

@@ -1,4 +1,5 @@
-"""A folder of shards is read without a model; a planted description that would run code is refused, and runs nothing."""
+"""A folder of shards is read without a model; a planted description that would run code is refused, and runs
+nothing."""
 
 import math
 import os
@@ -93,10 +94,16 @@ def planted_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "read", [load_full_state_dict, lambda planted_folder: load_shards(planted_folder, nn.Linear(2, 3), None)]
 )
-@pytest.mark.parametrize("function", [os.mkdir, os.system, exec, torch.save], ids=lambda function: function.__name__)
-def test_code_in_a_description_is_named_and_not_run(planted_folder: Path, tmp_path: Path, function: Any, read: Any) -> None:
+@pytest.mark.parametrize(
+    "function", [os.mkdir, os.system, exec, torch.save], ids=lambda function: function.__name__
+)
+def test_code_in_a_description_is_named_and_not_run(
+    planted_folder: Path, tmp_path: Path, function: Any, read: Any
+) -> None:
     trace = tmp_path / "trace"
-    argument = {"system": f"touch {trace}", "exec": f"open({str(trace)!r}, 'w')"}.get(function.__name__, str(trace))
+    argument = {"system": f"touch {trace}", "exec": f"open({str(trace)!r}, 'w')"}.get(
+        function.__name__, str(trace)
+    )
     (planted_folder / ".metadata").write_bytes(pickle.dumps(RunsOnUnpickling(function, argument)))
     assert "do not trust it" in str(shards_problem(planted_folder))
     with pytest.raises(CheckpointError, match="do not trust it"):

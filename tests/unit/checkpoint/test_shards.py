@@ -133,12 +133,20 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_disk_that_takes_a_part_is_one_error(tmp_path: Path, beside: bool) -> None:
-    model, writer, limits = build(1, layers=50)[0], BackgroundWriter(pin_memory=False), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # largest file, bytes; the random state has 5,000
+    model, writer, limits = (
+        build(1, layers=50)[0],
+        BackgroundWriter(pin_memory=False),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, limits[1])
+    )  # largest file, bytes; the random state has 5,000
     try:
         if beside:
             writer.start(tmp_path / "actor", collect_shards(model, None, {}))
-        with pytest.raises(CheckpointError, match=r"writing the shards in .*OSError: \[Errno 27\] File too large") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"writing the shards in .*OSError: \[Errno 27\] File too large"
+        ) as caught:
             writer.is_finished(wait=True) if beside else save_shards(tmp_path / "actor", model, None, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -152,8 +160,13 @@ def test_names_are_of_shared_tensors_the_first_and_of_saved_buffers_too() -> Non
     model[1].weight = model[0].weight
     model.register_buffer("scratch", torch.ones(1), persistent=False)
     assert set(named_tensors(model)) == {
-        "0.weight", "2.weight", "2.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"
-    }  # fmt: skip
+        "0.weight",
+        "2.weight",
+        "2.bias",
+        "2.running_mean",
+        "2.running_var",
+        "2.num_batches_tracked",
+    }
 
 
 def test_only_parameters_are_frozen() -> None:
@@ -236,7 +249,9 @@ def test_later_training_does_not_change_what_is_written(tmp_path: Path, disk: th
     assert torch.equal(Learner(2).train(1).load(tmp_path / "actor").train(3).weight(), learner.weight())
 
 
-def test_a_second_save_waits_for_the_first_and_takes_nothing_from_it(tmp_path: Path, disk: threading.Event) -> None:
+def test_a_second_save_waits_for_the_first_and_takes_nothing_from_it(
+    tmp_path: Path, disk: threading.Event
+) -> None:
     writer, learner = BackgroundWriter(pin_memory=False), Learner(1)
     weights = []
     for name in ("one", "two"):

@@ -93,7 +93,10 @@ def test_folders_copied_from_elsewhere_are_ordered_by_step(tmp_path: Path) -> No
     for name in ("global_step_9", "global_step_10", "global_step_x", "global_step_11.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "global_step_12").write_text("a file")
-    assert [path.name for path in CheckpointStore(tmp_path, None).newest_first()] == ["global_step_10", "global_step_9"]
+    assert [path.name for path in CheckpointStore(tmp_path, None).newest_first()] == [
+        "global_step_10",
+        "global_step_9",
+    ]
 
 
 CALLS = ("fsync", "rename", "replace", "rmtree")
@@ -101,7 +104,8 @@ CALLS = ("fsync", "rename", "replace", "rmtree")
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: int) -> None:
-    """Commit ``step`` over checkpoints 1 and 2, stopped before the first, second, ... call that touches the disk."""
+    """Commit ``step`` over checkpoints 1 and 2, stopped before the first, second, ... call that touches the
+    disk."""
 
     class CrashError(BaseException):
         pass
@@ -154,8 +158,12 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
     assert len(outcomes) - switch >= 5
 
 
-@pytest.mark.parametrize(("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)])
-def test_what_was_sealed_counts_once_it_is_whole(tmp_path: Path, sealed: bool, whole: bool, found: int) -> None:
+@pytest.mark.parametrize(
+    ("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)]
+)
+def test_what_was_sealed_counts_once_it_is_whole(
+    tmp_path: Path, sealed: bool, whole: bool, found: int
+) -> None:
     """A run that died while, or after, its shards were written beside it."""
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
@@ -197,7 +205,10 @@ def test_a_seal_is_the_last_thing_on_the_disk(tmp_path: Path, monkeypatch: pytes
 
     def fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        assert path.name == "global_step_2.partial" or (path.name == "commit_number") == (folder / "commit_number").exists()
+        assert (
+            path.name == "global_step_2.partial"
+            or (path.name == "commit_number") == (folder / "commit_number").exists()
+        )
         synced.append(path.name)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -255,7 +266,9 @@ def test_after_a_fallback_the_next_checkpoint_is_the_newest(tmp_path: Path) -> N
 def test_auto_never_starts_anew_by_surprise(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, None)
     write(store, 1)
-    with pytest.raises(CheckpointError, match=r"global_step_1: broken.*start anew with trainer\.resume_mode=disable"):
+    with pytest.raises(
+        CheckpointError, match=r"global_step_1: broken.*start anew with trainer\.resume_mode=disable"
+    ):
         store.choose("auto", None, unreadable("global_step_1"))
 
 
@@ -286,12 +299,16 @@ def test_a_wrong_resume_path(tmp_path: Path, path: str | None, said: str) -> Non
     write(store, 1)
     store.begin(2)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=f"trainer.resume_mode=resume_path needs trainer.resume_from_path.*{said}"):
+    with pytest.raises(
+        CheckpointError, match=f"trainer.resume_mode=resume_path needs trainer.resume_from_path.*{said}"
+    ):
         store.choose("resume_path", None if path is None else str(tmp_path / path), readable)
 
 
 def test_an_unknown_mode(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"trainer\.resume_mode must be one of \['auto', 'disable', 'resume_path'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"trainer\.resume_mode must be one of \['auto', 'disable', 'resume_path'\]"
+    ):
         CheckpointStore(tmp_path, None).choose("always", None, readable)  # type: ignore[arg-type]
 
 
@@ -299,7 +316,9 @@ def test_an_unknown_mode(tmp_path: Path) -> None:
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the operating system was asked to write down, by name, in order."""
     found: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+    )
     return found
 
 

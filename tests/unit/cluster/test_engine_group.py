@@ -18,7 +18,10 @@ from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 DEAD, SILENT = ProcessLostError("died"), HangError("silent")
-BROKEN, MISTAKE = RemoteError("broken", TransferBrokenError("gone")), RemoteError("mistake", ValueError("mistake"))
+BROKEN, MISTAKE = (
+    RemoteError("broken", TransferBrokenError("gone")),
+    RemoteError("mistake", ValueError("mistake")),
+)
 
 
 class Call:
@@ -31,7 +34,8 @@ class Call:
 
 
 class Engine:
-    """Answers with one-token rows that are the requests' seeds, as many as it is asked for, or fails as it is told."""
+    """Answers with one-token rows that are the requests' seeds, as many as it is asked for, or fails as it is
+    told."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -51,10 +55,15 @@ class Engine:
         if method == "submit":
             [samples] = arguments
             assert all(sample.options == OPTIONS for sample in samples)
-            assert all(sample.ahead == (sample.request.seed < 10) for sample in samples)  # seeds from 10 on: ``group.submit``
+            assert all(
+                sample.ahead == (sample.request.seed < 10) for sample in samples
+            )  # seeds from 10 on: ``group.submit``
             self.asked.append([sample.request.seed for sample in samples])
             self.ended += samples
-            self.parts += [[int(token) for part in sample.request.parts for token in part.token_ids] for sample in samples]
+            self.parts += [
+                [int(token) for part in sample.request.parts for token in part.token_ids]
+                for sample in samples
+            ]
             return Call(None)
         if method == "interrupted":
             return Call(self.cut)
@@ -88,7 +97,9 @@ def group_of(
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
-    vars(group).update(_options=EngineOptions("model", "float32", 8, 4, deterministic_steps=deterministic_steps))
+    vars(group).update(
+        _options=EngineOptions("model", "float32", 8, 4, deterministic_steps=deterministic_steps)
+    )
     vars(group).update(_submitting=[])
     return group, engines
 
@@ -129,7 +140,9 @@ def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPa
     assert group.generate(requests(5), OPTIONS).result.responses.tolist() == [[5]]
 
 
-def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group, engines = group_of(2, monkeypatch)
     first = group.submit(requests(10, 11), OPTIONS)
     second = group.submit(requests(12, 13), OPTIONS)
@@ -157,7 +170,9 @@ def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in
     assert group.take(numbers).responses[:, 0].tolist() == [10, 11, 12, 13]
 
 
-def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """T8: the new engine gets them when it is asked for samples, which is after an update of all weights."""
     group, engines = group_of(2, monkeypatch)
     numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
@@ -169,7 +184,10 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     assert ended == [0, 2]
     assert {engine: one.pause_seconds for engine, one in interrupted.items()} == {0: 1, 1: 3}
     assert group.take([0, 2]).responses[:, 0].tolist() == [10, 12]
-    assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [[[51]], [[53]]]
+    assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [
+        [[51]],
+        [[53]],
+    ]
     engines[1].failure = DEAD
     with pytest.raises(EnginesLostError):
         group.collect_parts()
@@ -190,7 +208,9 @@ def whole_answers(call: Any) -> Any:
     return answered
 
 
-def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group, engines = group_of(2, monkeypatch, deterministic_steps=5)
     numbers = group.submit(requests(10, 11, 12), OPTIONS)
     group.begin_steps()
@@ -200,10 +220,14 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group.submit(requests(14, 15), OPTIONS)
     group.replace([1])
     group.collect(0.1)
-    assert [engine.told[2:] for engine in engines] == [[("begin_steps",)]] * 2  # an update for the new one has stopped all
+    assert [engine.told[2:] for engine in engines] == [
+        [("begin_steps",)]
+    ] * 2  # an update for the new one has stopped all
 
 
-def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would wait for ever for the end of samples that were required before it had them."""
     group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
     wanted = group.submit(requests(10, 11), OPTIONS)
@@ -266,7 +290,10 @@ def test_engines_that_died_or_are_silent_are_lost(
 ) -> None:
     group, _ = group_of(2, monkeypatch)
     with pytest.raises(EnginesLostError) as caught:
-        group.wait({number: Call(answer) for number, answer in enumerate(engines)}, [Call(answer) for answer in beside])
+        group.wait(
+            {number: Call(answer) for number, answer in enumerate(engines)},
+            [Call(answer) for answer in beside],
+        )
     assert caught.value.engines == lost
     assert caught.value.answered == {number: answer for number, answer in enumerate(engines) if answer == 5}
 
@@ -287,5 +314,8 @@ def test_what_no_new_engine_would_mend_is_raised(
 ) -> None:
     group, _ = group_of(2, monkeypatch)
     with pytest.raises(RemoteError, match=message) as caught:
-        group.wait({number: Call(answer) for number, answer in enumerate(engines)}, [Call(answer) for answer in beside])
+        group.wait(
+            {number: Call(answer) for number, answer in enumerate(engines)},
+            [Call(answer) for answer in beside],
+        )
     assert not isinstance(caught.value, EnginesLostError)

@@ -1,4 +1,5 @@
-"""How requests are shared out among engines, and that every sample comes back once, in the order asked for."""
+"""How requests are shared out among engines, and that every sample comes back once, in the order asked
+for."""
 
 import pytest
 import torch
@@ -47,7 +48,9 @@ def test_groups_go_to_the_engine_with_the_fewest(
     unfinished=st.lists(st.integers(0, 20), min_size=1, max_size=5),
     evenly=st.booleans(),
 )
-def test_everything_is_placed_once_and_as_the_rule_says(sizes: list[int], unfinished: list[int], evenly: bool) -> None:
+def test_everything_is_placed_once_and_as_the_rule_says(
+    sizes: list[int], unfinished: list[int], evenly: bool
+) -> None:
     prompts = groups(*sizes)
     placed = assign(prompts, unfinished, evenly)
     assert sorted(position for positions in placed for position in positions) == list(range(len(prompts)))
@@ -59,13 +62,16 @@ def test_everything_is_placed_once_and_as_the_rule_says(sizes: list[int], unfini
     else:
         engines = {(position, engine) for engine, positions in enumerate(placed) for position in positions}
         assert len({(prompts[position][0], engine) for position, engine in engines}) == len(sizes)
-        # Graham's bound for taking the least loaded: nobody is ahead of another by more than one group, or by what it had.
+        # Graham's bound for taking the least loaded: nobody is ahead of another by more than one group, or by
+        # what it had.
         assert max(loads) <= max(min(loads) + max([*sizes, 0]), *unfinished)
 
 
 def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     work = EngineWork(2)
-    numbers, handed = work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    numbers, handed = work.add(
+        [GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True
+    )
     assert numbers == list(range(8))
     assert {engine: [sample.number for sample in samples] for engine, samples in handed.items()} == {
         0: [0, 1, 4, 5],
@@ -109,7 +115,10 @@ def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_e
     numbers, handed = work.add_to_each([GenerationRequest([9], 1), GenerationRequest([9], 2)], OPTIONS)
     assert sorted(number for of_engine in numbers for number in of_engine) == [-5, -4, -3, -2]
     assert max(number for of_engine in numbers for number in of_engine) < min(first)
-    assert {engine: [one.request.seed for one in samples] for engine, samples in handed.items()} == {0: [1, 2], 1: [1, 2]}
+    assert {engine: [one.request.seed for one in samples] for engine, samples in handed.items()} == {
+        0: [1, 2],
+        1: [1, 2],
+    }
     assert [[one.number for one in handed[engine]] for engine in (0, 1)] == numbers
     assert not any(one.ahead for samples in handed.values() for one in samples)
     work.record({1: collected(numbers[1], [71, 72])})
@@ -152,6 +161,12 @@ def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_
     requests = [GenerationRequest([seed // 2], seed) for seed in range(6)]
     whole, resumed = EngineWork(2, by_seed=True), EngineWork(2, by_seed=True)
     _, handed = whole.add(requests, OPTIONS, awaited=False)
-    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [0, 2, 4], 1: [1, 3, 5]}
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
+        0: [0, 2, 4],
+        1: [1, 3, 5],
+    }
     _, handed = resumed.add(requests[3:], OPTIONS, awaited=False)
-    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [4], 1: [3, 5]}
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
+        0: [4],
+        1: [3, 5],
+    }

@@ -50,6 +50,8 @@ except TypeError:
 def test_the_error_of_a_failed_start_ends_with_what_the_process_wrote(tmp_path: Path) -> None:
     """B8: a library may say in its log alone what went wrong."""
     with (tmp_path / "worker.err").open("w") as log:
-        answer = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=log, text=True, check=True).stdout
+        answer = subprocess.run(
+            [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=log, text=True, check=True
+        ).stdout
     assert "TypeError" in answer
     assert f"The last lines of {tmp_path / 'worker.err'}:\nCUDA error: no kernel image is available" in answer

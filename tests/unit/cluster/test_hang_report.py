@@ -1,4 +1,5 @@
-"""Who waits for whom, from dumps as faulthandler writes them, and processes of all kinds of silence, looked into from outside."""
+"""Who waits for whom, from dumps as faulthandler writes them, and processes of all kinds of silence, looked
+into from outside."""
 
 import os
 import signal
@@ -23,14 +24,18 @@ from verl_rc.cluster.watchdog import (
 )
 
 HELPER = 'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
-MAIN = 'Current thread 0x02 (most recent call first):\n{}  File "/x/verl_rc/cluster/remote.py", line 9 in call\n'
+MAIN = (
+    'Current thread 0x02 (most recent call first):\n{}  File "/x/verl_rc/cluster/remote.py", line 9 in call\n'
+)
 REDUCE = MAIN.format(
-    '  File "/lib/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n  File "/x/rows.py", line 3 in step\n'
+    '  File "/lib/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n  File "/x/rows.py", line 3 in step\n'  # noqa: E501
 )
 COMPUTE = MAIN.format('  File "/x/forward.py", line 11 in attend\n')
 
 
-COLLECT = MAIN.format('  File "/lib/threading.py", line 5 in wait\n  File "/x/verl_rc/rollout/step_loop.py", line 8 in take\n')
+COLLECT = MAIN.format(
+    '  File "/lib/threading.py", line 5 in wait\n  File "/x/verl_rc/rollout/step_loop.py", line 8 in take\n'
+)
 SAMPLE = (
     'Thread 0x03 (most recent call first):\n  File "/lib/vllm/model.py", line 4 in forward\n'
     '  File "/x/verl_rc/rollout/step_loop.py", line 6 in _run\n\n'
@@ -38,15 +43,23 @@ SAMPLE = (
 
 
 def wait(*states: ProcessState | None) -> TimedOutWait:
-    processes = [AwaitedProcess(f"rank {i}", "update", "answered score 7 s ago", state) for i, state in enumerate(states)]
-    return TimedOutWait(30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}")
+    processes = [
+        AwaitedProcess(f"rank {i}", "update", "answered score 7 s ago", state)
+        for i, state in enumerate(states)
+    ]
+    return TimedOutWait(
+        30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}"
+    )
 
 
 def test_everyone_is_where_it_stands() -> None:
     reduces, computes = ProcessState("runs", HELPER + REDUCE), ProcessState("runs", HELPER + COMPUTE)
     text = summary(wait(reduces, computes, None, ProcessState("is stopped")))
     assert "did not answer within 30 s: rank 0 (update), rank 1 (update), rank 3 (update)." in text
-    assert "  rank 0: waits in a collective for its peers, at all_reduce (/lib/torch/distributed/distributed_c10d.py:7);" in text
+    assert (
+        "  rank 0: waits in a collective for its peers, at all_reduce "
+        "(/lib/torch/distributed/distributed_c10d.py:7);" in text
+    )
     assert "  rank 1: at attend (/x/forward.py:11); last sign of life: answered score 7 s ago." in text
     assert "  rank 3: is stopped; " in text
     assert "These answered: rank 2." in text
@@ -94,7 +107,9 @@ def child() -> Iterator[tuple[subprocess.Popen[str], ProcessIdentity]]:
     process.stdout.close()
 
 
-def test_one_that_sleeps_shows_where_and_goes_on(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
+def test_one_that_sleeps_shows_where_and_goes_on(
+    child: tuple[subprocess.Popen[str], ProcessIdentity],
+) -> None:
     process, identity = child
     for _ in range(2):
         state = inspect_process(identity)
@@ -103,7 +118,9 @@ def test_one_that_sleeps_shows_where_and_goes_on(child: tuple[subprocess.Popen[s
     assert process.poll() is None
 
 
-def test_one_that_is_stopped_is_named_and_can_be_ended(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
+def test_one_that_is_stopped_is_named_and_can_be_ended(
+    child: tuple[subprocess.Popen[str], ProcessIdentity],
+) -> None:
     process, identity = child
     os.kill(identity.pid, signal.SIGSTOP)
     while b"State:\tT" not in open(f"/proc/{identity.pid}/status", "rb").read():  # noqa: SIM115
@@ -115,7 +132,9 @@ def test_one_that_is_stopped_is_named_and_can_be_ended(child: tuple[subprocess.P
     kill(identity)
 
 
-def test_another_process_with_the_same_pid_is_left_alone(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
+def test_another_process_with_the_same_pid_is_left_alone(
+    child: tuple[subprocess.Popen[str], ProcessIdentity],
+) -> None:
     process, identity = child
     other = replace(identity, started=identity.started - 1)
     kill(other)
@@ -124,4 +143,6 @@ def test_another_process_with_the_same_pid_is_left_alone(child: tuple[subprocess
 
 
 def test_an_engine_stands_where_the_thread_that_samples_does() -> None:
-    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(wait(ProcessState("runs", COLLECT + "\n" + SAMPLE)))
+    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(
+        wait(ProcessState("runs", COLLECT + "\n" + SAMPLE))
+    )

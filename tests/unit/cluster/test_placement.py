@@ -34,24 +34,36 @@ def test_too_few_gpus(cluster: dict[str, float], tmp_path: Path) -> None:
         plan_placement(config)
 
 
-def test_more_ranks_than_a_node_has_gpus(cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_a_node_has_gpus(
+    cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B6: with the number that fits."""
     cluster["GPU"] = 14.0
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (4.0, 6.0, 4.0)]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=6", "trainer.nnodes=2", *SIZES)
-    with pytest.raises(ConfigError, match=r"6 on a node; the cluster has 14 on 3 nodes, 4 on each of the 2 largest"):
+    config = small_run_config(
+        tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=6", "trainer.nnodes=2", *SIZES
+    )
+    with pytest.raises(
+        ConfigError, match=r"6 on a node; the cluster has 14 on 3 nodes, 4 on each of the 2 largest"
+    ):
         plan_placement(config)
 
 
-def test_engines_that_no_node_has_room_for(cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_no_node_has_room_for(
+    cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B6: three engines of four GPUs do not fit on two nodes of six beside each other."""
     cluster["GPU"] = 13.0
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (6.0, 6.0, 1.0)]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     own = ("actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=6")
-    config = small_run_config(tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4")
-    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."):
+    config = small_run_config(
+        tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4"
+    )
+    with pytest.raises(
+        ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."
+    ):
         plan_placement(config)
 
 
@@ -66,7 +78,11 @@ def test_shared_gpus_and_a_broadcast(cluster: dict[str, float], tmp_path: Path) 
 def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_path: Path) -> None:
     """B6: it would wait for them until the time to become ready is over."""
     cluster["GPU"] = 2.0
-    judge = ("reward.reward_model.enable=True", "reward.reward_model.model_path=judge", "reward.reward_model.n_gpus_per_node=1")
+    judge = (
+        "reward.reward_model.enable=True",
+        "reward.reward_model.model_path=judge",
+        "reward.reward_model.n_gpus_per_node=1",
+    )
     with pytest.raises(ConfigError, match=r"= 2 GPUs are needed and 1 for the reward model, .* has 2"):
         plan_placement(small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2", *judge))
 
@@ -75,8 +91,14 @@ def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_p
 def test_long_sequences_in_float32_on_a_gpu(device: str, cluster: dict[str, float], tmp_path: Path) -> None:
     """E3: no fused kernel takes them, and all attention scores would be kept."""
     cluster["GPU"] = 1.0
-    given = (f"trainer.device={device}", "actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_prompt_length=2000")
-    must = r"at most 2,048 tokens.* is 2,049. Pass actor_rollout_ref.actor.fsdp_config.dtype=bfloat16, or lower"
+    given = (
+        f"trainer.device={device}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "data.max_prompt_length=2000",
+    )
+    must = (
+        r"at most 2,048 tokens.* is 2,049. Pass actor_rollout_ref.actor.fsdp_config.dtype=bfloat16, or lower"
+    )
     with pytest.raises(ConfigError, match=must):
         plan_placement(small_run_config(tmp_path, *given, "data.max_response_length=49"))
     with pytest.raises(pytest.fail.Exception, match="something was reserved"):
@@ -93,8 +115,14 @@ def test_too_few_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_a_quantization_that_no_cpu_has(device: str, tmp_path: Path) -> None:
     """With ``auto`` the device is known only now."""
-    with pytest.raises(ConfigError, match=r"rollout.quantization=fp8 cannot be used on a CPU: .* use fp8_per_channel"):
-        plan_placement(small_run_config(tmp_path, f"trainer.device={device}", "actor_rollout_ref.rollout.quantization=fp8"))
+    with pytest.raises(
+        ConfigError, match=r"rollout.quantization=fp8 cannot be used on a CPU: .* use fp8_per_channel"
+    ):
+        plan_placement(
+            small_run_config(
+                tmp_path, f"trainer.device={device}", "actor_rollout_ref.rollout.quantization=fp8"
+            )
+        )
 
 
 @pytest.mark.usefixtures("cluster")
@@ -105,7 +133,9 @@ def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_works_at_the_same_time_needs_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_works_at_the_same_time_needs_cores_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ["async_training.staleness_threshold=1", "async_training.partial_rollout=False"]
     own = "actor_rollout_ref.hybrid_engine=False"
     config = small_run_config(tmp_path, *whole, own, "algorithm.rollout_correction.preset=disabled")
@@ -114,7 +144,11 @@ def test_what_works_at_the_same_time_needs_cores_of_its_own(tmp_path: Path, monk
         plan_placement(config)
     monkeypatch.setattr(placement, "usable_cores", lambda: 8)
     assert placement._threads(config, "cpu", 1) == (4, 4)
-    assert placement._threads(config, "cuda", 1) == placement._threads(small_run_config(tmp_path), "cpu", 1) == (8, 8)
+    assert (
+        placement._threads(config, "cuda", 1)
+        == placement._threads(small_run_config(tmp_path), "cpu", 1)
+        == (8, 8)
+    )
 
 
 @pytest.mark.usefixtures("cluster")
@@ -134,7 +168,9 @@ def test_steps_between_publications_overlap_with_sampling_on_devices_of_their_ow
 
 
 @pytest.mark.usefixtures("cluster")
-def test_places_that_others_hold_are_waited_for_as_long_as_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_others_hold_are_waited_for_as_long_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[float] = []
 
     class Group:
@@ -147,6 +183,8 @@ def test_places_that_others_hold_are_waited_for_as_long_as_said(tmp_path: Path, 
 
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: Group())
     monkeypatch.setattr(ray, "wait", wait)
-    with pytest.raises(RemoteError, match=r"found no free place within 7 s.*1 CPU.*trainer.ready_timeout_seconds"):
+    with pytest.raises(
+        RemoteError, match=r"found no free place within 7 s.*1 CPU.*trainer.ready_timeout_seconds"
+    ):
         plan_placement(small_run_config(tmp_path, "trainer.ready_timeout_seconds=7"))
     assert waited == [7.0]

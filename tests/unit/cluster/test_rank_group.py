@@ -22,12 +22,17 @@ LIMITS = [MicroBatchLimit(max_rows=2), MicroBatchLimit(max_tokens=14)]
 
 
 class LengthRank:
-    """Answers at once: the length of every row it is to score, on each of the row's tokens; 0 for rows it is not asked about."""
+    """Answers at once: the length of every row it is to score, on each of the row's tokens; 0 for rows it is
+    not asked about."""
 
-    def call(self, method: str, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def call(
+        self, method: str, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         answer = torch.zeros(tokens.responses.shape)
         for rows in micro_batches:
-            answer[list(rows)] = tokens.response_lengths[list(rows)].float()[:, None].expand(-1, answer.shape[1])
+            answer[list(rows)] = (
+                tokens.response_lengths[list(rows)].float()[:, None].expand(-1, answer.shape[1])
+            )
         return [answer]
 
 
@@ -43,21 +48,33 @@ def group_of(ranks: int, sharing: int = 1) -> RankGroup:
 def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit) -> None:
     batch = make_train_batch(LENGTHS)
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, MiniBatchOptions(rows_per_mini_batch=3, epochs=2, shuffle=True, seed=1)
+        batch.response_mask,
+        batch.loss_mask,
+        MiniBatchOptions(rows_per_mini_batch=3, epochs=2, shuffle=True, seed=1),
     )
     parts = group_of(ranks).split(batch, mini_batches, limit)
     for number, mini_batch in enumerate(mini_batches):
         shares = [(rows, own[number]) for rows, own in parts]
         assert len({len(share.micro_batches) for _, share in shares}) == 1
         for _, share in shares:
-            assert (share.num_tokens, share.num_sequences) == (mini_batch.num_tokens, mini_batch.num_sequences)
-        found = [rows.old_log_probs[row].tolist() for rows, share in shares for part in share.micro_batches for row in part]
+            assert (share.num_tokens, share.num_sequences) == (
+                mini_batch.num_tokens,
+                mini_batch.num_sequences,
+            )
+        found = [
+            rows.old_log_probs[row].tolist()
+            for rows, share in shares
+            for part in share.micro_batches
+            for row in part
+        ]
         assert sorted(found) == sorted(batch.old_log_probs[mini_batch.rows].tolist())
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_scores_come_back_in_the_order_of_the_rows(ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_come_back_in_the_order_of_the_rows(
+    ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_group, "wait_timed", lambda pending: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
     answer = group_of(ranks).score("lengths", batch.tokens, limit)
@@ -71,12 +88,17 @@ def test_a_rank_whose_node_is_gone_is_lost_with_it(monkeypatch: pytest.MonkeyPat
     ranks._processes = [RemoteProcess.__new__(RemoteProcess) for _ in range(2)]
     for process, node in zip(ranks._processes, ("one", "two"), strict=True):
         process.name = f"actor and reference rank on {node}"
-    monkeypatch.setattr(remote, "identity_of", lambda process: ProcessIdentity(process.name.split()[-1], 1, 1, ""))
+    monkeypatch.setattr(
+        remote, "identity_of", lambda process: ProcessIdentity(process.name.split()[-1], 1, 1, "")
+    )
     nodes = [{"NodeID": "one", "Alive": True}, {"NodeID": "two", "Alive": True}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     ranks.require_nodes()
     nodes[1]["Alive"] = False
-    with pytest.raises(ProcessLostError, match=r"the node of actor and reference rank on two has left the cluster\. Start Ray"):
+    with pytest.raises(
+        ProcessLostError,
+        match=r"the node of actor and reference rank on two has left the cluster\. Start Ray",
+    ):
         ranks.require_nodes()
 
 
@@ -92,13 +114,20 @@ class EchoRank:
 
 def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[list[tuple[int, object]]] = []
-    monkeypatch.setattr(rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5))
+    monkeypatch.setattr(
+        rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5)
+    )
     batch, group = make_train_batch(LENGTHS), group_of(4, sharing=2)
     assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS
     group._ranks = [EchoRank(number) for number in range(4)]  # type: ignore[misc]
-    mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1))
+    mini_batches = plan_mini_batches(
+        batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1)
+    )
     parts = group.split(batch, mini_batches, MicroBatchLimit(max_tokens=14))
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
     assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
-    lengths = [[int(rows.tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches] for rows, own in parts]
+    lengths = [
+        [int(rows.tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
+        for rows, own in parts
+    ]
     assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks

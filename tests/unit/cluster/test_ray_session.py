@@ -16,7 +16,8 @@ TIMED_OUT = Exception("The current node timed out during startup.")
 
 @pytest.fixture
 def init_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Lets calls of ``ray.init`` end with these answers, one after the other; returns the list of their arguments."""
+    """Lets calls of ``ray.init`` end with these answers, one after the other; returns the list of their
+    arguments."""
     monkeypatch.setenv("PYTHONPATH", "")
 
     def answer_with(*answers: BaseException | None) -> list[dict[str, Any]]:
@@ -46,7 +47,9 @@ class LeftOver(WatchedProcess):
         raise AssertionError("a process of an earlier session was asked for")
 
 
-def test_processes_of_an_earlier_session_are_not_watched_any_more(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+def test_processes_of_an_earlier_session_are_not_watched_any_more(
+    init_answers: Callable[..., list[dict[str, Any]]],
+) -> None:
     init_answers(None)
     left_over = LeftOver()
     WATCHDOG.add(left_over)
@@ -54,15 +57,21 @@ def test_processes_of_an_earlier_session_are_not_watched_any_more(init_answers: 
     WATCHDOG.end_all()
 
 
-def test_a_ray_that_does_not_come_up_is_started_again(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+def test_a_ray_that_does_not_come_up_is_started_again(
+    init_answers: Callable[..., list[dict[str, Any]]],
+) -> None:
     calls = init_answers(TIMED_OUT, TIMED_OUT, None)
     start_ray(RayInitConfig(), processes=3)
     assert [call["num_cpus"] for call in calls] == [3, 3, 3]
 
 
-def test_the_third_failure_is_explained_in_one_line(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+def test_the_third_failure_is_explained_in_one_line(
+    init_answers: Callable[..., list[dict[str, Any]]],
+) -> None:
     calls = init_answers(TIMED_OUT, TIMED_OUT, RuntimeError("the GCS\nis overloaded"))
-    with pytest.raises(RayStartError, match=r"the GCS is overloaded.* load average .*ray_init.address=auto") as raised:
+    with pytest.raises(
+        RayStartError, match=r"the GCS is overloaded.* load average .*ray_init.address=auto"
+    ) as raised:
         start_ray(RayInitConfig(), processes=1)
     assert "\n" not in str(raised.value)
     assert len(calls) == 3
@@ -77,7 +86,9 @@ def test_what_would_fail_again_is_not_tried_again(init_answers: Callable[..., li
 
 def test_a_cluster_that_does_not_answer(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
     calls = init_answers(ConnectionError("no such host"))
-    with pytest.raises(RayStartError, match=r"must answer at ray_kwargs.ray_init.address=there:6379.*no such host"):
+    with pytest.raises(
+        RayStartError, match=r"must answer at ray_kwargs.ray_init.address=there:6379.*no such host"
+    ):
         start_ray(RayInitConfig(address="there:6379"), processes=1)
     assert len(calls) == 1
 

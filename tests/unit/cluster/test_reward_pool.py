@@ -100,7 +100,9 @@ def configure(folder: Path) -> Configure:
     def make(**fields: object) -> RewardConfig:
         name = fields.pop("name", "compute_score")
         custom = {"path": str(folder / "mine.py"), "name": name, "reward_kwargs": {"folder": str(folder)}}
-        return RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 2, "timeout_seconds": 600, **fields})
+        return RewardConfig.model_validate(
+            {"custom_reward_function": custom, "num_workers": 2, "timeout_seconds": 600, **fields}
+        )
 
     return make
 
@@ -159,15 +161,24 @@ def test_results_belong_to_their_samples_and_columns_arrive(pool: RewardPool) ->
         ("leave 3", "the reward function did not return, its process ended with exit code 3, for row 101 "),
         ("sys_exit 4", r"raised SystemExit: 4 \(.*mine.py:\d+, in sys_exit\) for row 101 "),
         ("crash", "its process was ended by SIGSEGV, for row 101 "),
-        ("complain lost", r"raised KeyError: 'lost' \(.*mine.py:\d+, in complain\) for row 101 \(data_source 'mine'"),
+        (
+            "complain lost",
+            r"raised KeyError: 'lost' \(.*mine.py:\d+, in complain\) for row 101 \(data_source 'mine'",
+        ),
         ("interrupt", r"the reward function did not return, its process .* for row 101 "),
         ("close_all", r"the reward function did not return, its process .* for row 101 "),
         ("recurse", r"raised RecursionError: .* for row 101 "),
-        ("beyond_floats", r"the score of a reward function must be a finite number, got 1000.* \(int\) for row 101 "),
+        (
+            "beyond_floats",
+            r"the score of a reward function must be a finite number, got 1000.* \(int\) for row 101 ",
+        ),
         ("text", r"must be a finite number, got 'good' \(str\) for row 101 "),
         ("not_a_number", r"must be a finite number, got nan \(float\) for row 101 "),
         ("nothing", r"must be a finite number, got None \(NoneType\) for row 101 "),
-        ("an_object", "numbers, texts, None, or lists and dicts of those, got object under 'model' for row 101 "),
+        (
+            "an_object",
+            "numbers, texts, None, or lists and dicts of those, got object under 'model' for row 101 ",
+        ),
     ],
 )
 def test_a_failure_is_named_and_the_others_are_scored(pool: RewardPool, behaviour: str, reason: str) -> None:
@@ -181,7 +192,9 @@ def test_a_failure_is_named_and_the_others_are_scored(pool: RewardPool, behaviou
     assert scores_of(pool, "score 1", "score 2", "score 3") == [1, 2, 3]
 
 
-def test_calls_that_hang_are_killed_with_all_they_started(open_pool: Callable[..., RewardPool], folder: Path) -> None:
+def test_calls_that_hang_are_killed_with_all_they_started(
+    open_pool: Callable[..., RewardPool], folder: Path
+) -> None:
     pool = open_pool(timeout_seconds=3)
     results = results_of(pool, "score 1", "hang", "hang_with_child", "score 4")
     assert [isinstance(result, RewardError) for result in results] == [False, True, True, False]
@@ -214,11 +227,17 @@ def test_who_stops_early_gives_the_rest_up(pool: RewardPool) -> None:
     ("source", "seconds", "message"),
     [
         ("import a_module_that_is_not_there", 600, "broken.py' raised ModuleNotFoundError"),
-        ("import os; os._exit(7)", 600, "must load .*broken.py, but it failed: its process ended with exit code 7"),
+        (
+            "import os; os._exit(7)",
+            600,
+            "must load .*broken.py, but it failed: its process ended with exit code 7",
+        ),
         ("import time; time.sleep(3600)", 1, "but it failed: it took longer than 1 s"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_refused_at_once(tmp_path: Path, source: str, seconds: float, message: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(
+    tmp_path: Path, source: str, seconds: float, message: str
+) -> None:
     (tmp_path / "broken.py").write_text(source)
     custom = {"path": str(tmp_path / "broken.py")}
     config = RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 1})

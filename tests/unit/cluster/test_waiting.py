@@ -1,4 +1,5 @@
-"""What the driver does while it waits for ranks: work beside, answers in order, and an end when a rank is silent."""
+"""What the driver does while it waits for ranks: work beside, answers in order, and an end when a rank is
+silent."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +11,16 @@ from verl_rc.cluster.remote import HangError, Pending
 
 
 class Slow:
-    """Ray, whose calls are answered one after the other, each after some looks; nothing is answered without looks left."""
+    """Ray, whose calls are answered one after the other, each after some looks; nothing is answered without
+    looks left."""
 
     def __init__(self, looks: int) -> None:
         self.looks, self.left = looks, looks
         self.timeouts: list[float | None] = []
 
-    def wait(self, references: Sequence[int], num_returns: int, timeout: float | None) -> tuple[list[int], list[int]]:
+    def wait(
+        self, references: Sequence[int], num_returns: int, timeout: float | None
+    ) -> tuple[list[int], list[int]]:
         self.timeouts.append(timeout)
         self.left -= 1
         if self.left:
@@ -48,7 +52,9 @@ def test_work_is_done_beside_until_all_have_answered(ray: Slow) -> None:
     assert set(ray.timeouts) == {0.25}
 
 
-def test_without_work_beside_the_driver_waits_for_an_answer(ray: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_work_beside_the_driver_waits_for_an_answer(
+    ray: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote.WATCHDOG, "limit_seconds", None, raising=False)
     ray.left = ray.looks = 1
     assert remote.wait_for_all(pending(1)) == [10]
@@ -77,7 +83,9 @@ def test_what_fails_beside_ends_the_wait(ray: Slow) -> None:
         remote.wait_for_all(pending(1), beside=work)
 
 
-def test_the_supply_of_a_run_is_served_while_ranks_compute(ray: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supply_of_a_run_is_served_while_ranks_compute(
+    ray: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[Any] = []
     monkeypatch.setattr(remote.WHILE_WAITING, "work", lambda: done.append(1))
     assert remote.wait_timed(pending(1)).result == [10]

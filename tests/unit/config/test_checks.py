@@ -1,4 +1,5 @@
-"""Checks between keys list all problems at once; folders that cannot be written to are found, and nothing is left in them."""
+"""Checks between keys list all problems at once; folders that cannot be written to are found, and nothing is
+left in them."""
 
 import errno
 import os
@@ -20,7 +21,11 @@ def make_config(folder: Path, *overrides: str) -> RunConfig:
         f"data.val_files={folder}/b.parquet",
         f"actor_rollout_ref.model.path={folder}",
     ]
-    small = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n=4"]
+    small = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.n=4",
+    ]
     return load_config(RunConfig, [*paths, *small, "algorithm.adv_estimator=grpo", *overrides])
 
 
@@ -47,11 +52,15 @@ def test_files_that_are_there_pass(tmp_path: Path) -> None:
     check_files(make_config(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"])
+@pytest.mark.parametrize(
+    "key", ["trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"]
+)
 def test_output_that_could_not_be_written_is_refused_before_anything_starts(tmp_path: Path, key: str) -> None:
     for name in ("a.parquet", "b.parquet", "config.json"):
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"^{key} must be a folder that can be written to, got .*: Not a directory"):
+    with pytest.raises(
+        ConfigError, match=f"^{key} must be a folder that can be written to, got .*: Not a directory"
+    ):
         check_files(make_config(tmp_path, f"{key}={tmp_path}/a.parquet/run"))
 
 
@@ -64,15 +73,24 @@ def test_a_hub_id_is_not_looked_for_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.train_weights=[1,2]"], "data.train_weights must hold one number for each of the 1 data.train_files, got 2"),
+        (
+            ["data.train_weights=[1,2]"],
+            "data.train_weights must hold one number for each of the 1 data.train_files, got 2",
+        ),
         (["data.train_weights=[0]"], r"data.train_weights must be positive numbers, got \[0.0\]"),
         (["data.custom_cls.path=a.py"], "data.custom_cls.path and data.custom_cls.name belong together"),
         (
             ["data.custom_cls.path=a.py", "data.custom_cls.name=A", "data.train_weights=[1]"],
             "data.train_weights is refused with data.custom_cls",
         ),
-        (["actor_rollout_ref.rollout.multi_turn.format=tag"], "multi_turn has no effect without .*, but format was given"),
-        (["actor_rollout_ref.rollout.multi_turn.enable=True"], r"needs a tool: pass .*multi_turn.tools=\[calculator\]"),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.format=tag"],
+            "multi_turn has no effect without .*, but format was given",
+        ),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.enable=True"],
+            r"needs a tool: pass .*multi_turn.tools=\[calculator\]",
+        ),
         (
             [
                 "actor_rollout_ref.rollout.multi_turn.enable=True",
@@ -91,7 +109,9 @@ def test_data_and_tools_that_contradict(overrides: list[str], message: str, tmp_
 def test_a_class_of_ones_own_finds_its_data_itself(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     own = ["data.custom_cls.name=Own", f"data.custom_cls.path={tmp_path}/own.py"]
-    with pytest.raises(ConfigError, match=r"^data.custom_cls.path must name existing files.*own.py' does not exist.$"):
+    with pytest.raises(
+        ConfigError, match=r"^data.custom_cls.path must name existing files.*own.py' does not exist.$"
+    ):
         check_files(make_config(tmp_path, *own))
     (tmp_path / "own.py").touch()
     check_files(make_config(tmp_path, *own))

@@ -1,4 +1,5 @@
-"""An engine lies on one node (B6): tensor parallelism that would need two is refused, with the size that fits."""
+"""An engine lies on one node (B6): tensor parallelism that would need two is refused, with the size that
+fits."""
 
 from pathlib import Path
 
@@ -22,10 +23,22 @@ SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     ],
 )
 def test_sizes(nodes: int, per_node: int, size: int, hybrid: bool, fits: int | None, tmp_path: Path) -> None:
-    given = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={per_node}", f"{SIZE}={size}", "data.train_batch_size=48")
-    overrides = (*given, "actor_rollout_ref.actor.ppo_mini_batch_size=48", f"actor_rollout_ref.hybrid_engine={hybrid}")
+    given = (
+        f"trainer.nnodes={nodes}",
+        f"trainer.n_gpus_per_node={per_node}",
+        f"{SIZE}={size}",
+        "data.train_batch_size=48",
+    )
+    overrides = (
+        *given,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=48",
+        f"actor_rollout_ref.hybrid_engine={hybrid}",
+    )
     if fits is None:
         small_run_config(tmp_path, *overrides)
         return
-    with pytest.raises(ConfigError, match=rf"size={size} must divide the {per_node} engine devices of a node .* Pass {fits}\."):
+    with pytest.raises(
+        ConfigError,
+        match=rf"size={size} must divide the {per_node} engine devices of a node .* Pass {fits}\.",
+    ):
         small_run_config(tmp_path, *overrides)

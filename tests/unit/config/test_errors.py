@@ -15,7 +15,13 @@ def test_long_lists_are_counted() -> None:
     assert listed(["c", "a", "b"], most=1) == "a and 2 more"
 
 
-KNOWN = ["actor.optim.lr", "critic.optim.lr", "data.train_batch_size", "algorithm.rollout.preset", "algorithm.loss_type"]
+KNOWN = [
+    "actor.optim.lr",
+    "critic.optim.lr",
+    "data.train_batch_size",
+    "algorithm.rollout.preset",
+    "algorithm.loss_type",
+]
 KEYS = [*known_keys(RunConfig), "algorithm.rollout_correction.preset"]
 
 SLIPS: dict[str, Callable[[str, int], str]] = {

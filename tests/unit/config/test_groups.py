@@ -12,7 +12,11 @@ from verl_rc.config.load.compose import CONFIGS
 from verl_rc.config.load.given import given_tree
 from verl_rc.config.run import RunConfig
 
-GROUPS = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in CONFIGS.iterdir() if folder.is_dir()}
+GROUPS = {
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in CONFIGS.iterdir()
+    if folder.is_dir()
+}
 WHERE_TASKS_FIT = {"digits": "cpu", "gsm8k": "1gpu", "math": "8gpu", "dapo_math": "2x8gpu"}
 
 
@@ -27,7 +31,9 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def keys_of(group: str) -> set[str]:
     """Every key that a choice of this group sets; a task's own model is left out."""
     without_model = ["model=null"] if group == "task" else []
-    choices = [given_tree(RunConfig, parse([f"{group}={choice}", *without_model])).tree for choice in GROUPS[group]]
+    choices = [
+        given_tree(RunConfig, parse([f"{group}={choice}", *without_model])).tree for choice in GROUPS[group]
+    ]
     assert all(choices)
     return {key for tree in choices for key in leaves(tree)}
 
@@ -38,14 +44,18 @@ def test_the_groups_that_every_user_needs() -> None:
     assert {"digits", "gsm8k", "math"} <= set(GROUPS["task"])
 
 
-@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(["async", "hardware", "model", "task"], 2)])
+@pytest.mark.parametrize(
+    ("one", "other"), [*itertools.combinations(["async", "hardware", "model", "task"], 2)]
+)
 def test_no_two_groups_set_the_same_key(one: str, other: str) -> None:
     assert keys_of(one) & keys_of(other) == set()
 
 
 @pytest.mark.parametrize("task", GROUPS["task"])
 def test_a_task_trains_without_a_recipe(task: str) -> None:
-    config = load_run_config([f"task={task}", f"hardware={WHERE_TASKS_FIT[task]}", "correction=decoupled_seq_is"])
+    config = load_run_config(
+        [f"task={task}", f"hardware={WHERE_TASKS_FIT[task]}", "correction=decoupled_seq_is"]
+    )
     assert config.algorithm.rollout_correction.rollout_is == "sequence"
 
 

@@ -40,23 +40,39 @@ VALID = [
         ("trainer.logger=[console]", "trainer.logger", ["console"]),
         ("data.train_files=['a.parquet','b.parquet']", "data.train_files", ["a.parquet", "b.parquet"]),
         ("data.train_files=\"['a.parquet','b.parquet']\"", "data.train_files", ["a.parquet", "b.parquet"]),
-        ("data.train_files=['~/a.parquet', 'b.parquet']", "data.train_files", [f"{Path.home()}/a.parquet", "b.parquet"]),
-        ("trainer.logger='[\"console\",\"wandb\"]'", "trainer.logger", ["console", "wandb"]),
+        (
+            "data.train_files=['~/a.parquet', 'b.parquet']",
+            "data.train_files",
+            [f"{Path.home()}/a.parquet", "b.parquet"],
+        ),
+        ('trainer.logger=\'["console","wandb"]\'', "trainer.logger", ["console", "wandb"]),
         ("trainer.logger=console", "trainer.logger", ["console"]),
         ("trainer.project_name='a b, c'", "trainer.project_name", "a b, c"),
         ("data.truncation='left'", "data.truncation", "left"),
         ("trainer.val_before_train=false", "trainer.val_before_train", False),
-        ("+data.apply_chat_template_kwargs.enable_thinking=False", "data.apply_chat_template_kwargs", {"enable_thinking": False}),
+        (
+            "+data.apply_chat_template_kwargs.enable_thinking=False",
+            "data.apply_chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
         ("data.train_files=~/data/a.parquet", "data.train_files", [str(Path.home() / "data" / "a.parquet")]),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=32", "actor_rollout_ref.rollout.engine_kwargs.vllm", {"x": 32}),
-        ("reward.custom_reward_function.reward_kwargs={scale: 2}", "reward.custom_reward_function.reward_kwargs", {"scale": 2}),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.x=32",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm",
+            {"x": 32},
+        ),
+        (
+            "reward.custom_reward_function.reward_kwargs={scale: 2}",
+            "reward.custom_reward_function.reward_kwargs",
+            {"scale": 2},
+        ),
         ("data.val_batch_size=${data.train_batch_size}", "data.val_batch_size", 32),
         ("data.val_batch_size=${data.max_prompt_length}", "data.val_batch_size", 512),
         (f"{CORRECTION}.preset=decoupled_seq_is", f"{CORRECTION}.rollout_is", "sequence"),
         (f"{CORRECTION}.preset=null", f"{CORRECTION}.rollout_is", None),
         ("actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low", 0.3),
     ],
-)  # fmt: skip
+)
 def test_forms_users_write(override: str, key: str, value: object) -> None:
     found: object = load_run_config([*VALID, override])
     for part in key.split("."):
@@ -65,7 +81,9 @@ def test_forms_users_write(override: str, key: str, value: object) -> None:
 
 
 def test_an_underscore_in_a_threshold_is_never_lost() -> None:
-    config = load_run_config([*VALID, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"])
+    config = load_run_config(
+        [*VALID, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"]
+    )
     bounds = config.algorithm.rollout_correction.weight_threshold()
     assert (bounds.lower, bounds.upper) == (0.5, 5.0)
 
@@ -83,28 +101,52 @@ def test_given_leaves_win_over_the_preset() -> None:
 
 
 MISTAKES = [
-    ("data.train_bach_size=8", "data.train_bach_size is not a known key; the nearest is data.train_batch_size"),
-    ("trainer.lr=1", "trainer.lr is not a known key; the nearest is critic.optim.lr or actor_rollout_ref.actor.optim.lr"),
+    (
+        "data.train_bach_size=8",
+        "data.train_bach_size is not a known key; the nearest is data.train_batch_size",
+    ),
+    (
+        "trainer.lr=1",
+        "trainer.lr is not a known key; the nearest is critic.optim.lr or actor_rollout_ref.actor.optim.lr",
+    ),
     ("data.shuffle.now=1", "data.shuffle.now is not a known key"),
     ("data.train_batch_size=many", "data.train_batch_size must be a valid integer; got 'many'"),
     ("data.train_batch_size=0", "data.train_batch_size must be greater than or equal to 1"),
     ("data.truncation=top", "data.truncation must be 'error', 'left', 'right' or 'middle'"),
     ("data.train_files=null", "data.train_files"),
-    ("data.train_batch_size=30", "data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size"),
-    ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=opo", "needs actor_rollout_ref.rollout.n >= 2, got 1"),
+    (
+        "data.train_batch_size=30",
+        "data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size",
+    ),
+    (
+        "actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=opo",
+        "needs actor_rollout_ref.rollout.n >= 2, got 1",
+    ),
     ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=rloo_vectorized", "every advantage would be 0"),
     ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
     ("actor_rollout_ref.rollout.top_p=0.9", "training rollouts must sample from the whole distribution"),
     ("actor_rollout_ref.rollout.top_k=50", "training rollouts must sample from the whole distribution"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),
-    ("actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors=[a:b]", "changes the sampled distribution"),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors=[a:b]",
+        "changes the sampled distribution",
+    ),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=float32", "write actor_rollout_ref.rollout.dtype."),
-    ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=9", "write actor_rollout_ref.rollout.kv_cache_mega"),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=9",
+        "write actor_rollout_ref.rollout.kv_cache_mega",
+    ),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "the run sets it; drop it"),
-    ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs=False is refused: it must be True"),
+    (
+        "actor_rollout_ref.rollout.calculate_log_probs=False",
+        "calculate_log_probs=False is refused: it must be True",
+    ),
     ("actor_rollout_ref.rollout.name=sglang", "the engine sglang is not supported; write vllm"),
     ("actor_rollout_ref.rollout.max_model_len=100", "max_model_len must be at least"),
-    ("actor_rollout_ref.rollout.response_length=9999", "response_length must be at most data.max_response_length"),
+    (
+        "actor_rollout_ref.rollout.response_length=9999",
+        "response_length must be at most data.max_response_length",
+    ),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "must be a multiple of"),
     ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples would all be equal"),
     ("actor_rollout_ref.rollout.dtype=int8", "actor_rollout_ref.rollout.dtype"),
@@ -126,23 +168,31 @@ MISTAKES = [
     ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator must be one of gae, grpo, grpo_passk, rloo"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "dro_beta belongs to loss_mode=dro"),
     ("actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0", "clip_cov_ratio"),
-    ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo, which needs it"),
+    (
+        "algorithm.adv_estimator=gdpo",
+        "gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo, which needs it",
+    ),
     ("algorithm.gdpo_reward_keys=[acc]", "gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo"),
     (
-        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,score] algorithm.gdpo_reward_weights=[1]",
+        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,score] "
+        "algorithm.gdpo_reward_weights=[1]",
         "must hold one weight for each",
     ),
     (
         "algorithm.adv_estimator=optimal_token_baseline algorithm.rollout_correction.bypass_mode=True",
         "needs the proximal policy's probabilities",
     ),
-    (f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=core", "trainer.alerts.cause=skip needs signatures"),
+    (
+        f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=core",
+        "trainer.alerts.cause=skip needs signatures",
+    ),
     (
         f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
     (
-        f"async_training.staleness_threshold=1 actor_rollout_ref.hybrid_engine=False {CORRECTION}.diagnostics=full "
+        "async_training.staleness_threshold=1 actor_rollout_ref.hybrid_engine=False "
+        f"{CORRECTION}.diagnostics=full "
         f"{CORRECTION}.rollout_is=token {CORRECTION}.proximal=interpolate trainer.alerts.cause=skip",
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
@@ -150,7 +200,10 @@ MISTAKES = [
     ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
     ("trainer.resume_mode=yes", "trainer.resume_mode"),
     ("critic.enable=False algorithm.adv_estimator=gae", "gae needs a critic"),
-    ("critic.enable=True critic.ppo_max_token_len_per_gpu=8", "critic.ppo_max_token_len_per_gpu must hold the longest"),
+    (
+        "critic.enable=True critic.ppo_max_token_len_per_gpu=8",
+        "critic.ppo_max_token_len_per_gpu must hold the longest",
+    ),
     ("critic.enable=True critic.ppo_mini_batch_size=7", "multiple of critic.ppo_mini_batch_size"),
     ("actor_rollout_ref.rollout.n_gpus_per_node=2", "engines share the trainer's 1 devices"),
     (
@@ -170,24 +223,31 @@ MISTAKES = [
         "compares the samples of one prompt",
     ),
     (
-        "algorithm.filter_groups.enable=True data.gen_batch_size=1 algorithm.filter_groups.max_num_gen_batches=1",
+        "algorithm.filter_groups.enable=True data.gen_batch_size=1 "
+        "algorithm.filter_groups.max_num_gen_batches=1",
         "can never give data.train_batch_size=",
     ),
     (
-        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward algorithm.use_kl_in_reward=True",
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward "
+        "algorithm.use_kl_in_reward=True",
         "pass metric=reward",
     ),
     (
-        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc reward.reward_model.enable=True "
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc "
+        "reward.reward_model.enable=True "
         "reward.reward_model.model_path=org/judge",
         "gives only its score; pass metric=reward",
     ),
     ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "overlong_buffer_cfg.len must be given"),
     (
-        "reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=100000",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+        "reward.reward_kwargs.overlong_buffer_cfg.len=100000",
         "be at most reward.reward_kwargs.max_resp_len",
     ),
-    ("ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4", "joins a running cluster, which has its own resources"),
+    (
+        "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4",
+        "joins a running cluster, which has its own resources",
+    ),
     ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
     ("trainer.device=tpu", "trainer.device"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node"),
@@ -261,7 +321,9 @@ def test_a_run_file_of_verl(tmp_path: Path) -> None:
     assert (config.data.max_prompt_length, config.actor_rollout_ref.actor.optim.clip_grad) == (99, 0.5)
 
 
-@pytest.mark.parametrize("option", [["--config-name=ppo_trainer"], ["--config-name", "ppo_trainer.yaml"], ["-cn", "ppo_trainer"]])
+@pytest.mark.parametrize(
+    "option", [["--config-name=ppo_trainer"], ["--config-name", "ppo_trainer.yaml"], ["-cn", "ppo_trainer"]]
+)
 def test_verls_own_file_is_what_the_defaults_are(option: list[str]) -> None:
     assert load_run_config([*option, *VALID]) == load_run_config(VALID)
 
@@ -298,9 +360,18 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[RunConfig]
 
 def test_a_sweep_runs_once_for_each_value(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = f"{CORRECTION}.rollout_rs=token_k1,seq_mean_k3"
-    sweep = ["--multirun", *VALID, "+trainer.seed=1,2", rules, f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.01"]
+    sweep = [
+        "--multirun",
+        *VALID,
+        "+trainer.seed=1,2",
+        rules,
+        f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.01",
+    ]
     runs = runs_of(monkeypatch, *sweep)
-    assert [(run.trainer.seed, len(run.algorithm.rollout_correction.rejection_bounds())) for run in runs] == [(1, 2), (2, 2)]
+    assert [(run.trainer.seed, len(run.algorithm.rollout_correction.rejection_bounds())) for run in runs] == [
+        (1, 2),
+        (2, 2),
+    ]
     assert sorted(path.name for path in files.iterdir()) == ["model", "train.parquet", "val.parquet"]
 
 
@@ -314,19 +385,27 @@ def test_a_sweep_over_groups_presets_and_thresholds(files: Path, monkeypatch: py
     assert corrections("-m", f"correction={presets}") == expected
     assert corrections("-m", f"{CORRECTION}.preset={presets}") == expected
     bounds = f"{CORRECTION}.rollout_is_threshold=choice('0.5_5',3)"
-    assert corrections("-m", "correction=decoupled_token_is", bounds) == [("token", "0.5_5.0"), ("token", 3.0)]
+    assert corrections("-m", "correction=decoupled_token_is", bounds) == [
+        ("token", "0.5_5.0"),
+        ("token", 3.0),
+    ]
     assert corrections("-m", "correction=glob(decoupled_token_*)") == [("token", "0.5_5.0"), ("token", 2.0)]
 
 
 def test_runs_of_a_sweep_write_to_folders_of_their_own(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def folders(*arguments: str) -> list[str | None]:
-        return [run.trainer.default_local_dir for run in runs_of(monkeypatch, "-m", *VALID, "trainer.seed=4,5", *arguments)]
+        return [
+            run.trainer.default_local_dir
+            for run in runs_of(monkeypatch, "-m", *VALID, "trainer.seed=4,5", *arguments)
+        ]
 
     assert folders("trainer.default_local_dir=a") == ["a/0", "a/1"]
     assert folders("trainer.default_local_dir='a/${trainer.seed}'") == ["a/4", "a/5"]
 
 
-def test_no_run_of_a_sweep_starts_when_one_cannot(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_no_run_of_a_sweep_starts_when_one_cannot(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     started: list[RunConfig] = []
     monkeypatch.setattr(sys, "argv", ["verl_rc.main_ppo", "-m", *VALID, "trainer.nnodes=1,0"])
     with pytest.raises(SystemExit) as raised:
@@ -349,7 +428,10 @@ def test_mistakes_in_a_run_file(tmp_path: Path, text: str, message: str) -> None
 
 def test_a_quoted_band_in_a_run_file(tmp_path: Path) -> None:
     text = 'algorithm:\n  rollout_correction:\n    rollout_is: token\n    rollout_is_threshold: "0.5_5"\n'
-    assert load_run_config(write_run_file(tmp_path, text)).algorithm.rollout_correction.weight_threshold().lower == 0.5
+    assert (
+        load_run_config(write_run_file(tmp_path, text)).algorithm.rollout_correction.weight_threshold().lower
+        == 0.5
+    )
 
 
 def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
@@ -361,10 +443,17 @@ def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "harware=cpu", "hardware=gpu", "task=digits task=math", "--config-dir=nowhere", "--config-dir=.", "--cfg=none",
-        "-m hardware=cpu,gpu task=digits", "--info --cfg=job", "task=digits hardware=cpu data.train_batch_size=7",
+        "harware=cpu",
+        "hardware=gpu",
+        "task=digits task=math",
+        "--config-dir=nowhere",
+        "--config-dir=.",
+        "--cfg=none",
+        "-m hardware=cpu,gpu task=digits",
+        "--info --cfg=job",
+        "task=digits hardware=cpu data.train_batch_size=7",
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
     arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -379,7 +468,10 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["data.train_bach_size=8"], "the nearest is data.train_batch_size"), (VALID, "must name existing files")],
+    [
+        (["data.train_bach_size=8"], "the nearest is data.train_batch_size"),
+        (VALID, "must name existing files"),
+    ],
 )
 def test_the_process_exits_with_2_and_one_message(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "verl_rc.main_ppo", *arguments]

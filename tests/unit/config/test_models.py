@@ -10,7 +10,9 @@ from verl_rc.config.load import load_run_config
 from verl_rc.config.models import CriticConfig, model_source
 
 
-def test_a_folder_of_the_users_home_is_found_and_a_hub_id_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_users_home_is_found_and_a_hub_id_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert model_source("~/model") == str(tmp_path / "model")
@@ -34,7 +36,11 @@ GIVEN = [
 def test_what_a_critic_leaves_open_follows_the_actor() -> None:
     critic = load_run_config([*GIVEN, "critic.ppo_mini_batch_size=16"]).critic
     assert critic.ppo_mini_batch_size == 16
-    assert (critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode, critic.model.path) == (4, "token-sum", "org/model")
+    assert (critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode, critic.model.path) == (
+        4,
+        "token-sum",
+        "org/model",
+    )
     assert critic.model.use_remove_padding is False
     assert critic.optim.lr == 1e-5
 
@@ -72,7 +78,11 @@ def test_a_reference_is_needed_where_something_compares_with_it(override: str, n
 
 def test_roles_share_the_processes_of_the_ranks() -> None:
     roles = ("actor_rollout_ref.actor.use_kl_loss=True", "critic.enable=True")
-    ranks = ("trainer.n_gpus_per_node=4", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    ranks = (
+        "trainer.n_gpus_per_node=4",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    )
     config = small_run_config(Path("/models/m"), *roles, *ranks)
     assert (config.num_trainer_roles, config.num_engines) == (3, 4)
     assert config.num_processes == 8
@@ -90,5 +100,7 @@ def test_what_a_reference_leaves_open_follows_the_actor() -> None:
     reference = small_run_config(Path("/models/m")).actor_rollout_ref.ref
     assert reference.model_path == "/models/m"
     assert reference.log_prob_micro_batch_size_per_gpu == 2
-    other = small_run_config(Path("/models/m"), "actor_rollout_ref.ref.model_path=/models/other").actor_rollout_ref.ref
+    other = small_run_config(
+        Path("/models/m"), "actor_rollout_ref.ref.model_path=/models/other"
+    ).actor_rollout_ref.ref
     assert other.model_path == "/models/other"

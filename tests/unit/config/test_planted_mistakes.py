@@ -1,4 +1,5 @@
-"""Sixty mistakes that people make: each gives one message with the key, what must hold, what was given and what to write."""
+"""Sixty mistakes that people make: each gives one message with the key, what must hold, what was given and
+what to write."""
 
 from pathlib import Path
 
@@ -23,11 +24,18 @@ SOUND = [
     "trainer.n_gpus_per_node=1",
 ]
 
-# Overrides that hold the mistake; then the key, what must hold, what was given, and what to write, as the message says it.
+# Overrides that hold the mistake; then the key, what must hold, what was given, and what to write, as the
+# message says it.
 Mistake = tuple[str, str, str, str, str]
 
 TYPOS: list[Mistake] = [
-    ("data.train_bach_size=8", "data.train_bach_size", "is not a known key", "train_bach_size", "data.train_batch_size"),
+    (
+        "data.train_bach_size=8",
+        "data.train_bach_size",
+        "is not a known key",
+        "train_bach_size",
+        "data.train_batch_size",
+    ),
     (
         f"{ACTOR}.ppo_minibatch_size=8",
         "ppo_minibatch_size",
@@ -35,35 +43,119 @@ TYPOS: list[Mistake] = [
         "ppo_minibatch",
         f"{ACTOR}.ppo_mini_batch_size",
     ),
-    (f"{ROLLOUT}.gpu_memory_utilisation=0.5", "utilisation", "is not a known key", "utilisation", "gpu_memory_utilization"),
+    (
+        f"{ROLLOUT}.gpu_memory_utilisation=0.5",
+        "utilisation",
+        "is not a known key",
+        "utilisation",
+        "gpu_memory_utilization",
+    ),
     ("trainer.lr=1e-6", "trainer.lr", "is not a known key", "trainer.lr", f"{ACTOR}.optim.lr"),
     ("actor.optim.lr=1e-6", "actor.optim.lr", "is not a known key", "actor.optim.lr", f"{ACTOR}.optim.lr"),
-    (f"{CORRECTION}.rollout_is_treshold=2", "rollout_is_treshold", "is not a known key", "treshold", "rollout_is_threshold"),
-    (f"{CORRECTION}.preset=decoupled_sq_is", f"{CORRECTION}.preset", "decoupled_sq_is", "decoupled_sq_is", "decoupled_seq_is"),
+    (
+        f"{CORRECTION}.rollout_is_treshold=2",
+        "rollout_is_treshold",
+        "is not a known key",
+        "treshold",
+        "rollout_is_threshold",
+    ),
+    (
+        f"{CORRECTION}.preset=decoupled_sq_is",
+        f"{CORRECTION}.preset",
+        "decoupled_sq_is",
+        "decoupled_sq_is",
+        "decoupled_seq_is",
+    ),
     ("data.shuffle.now=True", "data.shuffle.now", "is not a known key", "data.shuffle.now", "data.shuffle"),
     ("trainer.totl_epochs=3", "trainer.totl_epochs", "is not a known key", "totl", "trainer.total_epochs"),
 ]
 
 TYPES: list[Mistake] = [
-    ("data.train_batch_size=many", "data.train_batch_size", "must be a valid integer", "'many'", "or drop it for 1024"),
+    (
+        "data.train_batch_size=many",
+        "data.train_batch_size",
+        "must be a valid integer",
+        "'many'",
+        "or drop it for 1024",
+    ),
     ("data.train_batch_size=1.5", "data.train_batch_size", "must be a valid integer", "1.5", "write that"),
     ("data.train_batch_size=0", "data.train_batch_size", "greater than or equal to 1", "got 0", "write that"),
     ("data.shuffle=perhaps", "data.shuffle", "must be a valid boolean", "'perhaps'", "or drop it for True"),
-    (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr", "must be a valid number", "'fast'", "or drop it for 1e-06"),
+    (
+        f"{ACTOR}.optim.lr=fast",
+        f"{ACTOR}.optim.lr",
+        "must be a valid number",
+        "'fast'",
+        "or drop it for 1e-06",
+    ),
     (f"{ACTOR}.optim.lr=-1e-6", f"{ACTOR}.optim.lr", "greater than or equal to 0", "-1e-06", "write that"),
-    (f"{ROLLOUT}.gpu_memory_utilization=80", "gpu_memory_utilization", "less than or equal to 1", "got 80", "drop it for 0.5"),
-    ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "greater than or equal to 1", "got 0", "write that"),
-    (f"{ACTOR}.clip_ratio_c=0.5", f"{ACTOR}.clip_ratio_c", "must be greater than 1", "got 0.5", "drop it for 3.0"),
+    (
+        f"{ROLLOUT}.gpu_memory_utilization=80",
+        "gpu_memory_utilization",
+        "less than or equal to 1",
+        "got 80",
+        "drop it for 0.5",
+    ),
+    (
+        "trainer.n_gpus_per_node=0",
+        "trainer.n_gpus_per_node",
+        "greater than or equal to 1",
+        "got 0",
+        "write that",
+    ),
+    (
+        f"{ACTOR}.clip_ratio_c=0.5",
+        f"{ACTOR}.clip_ratio_c",
+        "must be greater than 1",
+        "got 0.5",
+        "drop it for 3.0",
+    ),
     ("algorithm.gamma=1.5", "algorithm.gamma", "less than or equal to 1", "got 1.5", "drop it for 1.0"),
-    ("data.train_files=null", "data.train_files", "must be a valid list", "got None", "write data.train_files=<a valid list>"),
+    (
+        "data.train_files=null",
+        "data.train_files",
+        "must be a valid list",
+        "got None",
+        "write data.train_files=<a valid list>",
+    ),
 ]
 
 VARIANTS: list[Mistake] = [
-    ("data.truncation=top", "data.truncation", "must be 'error', 'left', 'right' or 'middle'", "'top'", "or drop it for 'error'"),
-    (f"{ACTOR}.loss_agg_mode=mean", "loss_agg_mode", "must be 'token-mean', 'token-sum'", "'mean'", "drop it for 'token-mean'"),
-    (f"{ACTOR}.kl_loss_type=k4", f"{ACTOR}.kl_loss_type", "must be 'kl', 'k1'", "'k4'", "drop it for 'low_var_kl'"),
-    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator", "must be one of gae", "'rlooo'", "module:function"),
-    (f"{ACTOR}.policy_loss.loss_mode=ppo", "policy_loss.loss_mode", "must be one of vanilla", "'ppo'", "module:function"),
+    (
+        "data.truncation=top",
+        "data.truncation",
+        "must be 'error', 'left', 'right' or 'middle'",
+        "'top'",
+        "or drop it for 'error'",
+    ),
+    (
+        f"{ACTOR}.loss_agg_mode=mean",
+        "loss_agg_mode",
+        "must be 'token-mean', 'token-sum'",
+        "'mean'",
+        "drop it for 'token-mean'",
+    ),
+    (
+        f"{ACTOR}.kl_loss_type=k4",
+        f"{ACTOR}.kl_loss_type",
+        "must be 'kl', 'k1'",
+        "'k4'",
+        "drop it for 'low_var_kl'",
+    ),
+    (
+        "algorithm.adv_estimator=rlooo",
+        "algorithm.adv_estimator",
+        "must be one of gae",
+        "'rlooo'",
+        "module:function",
+    ),
+    (
+        f"{ACTOR}.policy_loss.loss_mode=ppo",
+        "policy_loss.loss_mode",
+        "must be one of vanilla",
+        "'ppo'",
+        "module:function",
+    ),
     (
         f"{ACTOR}.optim.lr_scheduler_type=step",
         "lr_scheduler_type",
@@ -71,10 +163,28 @@ VARIANTS: list[Mistake] = [
         "'step'",
         "'constant'",
     ),
-    ("trainer.resume_mode=yes", "trainer.resume_mode", "'auto', 'disable' or 'resume_path'", "yes", "drop it for 'auto'"),
+    (
+        "trainer.resume_mode=yes",
+        "trainer.resume_mode",
+        "'auto', 'disable' or 'resume_path'",
+        "yes",
+        "drop it for 'auto'",
+    ),
     ("trainer.logger=[console,fax]", "trainer.logger", "must name some of", "'fax'", "'tensorboard'"),
-    ("trainer.device=tpu", "trainer.device", "must be 'auto', 'cpu' or 'cuda'", "'tpu'", "drop it for 'auto'"),
-    (f"{ROLLOUT}.dtype=int8", f"{ROLLOUT}.dtype", "must be 'bfloat16', 'float16' or 'float32'", "'int8'", "'bfloat16'"),
+    (
+        "trainer.device=tpu",
+        "trainer.device",
+        "must be 'auto', 'cpu' or 'cuda'",
+        "'tpu'",
+        "drop it for 'auto'",
+    ),
+    (
+        f"{ROLLOUT}.dtype=int8",
+        f"{ROLLOUT}.dtype",
+        "must be 'bfloat16', 'float16' or 'float32'",
+        "'int8'",
+        "'bfloat16'",
+    ),
     (
         f"{CORRECTION}.rollout_is=tokens",
         f"{CORRECTION}.rollout_is",
@@ -83,7 +193,13 @@ VARIANTS: list[Mistake] = [
         "did you mean token",
     ),
     (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name", "sglang is not supported", "=sglang", "write vllm"),
-    (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy", "megatron is not supported", "=megatron", "write fsdp2"),
+    (
+        f"{ACTOR}.strategy=megatron",
+        f"{ACTOR}.strategy",
+        "megatron is not supported",
+        "=megatron",
+        "write fsdp2",
+    ),
     ("trainer.device=npu", "trainer.device", "NPUs are not supported", "=npu", "write cuda, cpu or auto"),
 ]
 
@@ -95,8 +211,20 @@ CONTRADICTIONS: list[Mistake] = [
         "neither was given",
         "use_dynamic_bsz=True",
     ),
-    (f"{ROLLOUT}.n=1 algorithm.adv_estimator=opo", f"{ROLLOUT}.n", "compares samples of one prompt", "got 1", ">= 2"),
-    (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p", "must sample from the whole distribution", "0.9", "top_p=1.0"),
+    (
+        f"{ROLLOUT}.n=1 algorithm.adv_estimator=opo",
+        f"{ROLLOUT}.n",
+        "compares samples of one prompt",
+        "got 1",
+        ">= 2",
+    ),
+    (
+        f"{ROLLOUT}.top_p=0.9",
+        f"{ROLLOUT}.top_p",
+        "must sample from the whole distribution",
+        "0.9",
+        "top_p=1.0",
+    ),
     (
         f"{ROLLOUT}.calculate_log_probs=False",
         "calculate_log_probs",
@@ -126,19 +254,79 @@ CONTRADICTIONS: list[Mistake] = [
         "was not given",
         "global_step_N",
     ),
-    ("trainer.resume_from_path=/x", "trainer.resume_from_path", "has no effect", "=/x", "trainer.resume_mode=resume_path"),
-    ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys", "which needs it", "Got None", "the columns of the reward"),
-    (f"{CORRECTION}.rollout_rs=token_k1", "rollout_rs_threshold", "token_k1", "token_k1", "rollout_rs_threshold"),
-    (f"{ACTOR}.policy_loss.loss_mode=dro", "policy_loss.dro_beta", "loss_mode=dro, which needs it", "dro_beta=None", "dro_beta"),
-    (f"{ACTOR}.grad_clip=1 {ACTOR}.optim.clip_grad=2", f"{ACTOR}.grad_clip", "are one option", "=1 and", "give it once"),
-    ("data.gen_batch_size=8", "data.gen_batch_size", "has no effect", "=8", "algorithm.filter_groups.enable=True"),
-    (f"{ROLLOUT}.prompt_length=7", f"{ROLLOUT}.prompt_length", "always equals", "=7", "data.max_prompt_length"),
+    (
+        "trainer.resume_from_path=/x",
+        "trainer.resume_from_path",
+        "has no effect",
+        "=/x",
+        "trainer.resume_mode=resume_path",
+    ),
+    (
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys",
+        "which needs it",
+        "Got None",
+        "the columns of the reward",
+    ),
+    (
+        f"{CORRECTION}.rollout_rs=token_k1",
+        "rollout_rs_threshold",
+        "token_k1",
+        "token_k1",
+        "rollout_rs_threshold",
+    ),
+    (
+        f"{ACTOR}.policy_loss.loss_mode=dro",
+        "policy_loss.dro_beta",
+        "loss_mode=dro, which needs it",
+        "dro_beta=None",
+        "dro_beta",
+    ),
+    (
+        f"{ACTOR}.grad_clip=1 {ACTOR}.optim.clip_grad=2",
+        f"{ACTOR}.grad_clip",
+        "are one option",
+        "=1 and",
+        "give it once",
+    ),
+    (
+        "data.gen_batch_size=8",
+        "data.gen_batch_size",
+        "has no effect",
+        "=8",
+        "algorithm.filter_groups.enable=True",
+    ),
+    (
+        f"{ROLLOUT}.prompt_length=7",
+        f"{ROLLOUT}.prompt_length",
+        "always equals",
+        "=7",
+        "data.max_prompt_length",
+    ),
 ]
 
 BATCHES: list[Mistake] = [
-    ("data.train_batch_size=30", "data.train_batch_size", "must be a multiple of", "got 30 and 16", "ppo_mini_batch_size=2"),
-    (f"{ACTOR}.ppo_max_token_len_per_gpu=100", "ppo_max_token_len_per_gpu", "must hold the longest", "got 100", "= 1024"),
-    (f"{ROLLOUT}.max_model_len=100", f"{ROLLOUT}.max_model_len", "must be at least", "got 100", "max_response_length = 1024"),
+    (
+        "data.train_batch_size=30",
+        "data.train_batch_size",
+        "must be a multiple of",
+        "got 30 and 16",
+        "ppo_mini_batch_size=2",
+    ),
+    (
+        f"{ACTOR}.ppo_max_token_len_per_gpu=100",
+        "ppo_max_token_len_per_gpu",
+        "must hold the longest",
+        "got 100",
+        "= 1024",
+    ),
+    (
+        f"{ROLLOUT}.max_model_len=100",
+        f"{ROLLOUT}.max_model_len",
+        "must be at least",
+        "got 100",
+        "max_response_length = 1024",
+    ),
     (
         f"{ROLLOUT}.response_length=9999",
         f"{ROLLOUT}.response_length",
@@ -156,11 +344,35 @@ DEVICES: list[Mistake] = [
         "got 2",
         "parallel_size=1",
     ),
-    (f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.n_gpus_per_node", "share the trainer's 1 devices", "= 2", "hybrid_engine=False"),
-    (f"trainer.nnodes=64 {ROLLOUT}.n=2", f"{ACTOR}.ppo_mini_batch_size", "at least one row", "= 32 rows", "trainer.nnodes"),
-    (f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.nnodes=4", "fsdp_size", "must divide the 4 trainer ranks", "got 3", "Pass 2"),
+    (
+        f"{ROLLOUT}.n_gpus_per_node=2",
+        f"{ROLLOUT}.n_gpus_per_node",
+        "share the trainer's 1 devices",
+        "= 2",
+        "hybrid_engine=False",
+    ),
+    (
+        f"trainer.nnodes=64 {ROLLOUT}.n=2",
+        f"{ACTOR}.ppo_mini_batch_size",
+        "at least one row",
+        "= 32 rows",
+        "trainer.nnodes",
+    ),
+    (
+        f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.nnodes=4",
+        "fsdp_size",
+        "must divide the 4 trainer ranks",
+        "got 3",
+        "Pass 2",
+    ),
     (f"{ACTOR}.fsdp_config.fsdp_size=0", "fsdp_size", "must divide the 1 trainer ranks", "got 0", "Pass 1"),
-    (f"{ACTOR}.ulysses_sequence_parallel_size=4", "ulysses_sequence_parallel_size", "divide the 1 trainer ranks", "=4", "Pass 1"),
+    (
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        "ulysses_sequence_parallel_size",
+        "divide the 1 trainer ranks",
+        "=4",
+        "Pass 1",
+    ),
 ]
 
 LEGACY: list[Mistake] = [
@@ -171,9 +383,27 @@ LEGACY: list[Mistake] = [
         "x.py",
         "write reward.custom_reward_function.path",
     ),
-    ("reward_model.enable=True", "reward_model.enable", "it moved", "=True", "write reward.reward_model.enable"),
-    (f"{ACTOR}.tis_imp_ratio_cap=2", "tis_imp_ratio_cap", "earlier verl release", "=2", f"{CORRECTION}.rollout_is=token"),
-    (f"{ACTOR}.ppo_micro_batch_size=64", "ppo_micro_batch_size", "rows of all ranks", "=64", "write actor_rollout_ref"),
+    (
+        "reward_model.enable=True",
+        "reward_model.enable",
+        "it moved",
+        "=True",
+        "write reward.reward_model.enable",
+    ),
+    (
+        f"{ACTOR}.tis_imp_ratio_cap=2",
+        "tis_imp_ratio_cap",
+        "earlier verl release",
+        "=2",
+        f"{CORRECTION}.rollout_is=token",
+    ),
+    (
+        f"{ACTOR}.ppo_micro_batch_size=64",
+        "ppo_micro_batch_size",
+        "rows of all ranks",
+        "=64",
+        "write actor_rollout_ref",
+    ),
     (f"{MODEL}.use_liger=True", f"{MODEL}.use_liger", "are not built", "=True", "drop it"),
     (
         "trainer.v1.trainer_mode=colocate_async",
@@ -186,9 +416,21 @@ LEGACY: list[Mistake] = [
 ]
 
 FORMS: list[Mistake] = [
-    ("data.train_batch_size", "data.train_batch_size", "must have the form", "got 'data.train_batch_size'", "key=value"),
+    (
+        "data.train_batch_size",
+        "data.train_batch_size",
+        "must have the form",
+        "got 'data.train_batch_size'",
+        "key=value",
+    ),
     ("--wrong", "--wrong", "options are", "'--wrong'", "--config-name"),
-    ("~data.shuffle", "data.shuffle", "takes back what a run file or a group gave", "none gave this", "drop it"),
+    (
+        "~data.shuffle",
+        "data.shuffle",
+        "takes back what a run file or a group gave",
+        "none gave this",
+        "drop it",
+    ),
 ]
 
 MISTAKES = [*TYPOS, *TYPES, *VARIANTS, *CONTRADICTIONS, *BATCHES, *DEVICES, *LEGACY, *FORMS]
@@ -199,7 +441,9 @@ def test_the_list_is_long_enough_and_what_it_starts_from_is_sound() -> None:
     load_run_config(SOUND)
 
 
-@pytest.mark.parametrize(("overrides", "key", "must", "given", "write"), MISTAKES, ids=[mistake[0] for mistake in MISTAKES])
+@pytest.mark.parametrize(
+    ("overrides", "key", "must", "given", "write"), MISTAKES, ids=[mistake[0] for mistake in MISTAKES]
+)
 def test_a_mistake_gives_one_message(overrides: str, key: str, must: str, given: str, write: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config([*SOUND, *overrides.split()])
@@ -207,7 +451,8 @@ def test_a_mistake_gives_one_message(overrides: str, key: str, must: str, given:
 
 
 def assert_complete(message: str, *parts: str) -> None:
-    """All parts are said, in one message for the one mistake; a translation's command stands on a line of its own."""
+    """All parts are said, in one message for the one mistake; a translation's command stands on a line of its
+    own."""
     missing = [part for part in parts if part not in message]
     assert not missing, message
     problems = [line for line in message.splitlines() if not line.startswith(("  ", "("))]
@@ -226,7 +471,9 @@ FILES = [
 
 
 @pytest.mark.parametrize(("overrides", "key"), FILES, ids=[overrides for overrides, _ in FILES])
-def test_a_missing_file_gives_one_message(overrides: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_gives_one_message(
+    overrides: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "val.parquet", "here.parquet"):
         (tmp_path / name).touch()

@@ -1,8 +1,15 @@
-"""The rules by name, and thresholds: every accepted form, and every refusal with the key, what must hold and what was given."""
+"""The rules by name, and thresholds: every accepted form, and every refusal with the key, what must hold and
+what was given."""
 
 import pytest
 
-from verl_rc.config.rejection_rules import REJECTION_RULES, Threshold, parse_rules, parse_threshold, threshold_specs
+from verl_rc.config.rejection_rules import (
+    REJECTION_RULES,
+    Threshold,
+    parse_rules,
+    parse_threshold,
+    threshold_specs,
+)
 
 
 def test_verls_eleven_come_first_and_there_is_no_seq_max_k1() -> None:

@@ -55,8 +55,13 @@ def test_refusals(fields: dict[str, object], message: str) -> None:
 def test_one_threshold_serves_all_rules_or_each_has_its_own() -> None:
     shared = RolloutCorrectionConfig(rollout_rs="token_k2,seq_max_k2", rollout_rs_threshold=0.5)
     assert [bound.upper for bound in shared.rejection_bounds().values()] == [0.5, 0.5]
-    own = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=["0.5_2.0", 0.01])
-    assert [(bound.lower, bound.upper) for bound in own.rejection_bounds().values()] == [(0.5, 2.0), (None, 0.01)]
+    own = RolloutCorrectionConfig(
+        rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=["0.5_2.0", 0.01]
+    )
+    assert [(bound.lower, bound.upper) for bound in own.rejection_bounds().values()] == [
+        (0.5, 2.0),
+        (None, 0.01),
+    ]
 
 
 @pytest.mark.parametrize("level", [None, *WEIGHT_LEVELS])
@@ -85,4 +90,8 @@ def test_settings_are_the_options_as_typed_values(level: str | None) -> None:
         ("seq_sum_k1", pytest.approx(-math.log(2)), pytest.approx(math.log(2))),
     ]
     assert settings.log_veto == math.log(0.25)
-    assert (settings.nonfinite, settings.full, settings.tests_misalignment) == ("reject_sequence", False, True)
+    assert (settings.nonfinite, settings.full, settings.tests_misalignment) == (
+        "reject_sequence",
+        False,
+        True,
+    )

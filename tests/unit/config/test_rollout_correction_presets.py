@@ -1,4 +1,5 @@
-"""Presets: every name builds a valid configuration, today's names equal verl's, old names keep their meaning."""
+"""Presets: every name builds a valid configuration, today's names equal verl's, old names keep their
+meaning."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,9 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "presets.json").read
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_name_builds(name: str) -> None:
-    assert RolloutCorrectionConfig.from_preset(name) == RolloutCorrectionConfig.model_validate(preset_fields(name))
+    assert RolloutCorrectionConfig.from_preset(name) == RolloutCorrectionConfig.model_validate(
+        preset_fields(name)
+    )
 
 
 @pytest.mark.parametrize("name", list(GOLDEN))
@@ -23,7 +26,9 @@ def test_names_of_today_have_verls_fields(name: str) -> None:
 
 def test_constructors_take_their_parameters() -> None:
     assert RolloutCorrectionConfig.decoupled_seq_is(threshold=3.0).weight_threshold().upper == 3.0
-    assert RolloutCorrectionConfig.decoupled_token_is() == RolloutCorrectionConfig.from_preset("decoupled_token_is")
+    assert RolloutCorrectionConfig.decoupled_token_is() == RolloutCorrectionConfig.from_preset(
+        "decoupled_token_is"
+    )
 
 
 def test_names_of_december_2025_keep_their_veto() -> None:
@@ -44,7 +49,10 @@ def test_an_unknown_name_names_the_nearest() -> None:
         ("kpop", {"rollout_rs": "token_kpop", "rollout_rs_threshold": 2.0}),
         ("icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
         ("prefix_is", {"rollout_is": "prefix", "rollout_is_threshold": 2.0}),
-        ("seq_mis", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-09_2.0"}),
+        (
+            "seq_mis",
+            {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-09_2.0"},
+        ),
         ("ppo_is_bypass", {"rollout_is": "token", "bypass_mode": True, "loss_type": "ppo_clip"}),
         ("pure_is", {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"}),
     ],

@@ -1,4 +1,5 @@
-"""The whole tree: fallbacks followed once, nothing shared between runs; code of a model runs only where it is allowed."""
+"""The whole tree: fallbacks followed once, nothing shared between runs; code of a model runs only where it is
+allowed."""
 
 from pathlib import Path
 
@@ -45,7 +46,12 @@ def test_the_tree_is_frozen_and_closed() -> None:
 
 
 def test_no_model_brings_code_by_default(tmp_path: Path) -> None:
-    assert remote_code_keys(small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")) == {}
+    assert (
+        remote_code_keys(
+            small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")
+        )
+        == {}
+    )
 
 
 def test_every_switch_is_named_with_its_model(tmp_path: Path) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from verl_rc.config.schema import StrictModel, UserPath, default_at, defaults, has_key, known_keys, leads_to_leaf, required_leaves
+from verl_rc.config.schema import (
+    StrictModel,
+    UserPath,
+    default_at,
+    defaults,
+    has_key,
+    known_keys,
+    leads_to_leaf,
+    required_leaves,
+)
 
 
 class Section(StrictModel):
@@ -68,7 +77,11 @@ class Outer(BaseModel):
 def test_leaves_and_defaults() -> None:
     assert list(known_keys(Outer)) == ["inner.size", "inner.path", "inner.free", "name"]
     assert defaults(Outer) == {"inner": {"size": 3, "free": None}, "name": "x"}
-    assert (default_at(Outer, ["inner", "size"]), default_at(Outer, ["inner", "path"]), default_at(Outer, ["no"])) == (
+    assert (
+        default_at(Outer, ["inner", "size"]),
+        default_at(Outer, ["inner", "path"]),
+        default_at(Outer, ["no"]),
+    ) == (
         3,
         None,
         None,
@@ -83,10 +96,16 @@ def test_what_must_be_given() -> None:
 @pytest.mark.parametrize(
     ("key", "known", "is_leaf"),
     [
-        ("name", True, True), ("inner", True, False), ("inner.size", True, True), ("inner.free.a.b", True, True),
-        ("inner.size.x", False, True), ("outer", False, True), ("inner.sise", False, True), ("", False, True),
+        ("name", True, True),
+        ("inner", True, False),
+        ("inner.size", True, True),
+        ("inner.free.a.b", True, True),
+        ("inner.size.x", False, True),
+        ("outer", False, True),
+        ("inner.sise", False, True),
+        ("", False, True),
     ],
-)  # fmt: skip
+)
 def test_keys(key: str, known: bool, is_leaf: bool) -> None:
     assert has_key(Outer, key) == known
     assert leads_to_leaf(Outer, key) == is_leaf

@@ -15,8 +15,19 @@ ENVIRONMENT = "++ray_kwargs.ray_init.runtime_env.env_vars"
 @pytest.mark.parametrize(
     "name",
     [
-        "WANDB_API_KEY", "HF_TOKEN", "hf_token", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "GOOGLE_APPLICATION_CREDENTIALS",
-        "token", "OPENAI_KEY", "SSH_PRIVATE_KEY_FILE", "apikey", "api-key", "SENTRY_DSN", "HTTP_AUTH",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "hf_token",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "token",
+        "OPENAI_KEY",
+        "SSH_PRIVATE_KEY_FILE",
+        "apikey",
+        "api-key",
+        "SENTRY_DSN",
+        "HTTP_AUTH",
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -24,13 +35,23 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "max_num_batched_tokens", "OMP_NUM_THREADS", "KEYBOARD", "AUTHOR", "RAY_AUTH_MODE"]
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "max_num_batched_tokens",
+        "OMP_NUM_THREADS",
+        "KEYBOARD",
+        "AUTHOR",
+        "RAY_AUTH_MODE",
+    ],
 )
 def test_other_names(name: str) -> None:
     assert not looks_secret(name)
 
 
-def test_secrets_stay_out_of_the_resolved_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_stay_out_of_the_resolved_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_run_config(
         tmp_path,
         f"{ENVIRONMENT}.WANDB_API_KEY=abc123",

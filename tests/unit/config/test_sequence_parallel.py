@@ -1,4 +1,5 @@
-"""Ranks that share a row: sizes and budgets that do not fit are refused before anything loads, with the number that would fit."""
+"""Ranks that share a row: sizes and budgets that do not fit are refused before anything loads, with the
+number that would fit."""
 
 import re
 from pathlib import Path
@@ -32,10 +33,14 @@ SIX = ("trainer.n_gpus_per_node=6", "data.train_batch_size=6", f"{ACTOR}.ppo_min
             (f"{CRITIC}.{SIZE}=2", GAE, "critic.model.use_remove_padding=False"),
             f"{CRITIC}.{SIZE}=2 divides packed tokens, but critic.model.use_remove_padding=False",
         ),
-        ((f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=7", f"{ACTOR}.{SIZE}=2"), None),
+        (
+            (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=7", f"{ACTOR}.{SIZE}=2"),
+            None,
+        ),
         (
             (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=6", f"{ACTOR}.{SIZE}=2"),
-            f"{ACTOR}.ppo_max_token_len_per_gpu must hold .* = 13.*, got 6 on each of the 2 ranks that share a row. Pass 7.$",
+            f"{ACTOR}.ppo_max_token_len_per_gpu must hold .* = 13.*, got 6 on each of the 2 ranks that share "
+            "a row. Pass 7.$",
         ),
     ],
 )
@@ -48,7 +53,11 @@ def test_sizes(overrides: tuple[str, ...], said: str | None, tmp_path: Path) -> 
 
 
 def test_each_group_gets_a_row(tmp_path: Path) -> None:
-    few = ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", f"{ACTOR}.ppo_mini_batch_size=3")
+    few = (
+        "actor_rollout_ref.rollout.n=1",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        f"{ACTOR}.ppo_mini_batch_size=3",
+    )
     with pytest.raises(ConfigError, match="each of the 6 trainer ranks"):
         small_run_config(tmp_path, *SIX, *few)
     small_run_config(tmp_path, *SIX, *few, f"{ACTOR}.{SIZE}=2")
@@ -59,12 +68,20 @@ def test_each_group_gets_a_row(tmp_path: Path) -> None:
 def test_the_reference_follows_the_actor_unless_it_says_otherwise(tmp_path: Path) -> None:
     shared = (*SIX, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.{SIZE}=3")
     assert small_run_config(tmp_path, *shared).sequence_parallel_sizes == {"actor": 3, "reference": 3}
-    assert small_run_config(tmp_path, *shared, f"{REF}.{SIZE}=1").sequence_parallel_sizes == {"actor": 3, "reference": 1}
-    assert small_run_config(tmp_path, *SIX, GAE, f"{CRITIC}.{SIZE}=2").sequence_parallel_sizes == {"actor": 1, "critic": 2}
+    assert small_run_config(tmp_path, *shared, f"{REF}.{SIZE}=1").sequence_parallel_sizes == {
+        "actor": 3,
+        "reference": 1,
+    }
+    assert small_run_config(tmp_path, *SIX, GAE, f"{CRITIC}.{SIZE}=2").sequence_parallel_sizes == {
+        "actor": 1,
+        "critic": 2,
+    }
 
 
 def test_verls_older_names_are_the_same_keys(tmp_path: Path) -> None:
-    older = [f"{role}.ulysses_sequence_parallel_size={size}" for role, size in ((ACTOR, 3), (CRITIC, 2), (REF, 6))]
+    older = [
+        f"{role}.ulysses_sequence_parallel_size={size}" for role, size in ((ACTOR, 3), (CRITIC, 2), (REF, 6))
+    ]
     config = small_run_config(tmp_path, *SIX, *older, GAE, f"{ACTOR}.use_kl_loss=True")
     assert config.sequence_parallel_sizes == {"actor": 3, "critic": 2, "reference": 6}
 
@@ -73,11 +90,18 @@ def test_heads_must_divide_too(tmp_path: Path) -> None:
     """The model has 4 heads of queries, and 2 of keys, which are repeated."""
     folder = write_small_model(tmp_path)
     for size, fits in ((2, None), (4, None), (3, 2), (6, 4)):
-        config = small_run_config(folder, "trainer.n_gpus_per_node=12", "data.train_batch_size=12",
-                                  f"{ACTOR}.ppo_mini_batch_size=12", f"{ACTOR}.{SIZE}={size}")  # fmt: skip
+        config = small_run_config(
+            folder,
+            "trainer.n_gpus_per_node=12",
+            "data.train_batch_size=12",
+            f"{ACTOR}.ppo_mini_batch_size=12",
+            f"{ACTOR}.{SIZE}={size}",
+        )
         problem = unsupported_attention(config, str(folder), trust_remote_code=False)
         if fits is None:
             assert problem is None
         else:
             assert problem is not None
-            assert re.match(rf"{ACTOR}.{SIZE}={size} must divide its 4 attention heads: pass {fits},", problem)
+            assert re.match(
+                rf"{ACTOR}.{SIZE}={size} must divide its 4 attention heads: pass {fits},", problem
+            )

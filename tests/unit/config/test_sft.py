@@ -15,5 +15,7 @@ def test_a_minimal_configuration() -> None:
 
 
 def test_what_must_be_given_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.output_dir must be given: write trainer\.output_dir=<value>"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.output_dir must be given: write trainer\.output_dir=<value>"
+    ):
         load_config(SftConfig, GIVEN[:3])

@@ -9,10 +9,16 @@ from verl_rc.config.task import RewardConfig
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"on_failure": "score"}, "failure_score belongs to reward.on_failure=score, which needs it; got on_failure=score"),
+        (
+            {"on_failure": "score"},
+            "failure_score belongs to reward.on_failure=score, which needs it; got on_failure=score",
+        ),
         ({"failure_score": -1.0}, "got on_failure=stop and failure_score=-1.0"),
         ({"on_failure": "score", "failure_score": float("nan")}, "finite number"),
-        ({"reward_model": {"enable": True}}, "model_path belongs to reward.reward_model.enable=True, which needs it; got"),
+        (
+            {"reward_model": {"enable": True}},
+            "model_path belongs to reward.reward_model.enable=True, which needs it; got",
+        ),
         ({"reward_model": {"model_path": "folder"}}, "got enable=False and model_path=folder"),
         ({"timeout_seconds": 0}, "greater than 0"),
     ],

@@ -1,4 +1,5 @@
-"""Code of the user's own: functions that are built in, registered, under another name or imported; and Python files."""
+"""Code of the user's own: functions that are built in, registered, under another name or imported; and Python
+files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ def double(number: int) -> int:
 
 @pytest.fixture
 def functions() -> NamedFunctions[Callable[[int], int]]:
-    functions: NamedFunctions[Callable[[int], int]] = NamedFunctions("number function", "section.key", {"twice": "double"})
+    functions: NamedFunctions[Callable[[int], int]] = NamedFunctions(
+        "number function", "section.key", {"twice": "double"}
+    )
     functions.register("double")(double)
     return functions
 
@@ -39,11 +42,19 @@ def test_a_name_is_taken_once(functions: NamedFunctions[Callable[[int], int]], t
     ("name", "message"),
     [
         ("tripple", "section.key must be one of double, twice, or 'module:function'; got 'tripple'"),
-        ("nowhere_at_all:f", "the number function 'nowhere_at_all:f' must name a function in an importable module"),
-        ("operator:nothing", "the number function 'operator:nothing' must name a function in an importable module"),
+        (
+            "nowhere_at_all:f",
+            "the number function 'nowhere_at_all:f' must name a function in an importable module",
+        ),
+        (
+            "operator:nothing",
+            "the number function 'operator:nothing' must name a function in an importable module",
+        ),
     ],
 )
-def test_what_is_not_there_is_named(functions: NamedFunctions[Callable[[int], int]], name: str, message: str) -> None:
+def test_what_is_not_there_is_named(
+    functions: NamedFunctions[Callable[[int], int]], name: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         functions.resolve(name)
 
@@ -71,5 +82,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, text: str | N
 
 def test_a_module_that_leaves_when_it_is_imported_is_named(tmp_path):
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)\n")
-    with pytest.raises(ValueError, match=r"data.custom_cls.path must be a file that can be imported; .* raised SystemExit\(0\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"data.custom_cls.path must be a file that can be imported; .* raised SystemExit\(0\)",
+    ):
         load_user_module(str(tmp_path / "leaves.py"), "data.custom_cls.path")

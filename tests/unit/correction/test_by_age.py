@@ -38,7 +38,10 @@ def make(seed: int) -> tuple[list[list[Token]], dict[str, Tensor]]:
     """Rows of tokens, the first one empty, and the same as tensors with nonsense where there is none."""
     source = random.Random(seed)
     lengths = [0, *(source.randint(1, WIDTH) for _ in range(ROWS - 1))]
-    rows = [[Token(source.gauss(0, 0.4), source.choice([0, 0, 1, 2, 4, 5, 9])) for _ in range(length)] for length in lengths]
+    rows = [
+        [Token(source.gauss(0, 0.4), source.choice([0, 0, 1, 2, 4, 5, 9])) for _ in range(length)]
+        for length in lengths
+    ]
     train, rollout = torch.full((2, ROWS, WIDTH), math.nan, dtype=torch.float64)
     versions, mask = torch.full((ROWS, WIDTH), -77), torch.zeros(ROWS, WIDTH, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -47,7 +50,12 @@ def make(seed: int) -> tuple[list[list[Token]], dict[str, Tensor]]:
             train[i, t] = rollout[i, t] + token.ratio
             versions[i, t] = NEWEST - token.age
             mask[i, t] = True
-    tensors = {"train_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask, "policy_versions": versions}
+    tensors = {
+        "train_log_probs": train,
+        "rollout_log_probs": rollout,
+        "response_mask": mask,
+        "policy_versions": versions,
+    }
     return rows, tensors
 
 
@@ -119,19 +127,33 @@ def test_neither_micro_batches_nor_their_order_count(name: str, seed: int) -> No
     parts = []
     for some in order.split([1, 6, 4, 3]):
         train, rollout, mask, versions = (tensor[some] for tensor in tensors.values())
-        parts.append(measure(train, rollout, mask, config, SequenceContext(policy_versions=versions, current_version=NEWEST)))
+        parts.append(
+            measure(
+                train,
+                rollout,
+                mask,
+                config,
+                SequenceContext(policy_versions=versions, current_version=NEWEST),
+            )
+        )
     merged = functools.reduce(lambda one, two: one.merge(two), parts)
     reduced = parts[0].with_vectors(
-        torch.stack([part.sums for part in parts]).sum(dim=0), torch.stack([part.maxima for part in parts]).amax(dim=0)
+        torch.stack([part.sums for part in parts]).sum(dim=0),
+        torch.stack([part.maxima for part in parts]).amax(dim=0),
     )
     whole = compute_rollout_correction(**tensors, config=config, current_version=NEWEST).metrics()
     assert len(ages_of(whole)) >= 12
     for statistics_of_parts in (merged, reduced):
-        assert ages_of(statistics_of_parts.metrics(config)) == pytest.approx(ages_of(whole), rel=1e-9, abs=1e-12)
+        assert ages_of(statistics_of_parts.metrics(config)) == pytest.approx(
+            ages_of(whole), rel=1e-9, abs=1e-12
+        )
 
 
 def test_a_token_that_is_rejected_for_its_log_prob_counts_as_rejected_and_in_no_gap() -> None:
-    mask, versions = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[NEWEST, NEWEST, NEWEST - 1, NEWEST - 1]])
+    mask, versions = (
+        torch.ones(1, 4, dtype=torch.bool),
+        torch.tensor([[NEWEST, NEWEST, NEWEST - 1, NEWEST - 1]]),
+    )
     train, rollout = torch.full((1, 4), -1.0), torch.tensor([[-1.0, -math.inf, -1.5, -1.5]])
     config = RolloutCorrectionConfig(nonfinite_logprob="reject_token")
     metrics = compute_rollout_correction(
@@ -157,5 +179,7 @@ def test_nothing_is_read_from_the_device() -> None:
     with FakeTensorMode():
         log_probs, mask = torch.empty(3, 4), torch.ones(3, 4, dtype=torch.bool)
         versions = torch.zeros(3, 4, dtype=torch.int64)
-        result = compute_rollout_correction(log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions)
+        result = compute_rollout_correction(
+            log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions
+        )
         assert len(result.statistics.layout.ages) == 5

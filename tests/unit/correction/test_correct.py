@@ -1,4 +1,5 @@
-"""Corrections never crash, read nothing from the device, and the policy for non-finite log-probs does what it says."""
+"""Corrections never crash, read nothing from the device, and the policy for non-finite log-probs does what it
+says."""
 
 import pytest
 import torch
@@ -6,7 +7,13 @@ from appendix_a import random_case, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
-from verl_rc.correction import NonFiniteLogProbError, apply, compute_rollout_correction, measure, require_finite
+from verl_rc.correction import (
+    NonFiniteLogProbError,
+    apply,
+    compute_rollout_correction,
+    measure,
+    require_finite,
+)
 
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
@@ -16,9 +23,14 @@ def test_apply_on_parts_with_the_batchs_statistics_equals_the_whole() -> None:
     config = RolloutCorrectionConfig.model_validate({**FULL, "rollout_is_batch_normalize": True})
     whole = compute_rollout_correction(train, rollout, mask, config)
     statistics = measure(train, rollout, mask, config)
-    parts = [apply(train[i : i + 2], rollout[i : i + 2], mask[i : i + 2], config, statistics) for i in range(0, 7, 2)]
+    parts = [
+        apply(train[i : i + 2], rollout[i : i + 2], mask[i : i + 2], config, statistics)
+        for i in range(0, 7, 2)
+    ]
     assert whole.weights is not None
-    torch.testing.assert_close(torch.cat([weights for weights, _ in parts if weights is not None]), whole.weights)
+    torch.testing.assert_close(
+        torch.cat([weights for weights, _ in parts if weights is not None]), whole.weights
+    )
     assert torch.equal(torch.cat([keep for _, keep in parts]), whole.keep_mask)
 
 
@@ -26,7 +38,9 @@ def test_apply_on_parts_with_the_batchs_statistics_equals_the_whole() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "prefix", "geometric"])
 @pytest.mark.parametrize("filled", [True, False])
 def test_extreme_batches_give_finite_numbers(shape: tuple[int, int], level: str, filled: bool) -> None:
-    config = RolloutCorrectionConfig.model_validate({**FULL, "rollout_is": level, "rollout_is_threshold": "0.9_1.1"})
+    config = RolloutCorrectionConfig.model_validate(
+        {**FULL, "rollout_is": level, "rollout_is_threshold": "0.9_1.1"}
+    )
     train = torch.full(shape, -50.0)
     result = compute_rollout_correction(train, torch.zeros(shape), torch.full(shape, filled), config)
     assert result.weights is not None
@@ -75,7 +89,9 @@ def everything(level: str) -> RolloutCorrectionConfig:
             "rollout_is": level,
             "rollout_is_batch_normalize": True,
             "rollout_rs": ",".join(REJECTION_RULES),
-            "rollout_rs_threshold": ["1.2" if rule.bounds_ratio else 0.9 for rule in REJECTION_RULES.values()],
+            "rollout_rs_threshold": [
+                "1.2" if rule.bounds_ratio else 0.9 for rule in REJECTION_RULES.values()
+            ],
             "rollout_token_veto_threshold": 0.3,
             "rollout_opsm_threshold": 0.1,
             "diagnostics": "full",
@@ -121,7 +137,9 @@ def test_full_diagnostics_read_nothing_from_the_device(level: str) -> None:
         assert result.weights.shape == result.keep_mask.shape == (3, 4)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+)
 def test_weights_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
     train, rollout, mask = (x.to(dtype) for x in random_case(3, 4, seed=0))
     result = compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(rollout_is="sequence"))
@@ -132,7 +150,9 @@ def test_weights_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype)
 def test_equal_policies_are_left_exactly_alone() -> None:
     train, _, mask = random_case(6, 5, seed=8)
     for level in WEIGHT_LEVELS:
-        config = RolloutCorrectionConfig.model_validate({"rollout_is": level, "rollout_is_batch_normalize": True})
+        config = RolloutCorrectionConfig.model_validate(
+            {"rollout_is": level, "rollout_is_batch_normalize": True}
+        )
         result = compute_rollout_correction(train, train.clone(), mask, config)
         assert result.weights is not None
         assert torch.equal(result.weights, mask.double())
@@ -156,7 +176,10 @@ def test_shapes_must_match() -> None:
 
 
 TWO_RULES = RolloutCorrectionConfig(
-    rollout_is="token", rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.6_1.6,0.1", diagnostics="full"
+    rollout_is="token",
+    rollout_rs="token_k1,seq_mean_k3",
+    rollout_rs_threshold="0.6_1.6,0.1",
+    diagnostics="full",
 )
 
 
@@ -164,7 +187,9 @@ def test_memory_in_another_order_and_a_mask_of_numbers() -> None:
     train, rollout, mask = random_case(6, 9, seed=1)
     turned = [x.T.contiguous().T for x in (train, rollout, 3.0 * mask)]
     assert not turned[0].is_contiguous()
-    found, expected = (compute_rollout_correction(*case, TWO_RULES) for case in (turned, (train, rollout, mask)))
+    found, expected = (
+        compute_rollout_correction(*case, TWO_RULES) for case in (turned, (train, rollout, mask))
+    )
     assert found.weights is not None
     assert expected.weights is not None
     assert torch.equal(found.weights, expected.weights)

@@ -1,4 +1,5 @@
-"""Correction, the policy's objective and the bypass update wait for the device at the announced copies and nowhere else."""
+"""Correction, the policy's objective and the bypass update wait for the device at the announced copies and
+nowhere else."""
 
 from collections import Counter
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_the_driver_reads_all_statistics_in_one_copy(level: str) -> None:
     assert Counter(reads.places) == {LENGTHS: 1, NUMBERS: 1}
 
 
-def corrected_losses(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, correction: ActorCorrection) -> None:
+def corrected_losses(
+    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, correction: ActorCorrection
+) -> None:
     """Correct and differentiate a mini-batch in two micro-batches."""
     totals = Aggregation("token-mean", num_tokens=10, num_sequences=4)
     for rows in (slice(0, 2), slice(2, None)):

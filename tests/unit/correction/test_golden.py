@@ -1,4 +1,5 @@
-"""Every golden case of rollout correction: weights, masks and metrics (tests/golden/README.md has their origin)."""
+"""Every golden case of rollout correction: weights, masks and metrics (tests/golden/README.md has their
+origin)."""
 
 import json
 from pathlib import Path
@@ -28,13 +29,17 @@ def test_weights_mask_and_metrics(index: int) -> None:
     case = CASES[index]
     config = RolloutCorrectionConfig(**case["config"])
     mask = as_tensor(case["response_mask"]).bool()
-    result = compute_rollout_correction(as_tensor(case["old_log_probs"]), as_tensor(case["rollout_log_probs"]), mask, config)
+    result = compute_rollout_correction(
+        as_tensor(case["old_log_probs"]), as_tensor(case["rollout_log_probs"]), mask, config
+    )
     expected = case["expected"]
     if expected["rollout_is_weights"] is None:
         assert result.weights is None
     else:
         assert result.weights is not None
-        torch.testing.assert_close(result.weights, as_tensor(expected["rollout_is_weights"]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            result.weights, as_tensor(expected["rollout_is_weights"]), rtol=1e-5, atol=1e-5
+        )
     assert torch.equal(result.keep_mask & mask, as_tensor(expected["response_mask"]).bool())
     metrics = result.metrics()
     wrong = {

@@ -48,11 +48,15 @@ def test_masked_values_are_not_counted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_value_is_in_the_bin_that_a_search_among_the_edges_finds(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.cat([torch.randn(2000, generator=generator) * scale for scale in (1e-7, 1e-4, 0.1, 1.0, 10.0)])
+    sizes = torch.cat(
+        [torch.randn(2000, generator=generator) * scale for scale in (1e-7, 1e-4, 0.1, 1.0, 10.0)]
+    )
     edges = torch.tensor([0.0, 1e9, LARGEST, *(2.0**power for power in range(-26, 5))])
     values = torch.cat([sizes, edges, -edges]).to(dtype)
     above = torch.tensor(HISTOGRAM_EDGES[BINS_PER_SIDE + 1 :], dtype=torch.float64)
-    steps = torch.searchsorted(above, values.double().abs().clamp_max(LARGEST), right=True).clamp_max(BINS_PER_SIDE)
+    steps = torch.searchsorted(above, values.double().abs().clamp_max(LARGEST), right=True).clamp_max(
+        BINS_PER_SIDE
+    )
     expected = torch.bincount(BINS_PER_SIDE + (steps * values.sign()).long(), minlength=NUM_BINS)
     assert log_ratio_histogram(values, torch.ones_like(values)).tolist() == expected.tolist()
 
@@ -64,13 +68,16 @@ def counts_of(log_ratios: list[float]) -> list[float]:
 
 
 def shape_from_exact_values(weights: list[float]) -> float:
-    """Zhang and Stephens on the sorted weights themselves, as the paper writes it, then the prior of ten draws."""
+    """Zhang and Stephens on the sorted weights themselves, as the paper writes it, then the prior of ten
+    draws."""
     tail_length = math.ceil(min(len(weights) / 5, 3 * math.sqrt(len(weights))))
     ordered = sorted(weights)
     bound = ordered[-tail_length - 1]
     x = [weight - bound for weight in ordered[-tail_length:]]
     n, m = len(x), 30 + int(math.sqrt(len(x)))
-    theta = [1 / x[-1] + (1 - math.sqrt(m / (j - 0.5))) / (3 * x[int(n / 4 + 0.5) - 1]) for j in range(1, m + 1)]
+    theta = [
+        1 / x[-1] + (1 - math.sqrt(m / (j - 0.5))) / (3 * x[int(n / 4 + 0.5) - 1]) for j in range(1, m + 1)
+    ]
     k = [sum(math.log(1 - t * value) for value in x) / n for t in theta]
     profile = [n * (math.log(-t / shape) - shape - 1) for t, shape in zip(theta, k, strict=True)]
     weight = [1 / sum(math.exp(other - one) for other in profile) for one in profile]
@@ -105,7 +112,9 @@ def test_a_wider_gap_has_a_heavier_tail() -> None:
 
 
 @pytest.mark.parametrize(
-    "logs", [[], [0.1], [0.3] * 1000, [0.1 * i for i in range(8)], [0.0] * 50], ids=["none", "one", "equal", "few", "zeros"]
+    "logs",
+    [[], [0.1], [0.3] * 1000, [0.1 * i for i in range(8)], [0.0] * 50],
+    ids=["none", "one", "equal", "few", "zeros"],
 )
 def test_no_tail_no_shape(logs: list[float]) -> None:
     assert pareto_k(counts_of(logs) if logs else [0.0] * NUM_BINS) is None

@@ -19,7 +19,9 @@ def test_values_are_train_minus_rollout_whatever_lies_on_padding(masked: float) 
 def test_divergences_of_the_appendix() -> None:
     ratio = LogRatio.from_log_probs(LogProbs(*rows()))
     k3 = [[0.005171, 0.004837, 0.049859, 0.0], [1.135335, 0.021403, 0.0, 0.0], [0.0, 0.040818, 0.0, 0.021403]]
-    torch.testing.assert_close(ratio.divergence("k3"), torch.tensor(k3, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        ratio.divergence("k3"), torch.tensor(k3, dtype=torch.float64), rtol=0, atol=1e-6
+    )
     k2 = [[0.005, 0.005, 0.045, 0.0], [2.0, 0.02, 0.0, 0.0], [0.0, 0.045, 0.0, 0.02]]
     torch.testing.assert_close(ratio.divergence("k2"), torch.tensor(k2, dtype=torch.float64))
 

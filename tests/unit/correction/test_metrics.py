@@ -41,7 +41,10 @@ WEIGHTS = {
 def test_metrics_of_the_appendix() -> None:
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.2)
     metrics = compute_rollout_correction(*rows(), config).metrics()
-    for name, value in {**APPENDIX, **{f"rollout_is_{name}": value for name, value in WEIGHTS.items()}}.items():
+    for name, value in {
+        **APPENDIX,
+        **{f"rollout_is_{name}": value for name, value in WEIGHTS.items()},
+    }.items():
         assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, abs=2e-6), name
 
 
@@ -87,7 +90,9 @@ def test_a_misalignment_test_that_cannot_be_made_is_not_reported() -> None:
 
     assert reported(rollout, 3) == [0.0, 0.0]  # all ratios are exactly 1
     assert reported(rollout.double() + 0.5, 3) == [None, None]  # all are the same, but not 1
-    of_tokens, of_rows = reported(rollout + 0.1 * torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), 1)
+    of_tokens, of_rows = reported(
+        rollout + 0.1 * torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), 1
+    )
     assert of_tokens is not None
     assert math.isfinite(of_tokens)
     assert of_rows is None  # one sequence
@@ -103,7 +108,9 @@ def test_effective_sample_sizes_of_every_level() -> None:
     raw = [math.exp(0.3), math.exp(-1.8), math.exp(-0.1)]
     applied = [1.2, *raw[1:]]
     for kind, w in (("raw", raw), ("applied", applied)):
-        assert metrics[f"rollout_corr/rollout_is_ess_{kind}_sequence"] == pytest.approx(sum(w) ** 2 / (3 * sum(x * x for x in w)))
+        assert metrics[f"rollout_corr/rollout_is_ess_{kind}_sequence"] == pytest.approx(
+            sum(w) ** 2 / (3 * sum(x * x for x in w))
+        )
         prompts = [(w[0] + w[1]) / 2, w[2]]
         expected = sum(prompts) ** 2 / (2 * sum(x * x for x in prompts))
         assert metrics[f"rollout_corr/rollout_is_ess_{kind}_prompt"] == pytest.approx(expected)
@@ -124,7 +131,9 @@ def test_gap_by_age() -> None:
     assert metrics["rollout_corr/token_age_max"] == 1.0
 
 
-@pytest.mark.parametrize(("level", "largest", "smallest"), [("token", 1.052502, 0.778445), ("sequence", 1.2, 0.165299)])
+@pytest.mark.parametrize(
+    ("level", "largest", "smallest"), [("token", 1.052502, 0.778445), ("sequence", 1.2, 0.165299)]
+)
 def test_extreme_row_means_of_the_appendix(level: str, largest: float, smallest: float) -> None:
     config = RolloutCorrectionConfig.model_validate({"rollout_is": level, "rollout_is_threshold": 1.2})
     metrics = compute_rollout_correction(*rows(), config).metrics()
@@ -140,7 +149,8 @@ def numbers() -> Numbers:
 
 
 def test_acceptance_on_the_appendix() -> None:
-    # ratios of tokens: 1.105, 0.905, 1.350, 1, 0.135, 1.221, 1, 1, 0.741, 1.221; products: 1.350, 0.165, 0.905
+    # ratios of tokens: 1.105, 0.905, 1.350, 1, 0.135, 1.221, 1, 1, 0.741, 1.221; products: 1.350, 0.165,
+    # 0.905
     assert acceptance(numbers(), "token_k1", 0.8, 1.3) == pytest.approx(0.7)
     assert acceptance(numbers(), "seq_sum_k1", 0.5, 2.0) == pytest.approx(2 / 3)
     assert acceptance(numbers(), "seq_mean_k1", 0.9, 1.2) == pytest.approx(2 / 3)
@@ -149,7 +159,9 @@ def test_acceptance_on_the_appendix() -> None:
 def test_bound_for_an_acceptance_on_the_appendix() -> None:
     # |l| of tokens: three of 0, then 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 2.0
     for share, log_bound in ((0.3, 0.0), (0.5, 0.1), (0.9, 0.3), (1.0, 2.0)):
-        assert math.log(bound_for_acceptance(numbers(), "token_k1", share)) == pytest.approx(log_bound, rel=0.04)
+        assert math.log(bound_for_acceptance(numbers(), "token_k1", share)) == pytest.approx(
+            log_bound, rel=0.04
+        )
 
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
@@ -179,4 +191,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"in \(0, 1\]"):
         bound_for_acceptance(numbers(), "token_k1", 0.0)
     with pytest.raises(ValueError, match="diagnostics=full"):
-        acceptance(measure(*rows(), RolloutCorrectionConfig(diagnostics="core")).numbers(), "token_k1", 0.5, 2.0)
+        acceptance(
+            measure(*rows(), RolloutCorrectionConfig(diagnostics="core")).numbers(), "token_k1", 0.5, 2.0
+        )

@@ -11,7 +11,8 @@ ROWS, WIDTH, VOCABULARY = 400, 16, 8
 
 
 def z_of(rollout: Tensor, reported: Tensor, train: Tensor, shift: int = 0) -> float:
-    """z of tokens sampled from ``rollout``, with log-probs ``reported`` by the engine and ``train``; all ``[ROWS, WIDTH, V]``."""
+    """z of tokens sampled from ``rollout``, with log-probs ``reported`` by the engine and ``train``; all
+    ``[ROWS, WIDTH, V]``."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.multinomial(rollout.exp().flatten(0, 1), 1, generator=generator).view(ROWS, WIDTH, 1)
     of_engine, of_trainer = (log_probs.gather(-1, tokens)[..., 0].float() for log_probs in (reported, train))

@@ -1,4 +1,5 @@
-"""Every accepted option of rollout correction changes the loss or its gradient, or is listed here with what it is for."""
+"""Every accepted option of rollout correction changes the loss or its gradient, or is listed here with what
+it is for."""
 
 import itertools
 from collections import defaultdict
@@ -61,7 +62,11 @@ BOUNDS: Mapping[str, tuple[object, object]] = {
 
 REJECTIONS: list[Fields] = [
     {},
-    *({"rollout_rs": rule, "rollout_rs_threshold": bound} for rule, bounds in BOUNDS.items() for bound in bounds),
+    *(
+        {"rollout_rs": rule, "rollout_rs_threshold": bound}
+        for rule, bounds in BOUNDS.items()
+        for bound in bounds
+    ),
     {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "1.6,0.06"},
     {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.4_1.6,0.12"},
     {"rollout_rs": "seq_max_k2,seq_sum_k1,token_tv", "rollout_rs_threshold": "0.5,0.4_1.6,0.2"},
@@ -79,7 +84,9 @@ AXES: Mapping[str, list[Fields]] = {
     "loss_type": [{"loss_type": value} for value in ("ppo_clip", "reinforce")],
     "rejection_denominator": [{"rejection_denominator": value} for value in ("original", "kept")],
     "rejected_in_group_baseline": [{"rejected_in_group_baseline": value} for value in ("include", "exclude")],
-    "nonfinite_logprob": [{"nonfinite_logprob": value} for value in ("reject_sequence", "reject_token", "neutral", "raise")],
+    "nonfinite_logprob": [
+        {"nonfinite_logprob": value} for value in ("reject_sequence", "reject_token", "neutral", "raise")
+    ],
 }
 """Values of every option that must have an effect; a rule and its bounds are one choice."""
 
@@ -114,7 +121,8 @@ def is_metrics_only(option: str, fields: Fields) -> bool:
 
 
 def make_batch(*, broken: bool) -> Batch:
-    """Groups of rows whose gap goes from almost none to large, some of one token, one empty; and their scores."""
+    """Groups of rows whose gap goes from almost none to large, some of one token, one empty; and their
+    scores."""
     generator = torch.Generator().manual_seed(11)
     lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
     lengths[5], lengths[9], lengths[:4] = 0, 1, WIDTH
@@ -129,7 +137,9 @@ def make_batch(*, broken: bool) -> Batch:
     rollout = torch.where(mask, rollout, 0.0)
     if broken:
         rollout[6::20, 0], rollout[11::25, 0] = -torch.inf, torch.nan
-    evaluations = PolicyEvaluations(old_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS])
+    evaluations = PolicyEvaluations(
+        old_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS]
+    )
     return ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator)
 
 
@@ -143,17 +153,27 @@ def outcome_of(config: RolloutCorrectionConfig) -> Outcome:
 
 
 def train_on(
-    config: RolloutCorrectionConfig, rollouts: RolloutBatch, evaluations: PolicyEvaluations, scores: torch.Tensor
+    config: RolloutCorrectionConfig,
+    rollouts: RolloutBatch,
+    evaluations: PolicyEvaluations,
+    scores: torch.Tensor,
 ) -> Outcome:
-    """Loss and gradient of one mini-batch, as the actor computes them; the error's name where one is raised."""
-    algorithm = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config)
+    """Loss and gradient of one mini-batch, as the actor computes them; the error's name where one is
+    raised."""
+    algorithm = AlgorithmConfig(
+        adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config
+    )
     if config.in_actor:
         evaluations = evaluations.clone()
         evaluations.old_log_probs = rollouts.rollout_log_probs
     proximal = FINITE[1].old_log_probs
     try:
         batch = build_train_batch(
-            Samples(rollouts, scores), evaluations, algorithm, Control.from_config(algorithm), current_version=0
+            Samples(rollouts, scores),
+            evaluations,
+            algorithm,
+            Control.from_config(algorithm),
+            current_version=0,
         ).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
@@ -184,7 +204,9 @@ def choices(base: Fields) -> Iterable[Fields]:
     """All values of every two axes on top of ``base``; the axes not walked stay as they are."""
     for first, second in itertools.combinations(AXES, 2):
         for one, two in itertools.product(AXES[first], AXES[second]):
-            others = {key: value for key, value in base.items() if key not in (*keys_of(first), *keys_of(second))}
+            others = {
+                key: value for key, value in base.items() if key not in (*keys_of(first), *keys_of(second))
+            }
             yield {**others, **one, **two}
 
 
@@ -229,11 +251,15 @@ def test_every_change_of_one_option_has_an_effect(base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"proximal": "interpolate"}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=str
+    "mode",
+    [{}, {"proximal": "interpolate"}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}],
+    ids=str,
 )
 def test_every_rule_and_every_bound_rejects_something_else(mode: Fields) -> None:
     assert set(BOUNDS) == set(REJECTION_RULES)
-    outcomes = [outcome_of(RolloutCorrectionConfig.model_validate({**mode, **rejection})) for rejection in REJECTIONS]
+    outcomes = [
+        outcome_of(RolloutCorrectionConfig.model_validate({**mode, **rejection})) for rejection in REJECTIONS
+    ]
     assert len(set(outcomes)) == len(REJECTIONS)
 
 
@@ -287,11 +313,15 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": target})
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
         control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
-        step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control, current_version=0)
+        step = build_train_batch(
+            Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
+        )
         assert step.correction is not None
         if control.threshold is not None:
             control = replace(control, threshold=control.threshold.updated(step.correction.statistics))
-        following = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control, current_version=0)
+        following = build_train_batch(
+            Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
+        )
         outcomes.add(following.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3
 

@@ -1,4 +1,5 @@
-"""Weights, masks and full diagnostics against plain loops over tokens in Python floats, written independently."""
+"""Weights, masks and full diagnostics against plain loops over tokens in Python floats, written
+independently."""
 
 import functools
 import itertools
@@ -16,7 +17,10 @@ from verl_rc.correction import SequenceContext, apply, compute_rollout_correctio
 
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
-ROW_BOUNDS = {"seq_sum": {"k1": (0.5, 1.8), "k2": 0.3, "k3": 0.3}, "seq_mean": {"k1": (0.9, 1.2), "k2": 0.06, "k3": 0.06}}
+ROW_BOUNDS = {
+    "seq_sum": {"k1": (0.5, 1.8), "k2": 0.3, "k3": 0.3},
+    "seq_mean": {"k1": (0.9, 1.2), "k2": 0.06, "k3": 0.06},
+}
 
 
 @dataclass
@@ -102,7 +106,8 @@ UNREAD = (math.nan, -math.inf, math.inf, 0.0, -3.0)
 def make(
     seed: int, rows: int = 9, width: int = 20, scales: tuple[float, ...] = (0.05, 0.3, 0.6)
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Random rows with holes in their masks, some of them empty, and the same as tensors; ``scales`` of the log-ratios."""
+    """Random rows with holes in their masks, some of them empty, and the same as tensors; ``scales`` of the
+    log-ratios."""
     source = random.Random(seed)
     made = []
     train, rollout = ([[source.choice(UNREAD) for _ in range(width)] for _ in range(rows)] for _ in range(2))
@@ -132,7 +137,8 @@ def make(
 
 @functools.cache
 def thousand() -> tuple[list[Row], dict[str, Any]]:
-    """A thousand rows, each a case of its own for what looks at one row; some log-ratios are far beyond the safety bound."""
+    """A thousand rows, each a case of its own for what looks at one row; some log-ratios are far beyond the
+    safety bound."""
     return make(0, rows=1000, width=6, scales=(0.02, 0.1, 0.3, 0.6, 0.6, 15.0))
 
 
@@ -142,7 +148,9 @@ def small_batches() -> list[tuple[list[Row], dict[str, Any]]]:
     return [make(seed, rows=1 + seed % 3, width=4, scales=(0.1, 0.5, 8.0)) for seed in range(200)]
 
 
-def decide(config: RolloutCorrectionConfig, facts: dict[str, Any], way: str) -> tuple[torch.Tensor | None, torch.Tensor]:
+def decide(
+    config: RolloutCorrectionConfig, facts: dict[str, Any], way: str
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Weights and keep mask, at once or measured and applied in uneven parts."""
     if way == "whole":
         result = compute_rollout_correction(**facts, config=config)
@@ -190,14 +198,17 @@ def test_every_rule(rule: str, way: str) -> None:
 @pytest.mark.parametrize("veto", [1e-4, 0.3])
 def test_veto(veto: float, way: str) -> None:
     rows = thousand()[0]
-    rejected = [set(row.ratios) if any(math.exp(x) < veto for x in row.ratios.values()) else set() for row in rows]
+    rejected = [
+        set(row.ratios) if any(math.exp(x) < veto for x in row.ratios.values()) else set() for row in rows
+    ]
     assert_kept(RolloutCorrectionConfig(rollout_token_veto_threshold=veto), way, rejected)
 
 
 @WAYS
 def test_off_policy_sequence_masking_of_a_thousand_rows(way: str) -> None:
     rejected = [
-        {t for t in row.ratios if not row.positive[t] and statistics.fmean(row.ratios.values()) < -0.05} for row in thousand()[0]
+        {t for t in row.ratios if not row.positive[t] and statistics.fmean(row.ratios.values()) < -0.05}
+        for row in thousand()[0]
     ]
     assert_kept(RolloutCorrectionConfig(rollout_opsm_threshold=0.05), way, rejected)
 
@@ -211,7 +222,10 @@ def test_every_level(level: str, threshold: float | str, way: str) -> None:
     weights, keep = decide(config, facts, way)
     assert weights is not None
     assert keep.all()
-    expected = [[applied(raw_weight(level, row, t), threshold) if t in row.ratios else 0.0 for t in range(6)] for row in rows]
+    expected = [
+        [applied(raw_weight(level, row, t), threshold) if t in row.ratios else 0.0 for t in range(6)]
+        for row in rows
+    ]
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
 
 
@@ -219,20 +233,29 @@ def test_every_level(level: str, threshold: float | str, way: str) -> None:
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)
 def test_batch_normalisation(level: str, way: str) -> None:
     fields = {"rollout_is": level, "rollout_is_batch_normalize": True}
-    configs = [RolloutCorrectionConfig.model_validate({**fields, "rollout_is_threshold": bound}) for bound in (1.3, "0.8_1.3")]
+    configs = [
+        RolloutCorrectionConfig.model_validate({**fields, "rollout_is_threshold": bound})
+        for bound in (1.3, "0.8_1.3")
+    ]
     per_row = level in ("sequence", "geometric")
     for number, (rows, facts) in enumerate(small_batches()):
         config = configs[number % 2]
         threshold = config.rollout_is_threshold
         weights = [{t: applied(raw_weight(level, row, t), threshold) for t in row.ratios} for row in rows]
-        averaged = [statistics.fmean(w.values()) for w in weights if w] if per_row else [x for w in weights for x in w.values()]
+        averaged = (
+            [statistics.fmean(w.values()) for w in weights if w]
+            if per_row
+            else [x for w in weights for x in w.values()]
+        )
         mean = statistics.fmean(averaged or [1.0])
         scale = mean if mean > 1e-8 else 1.0  # weights that are all 0 stay 0
         found = decide(config, facts, way)[0]
         assert found is not None
         for row, found_row in zip(weights, found.tolist(), strict=True):
             expected_row = [row.get(t, 0.0) / scale for t in range(4)]
-            assert found_row == pytest.approx(expected_row, rel=2e-15 / scale + 1e-12, abs=2e-16 / scale + 1e-12)  # kept as w - 1
+            assert found_row == pytest.approx(
+                expected_row, rel=2e-15 / scale + 1e-12, abs=2e-16 / scale + 1e-12
+            )  # kept as w - 1
 
 
 RULES = "token_k1,seq_mean_k3,token_k2,seq_max_k2"
@@ -247,7 +270,11 @@ def find_causes(row: Row) -> None:
         row.causes[t] |= {"token_k2"} if ratio * ratio / 2 > 0.08 else set()
     if row.ratios:
         whole = set()
-        whole |= {"seq_mean_k3"} if statistics.fmean(statistic("k3", r) for r in row.ratios.values()) > 0.06 else set()
+        whole |= (
+            {"seq_mean_k3"}
+            if statistics.fmean(statistic("k3", r) for r in row.ratios.values()) > 0.06
+            else set()
+        )
         whole |= {"seq_max_k2"} if max(r * r / 2 for r in row.ratios.values()) > 0.4 else set()
         whole |= {"veto"} if any(math.exp(r) < 0.6 for r in row.ratios.values()) else set()
         for causes in row.causes.values():
@@ -258,7 +285,10 @@ def find_causes(row: Row) -> None:
 def test_accounting_of_rejection(seed: int) -> None:
     rows, facts = make(seed)
     config = RolloutCorrectionConfig(
-        rollout_rs=RULES, rollout_rs_threshold=THRESHOLDS, rollout_token_veto_threshold=0.6, diagnostics="full"
+        rollout_rs=RULES,
+        rollout_rs_threshold=THRESHOLDS,
+        rollout_token_veto_threshold=0.6,
+        diagnostics="full",
     )
     metrics = compute_rollout_correction(**facts, config=config).metrics()
     for row in rows:
@@ -270,7 +300,9 @@ def test_accounting_of_rejection(seed: int) -> None:
 
     for cause in [*RULES.split(","), "veto", "nonfinite"]:
         alone = [1 for row, t in tokens if row.causes[t] == {cause}]
-        assert metrics[f"rollout_corr/rollout_rs_{cause}_exclusive_fraction"] == pytest.approx(share(alone, tokens))
+        assert metrics[f"rollout_corr/rollout_rs_{cause}_exclusive_fraction"] == pytest.approx(
+            share(alone, tokens)
+        )
     several = [1 for row, t in tokens if len(row.causes[t]) > 1]
     assert metrics["rollout_corr/rollout_rs_overlap_fraction"] == pytest.approx(share(several, tokens))
     splits = {
@@ -288,7 +320,11 @@ def test_accounting_of_rejection(seed: int) -> None:
         else:
             assert f"rollout_corr/kept_fraction_{name}" not in metrics
     for name, wanted in (("kept", True), ("rejected", False)):
-        scores = [1.0 if r.correct else -1.0 for r in rows if r.ratios and any(not c for c in r.causes.values()) == wanted]
+        scores = [
+            1.0 if r.correct else -1.0
+            for r in rows
+            if r.ratios and any(not c for c in r.causes.values()) == wanted
+        ]
         if scores:
             assert metrics[f"rollout_corr/{name}_score_mean"] == pytest.approx(statistics.fmean(scores))
 
@@ -308,7 +344,9 @@ def test_effective_sample_sizes(level: str, threshold: float | str, seed: int) -
     metrics = compute_rollout_correction(**facts, config=config).metrics()
     for kind in ("raw", "applied"):
         bound = threshold if kind == "applied" else math.inf
-        weights = [[applied(raw_weight(level, row, t), bound) for t in row.ratios] for row in rows if row.ratios]
+        weights = [
+            [applied(raw_weight(level, row, t), bound) for t in row.ratios] for row in rows if row.ratios
+        ]
         groups: dict[str, list[float]] = {}
         for row, row_weights in zip([r for r in rows if r.ratios], weights, strict=True):
             groups.setdefault(row.group, []).append(statistics.fmean(row_weights))
@@ -334,14 +372,18 @@ def test_effective_sample_size_of_tiny_equal_weights_is_one(level: str, shift: f
 @pytest.mark.parametrize("seed", range(4))
 def test_misalignment_test(seed: int) -> None:
     rows, facts = make(seed)
-    metrics = compute_rollout_correction(**facts, config=RolloutCorrectionConfig(diagnostics="full")).metrics()
+    metrics = compute_rollout_correction(
+        **facts, config=RolloutCorrectionConfig(diagnostics="full")
+    ).metrics()
     samples = {
         "misalignment_z": [math.exp(ratio) for row in rows for ratio in row.ratios.values()],
         "misalignment_z_seq": [math.exp(sum(row.ratios.values())) for row in rows if row.ratios],
     }
     for name, values in samples.items():
         error = statistics.pstdev(values) / math.sqrt(len(values))
-        assert metrics[f"rollout_corr/{name}"] == pytest.approx((statistics.fmean(values) - 1) / error, rel=1e-8)
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(
+            (statistics.fmean(values) - 1) / error, rel=1e-8
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -351,13 +393,18 @@ def test_off_policy_sequence_masking(seed: int) -> None:
         rollout_opsm_threshold=0.05, rollout_rs="token_k2", rollout_rs_threshold=0.08, diagnostics="full"
     )
     result = compute_rollout_correction(**facts, config=config)
-    masked = [{t for t in row.ratios if statistics.fmean(row.ratios.values()) < -0.05 and not row.positive[t]} for row in rows]
+    masked = [
+        {t for t in row.ratios if statistics.fmean(row.ratios.values()) < -0.05 and not row.positive[t]}
+        for row in rows
+    ]
     far = [rejected_by("token_k2", row) for row in rows]
     assert any(masked)
     for i, row in enumerate(rows):
         assert {t for t in row.ratios if result.keep_mask[i, t]} == set(row.ratios) - masked[i] - far[i]
     metrics, tokens = result.metrics(), sum(len(row.ratios) for row in rows)
-    assert metrics["rollout_corr/rollout_rs_opsm_masked_fraction"] == pytest.approx(sum(map(len, masked)) / tokens)
+    assert metrics["rollout_corr/rollout_rs_opsm_masked_fraction"] == pytest.approx(
+        sum(map(len, masked)) / tokens
+    )
     alone = sum(len(m - f) for m, f in zip(masked, far, strict=True))
     assert metrics["rollout_corr/rollout_rs_opsm_exclusive_fraction"] == pytest.approx(alone / tokens)
     both = sum(len(m & f) for m, f in zip(masked, far, strict=True))

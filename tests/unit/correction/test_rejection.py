@@ -36,7 +36,9 @@ def test_keep_masks(rules: str, thresholds: object, expected: list[list[int]]) -
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_rows_without_tokens_are_never_rejected(rule: str) -> None:
-    config = RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold="1.2_3.0", rollout_token_veto_threshold=1.0)
+    config = RolloutCorrectionConfig(
+        rollout_rs=rule, rollout_rs_threshold="1.2_3.0", rollout_token_veto_threshold=1.0
+    )
     train, rollout, mask = rows()
     mask[1] = False
     result = compute_rollout_correction(train, rollout, mask, config)
@@ -54,9 +56,12 @@ def test_the_veto_looks_at_low_ratios_only() -> None:
 
 
 def test_exclusive_and_overlapping_shares_add_up() -> None:
-    config = RolloutCorrectionConfig(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.8_1.25,0.05", diagnostics="full")
+    config = RolloutCorrectionConfig(
+        rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.8_1.25,0.05", diagnostics="full"
+    )
     metrics = compute_rollout_correction(*rows(), config).metrics()
-    # token_k1 alone: (0, 2) and (2, 1); both rules: (1, 0); seq_mean_k3 alone: (1, 1) and (1, 2); of ten tokens.
+    # token_k1 alone: (0, 2) and (2, 1); both rules: (1, 0); seq_mean_k3 alone: (1, 1) and (1, 2); of ten
+    # tokens.
     assert metrics["rollout_corr/rollout_rs_token_k1_exclusive_fraction"] == pytest.approx(0.2)
     assert metrics["rollout_corr/rollout_rs_seq_mean_k3_exclusive_fraction"] == pytest.approx(0.2)
     assert metrics["rollout_corr/rollout_rs_overlap_fraction"] == pytest.approx(0.1)

@@ -19,7 +19,9 @@ from verl_rc.correction.sequences import LogProbs, newest_version, sequence_chun
         ([0, 0, 0], 0, [(3, 0)]),
     ],
 )
-def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes(
+    reach: list[int], width: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("verl_rc.correction.sequences.chunk_positions", lambda _: 9)
     mask = torch.zeros(len(reach), width, dtype=torch.bool)
     for row, last in enumerate(reach):
@@ -45,7 +47,10 @@ def test_without_numbers_to_read_rows_stay_in_order(monkeypatch: pytest.MonkeyPa
 
 
 def test_ages_count_from_the_newest_version_or_the_given_one() -> None:
-    versions, mask = torch.tensor([[5, 4, 9], [3, 3, 3]]), torch.tensor([[True, True, False], [True, True, True]])
+    versions, mask = (
+        torch.tensor([[5, 4, 9], [3, 3, 3]]),
+        torch.tensor([[True, True, False], [True, True, True]]),
+    )
     newest = newest_version(versions, mask)
     assert newest == 5
     for current, expected in ((newest, [[0, 1, 0], [2, 2, 2]]), (6, [[1, 2, 0], [3, 3, 3]])):

@@ -1,4 +1,5 @@
-"""Signatures against plain loops in Python floats, and against policies over a few tokens in which one cause is planted."""
+"""Signatures against plain loops in Python floats, and against policies over a few tokens in which one cause
+is planted."""
 
 import functools
 import itertools
@@ -22,9 +23,18 @@ from verl_rc.correction.signatures import concentration
 FULL = RolloutCorrectionConfig(diagnostics="full")
 PREFIX = "rollout_corr/"
 NAMES = (
-    "missing_mass", "missing_mass_z", "lag", "rounded_fraction", "concentration", "temperature_slope", "temperature_r2",
-    "temperature_z", "surprisal_excess", "surprisal_excess_bound", "logit_noise",
-)  # fmt: skip
+    "missing_mass",
+    "missing_mass_z",
+    "lag",
+    "rounded_fraction",
+    "concentration",
+    "temperature_slope",
+    "temperature_r2",
+    "temperature_z",
+    "surprisal_excess",
+    "surprisal_excess_bound",
+    "logit_noise",
+)
 
 
 FACTS = ("entropies", "sum_pi_squared", "varentropies")
@@ -32,7 +42,9 @@ FACTS = ("entropies", "sum_pi_squared", "varentropies")
 
 
 def signatures(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dict[str, float]:
-    found = compute_rollout_correction(train, rollout, mask, FULL, **dict(zip(FACTS, facts, strict=True))).metrics()
+    found = compute_rollout_correction(
+        train, rollout, mask, FULL, **dict(zip(FACTS, facts, strict=True))
+    ).metrics()
     wanted = {name for name in found if "position_" in name} | {f"{PREFIX}{name}" for name in NAMES}
     return {name.removeprefix(PREFIX): value for name, value in found.items() if name in wanted}
 
@@ -43,13 +55,18 @@ def signatures(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> 
 def quotient(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     """``sum a / sum b`` over rows and its standard error: the delta method for a ratio of two means."""
     value = math.fsum(a for a, _ in pairs) / math.fsum(b for _, b in pairs)
-    return value, math.sqrt(math.fsum((a - value * b) ** 2 for a, b in pairs)) / math.fsum(b for _, b in pairs)
+    return value, math.sqrt(math.fsum((a - value * b) ** 2 for a, b in pairs)) / math.fsum(
+        b for _, b in pairs
+    )
 
 
 def drawn(positions: list[int]) -> dict[int, int]:
-    """What tokens of a row count: all of the first 16 one, then every 8th eight, from 256 on every 64th sixty-four."""
+    """What tokens of a row count: all of the first 16 one, then every 8th eight, from 256 on every 64th
+    sixty-four."""
     rules = ((0, 16, 0, 1), (16, 256, 20, 8), (256, 10**9, 288, 64))
-    return {t: n for low, high, first, n in rules for t in positions if low <= t < high and (t - first) % n == 0}
+    return {
+        t: n for low, high, first, n in rules for t in positions if low <= t < high and (t - first) % n == 0
+    }
 
 
 def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dict[str, float]:
@@ -64,7 +81,9 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dic
     ratios = {id(row): {t: pi - mu for t, (pi, mu, *_) in row.items()} for row in rows}
     us = {id(row): {t: pi + h for t, (pi, _, h, *_) in row.items()} for row in rows}
     found: dict[str, float] = {}
-    found["missing_mass"], error = quotient([(math.fsum(1 - math.exp(x) for x in ratios[id(r)].values()), len(r)) for r in rows])
+    found["missing_mass"], error = quotient(
+        [(math.fsum(1 - math.exp(x) for x in ratios[id(r)].values()), len(r)) for r in rows]
+    )
     found["missing_mass_z"] = found["missing_mass"] / error
     slopes = [
         (
@@ -76,24 +95,40 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dic
     found["temperature_slope"], error = quotient(slopes)
     found["temperature_z"] = found["temperature_slope"] / error
     square = math.fsum(w * (pi - mu) ** 2 for w, _, pi, mu, *_ in weighted)
-    found["temperature_r2"] = math.fsum(a for a, _ in slopes) ** 2 / (math.fsum(b for _, b in slopes) * square)
-    surprisals = [-math.fsum(w * us[id(r)][t] for t, w in some.items()) for r, some in zip(rows, weights, strict=True)]
+    found["temperature_r2"] = math.fsum(a for a, _ in slopes) ** 2 / (
+        math.fsum(b for _, b in slopes) * square
+    )
+    surprisals = [
+        -math.fsum(w * us[id(r)][t] for t, w in some.items()) for r, some in zip(rows, weights, strict=True)
+    ]
     whole = math.fsum(w for w, *_ in weighted)
     found["surprisal_excess"] = math.fsum(surprisals) / whole
     spread = math.sqrt(math.fsum(w * v for w, *_, v in weighted) / whole)
-    chance = max(math.fsum(w * w * x for w, x in pairs) for pairs in (
-        [(w, v) for w, *_, v in weighted], [(w, (pi + h) ** 2) for w, _, pi, _, h, *_ in weighted]
-    ))  # fmt: skip
+    chance = max(
+        math.fsum(w * w * x for w, x in pairs)
+        for pairs in (
+            [(w, v) for w, *_, v in weighted],
+            [(w, (pi + h) ** 2) for w, _, pi, _, h, *_ in weighted],
+        )
+    )
     error = math.sqrt(chance) / whole
     reciprocal = statistics.fmean(math.exp(mu - pi) for _, pi, mu, *_ in tokens)
     found["surprisal_excess_bound"] = math.sqrt(max(reciprocal - 1, 0)) * spread + 6 * error
 
     def noise(low: float, high: float) -> float | None:
-        some = [(w, pi - mu, 1 - 2 * math.exp(pi) + q) for w, t, pi, mu, _, q, _ in weighted if low <= t < high]
-        return math.sqrt(math.fsum(w * x * x for w, x, _ in some) / math.fsum(w * g for w, _, g in some)) if some else None
+        some = [
+            (w, pi - mu, 1 - 2 * math.exp(pi) + q) for w, t, pi, mu, _, q, _ in weighted if low <= t < high
+        ]
+        return (
+            math.sqrt(math.fsum(w * x * x for w, x, _ in some) / math.fsum(w * g for w, _, g in some))
+            if some
+            else None
+        )
 
     edges = itertools.pairwise((0, 16, 256, math.inf))
-    parts = {"logit_noise": noise(0, math.inf)} | {f"position_{n}_logit_noise": noise(*edge) for n, edge in enumerate(edges)}
+    parts = {"logit_noise": noise(0, math.inf)} | {
+        f"position_{n}_logit_noise": noise(*edge) for n, edge in enumerate(edges)
+    }
     found |= {name: value for name, value in parts.items() if value is not None}
     distances = {
         lag: [abs(r[t][0] - r[t + lag][1]) for r in rows for t in r if t < 8 and t + lag < 8 and t + lag in r]
@@ -107,7 +142,8 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dic
 
 
 def random_facts(train: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropies, sums of squared probabilities that are not below the square of the token's own, and varentropies."""
+    """Entropies, sums of squared probabilities that are not below the square of the token's own, and
+    varentropies."""
     generator = torch.Generator().manual_seed(seed)
     entropies, extra, varentropies = torch.rand(3, *train.shape, generator=generator, dtype=torch.float64)
     return 2 * entropies, (2 * train).exp() + 0.1 * extra, varentropies
@@ -116,22 +152,31 @@ def random_facts(train: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("width", "seed"), [(5, 0), (90, 1), (90, 2), (300, 3)])
 def test_signatures_are_those_of_a_loop(width: int, seed: int) -> None:
     train, rollout, mask = random_case(9, width, seed)
-    mask &= torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.9  # tool tokens are holes in it
+    mask &= (
+        torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.9
+    )  # tool tokens are holes in it
     facts = random_facts(train, seed)
     expected = by_hand(train, rollout, mask, *facts)
     unread = torch.where(mask, 0.0, torch.nan)
-    found = signatures(*(values + unread for values in (train, rollout)), mask, *(values + unread for values in facts))
+    found = signatures(
+        *(values + unread for values in (train, rollout)), mask, *(values + unread for values in facts)
+    )
     found.pop("concentration")
-    assert found.pop("surprisal_excess_bound") == pytest.approx(expected.pop("surprisal_excess_bound"), rel=0.02)
+    assert found.pop("surprisal_excess_bound") == pytest.approx(
+        expected.pop("surprisal_excess_bound"), rel=0.02
+    )
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_largest_hundredth_of_the_tokens() -> None:
-    """A thousand log-ratios of 0.1 and ten of 1: 10.1 tokens have 10 and a tenth of 0.01 of 10 + 1,000 x 0.01."""
+    """A thousand log-ratios of 0.1 and ten of 1: 10.1 tokens have 10 and a tenth of 0.01 of 10 + 1,000 x
+    0.01."""
     train = torch.full((1, 1010), -2.0, dtype=torch.float64)
     logs = torch.full_like(train, 0.1)
     logs[0, ::101] = -1.0
-    found = compute_rollout_correction(train, train - logs, torch.ones(1, 1010), FULL).metrics()[f"{PREFIX}concentration"]
+    found = compute_rollout_correction(train, train - logs, torch.ones(1, 1010), FULL).metrics()[
+        f"{PREFIX}concentration"
+    ]
     assert found == pytest.approx((10 + 0.1 * 0.01) / 20, rel=0.04)
     assert concentration([0.0] * NUM_BINS) == 0.0
 
@@ -159,7 +204,13 @@ def test_parts_order_and_padding_do_not_count(seed: int, cut: int) -> None:
         assert merged[f"{PREFIX}{name}"] == pytest.approx(whole[name], rel=1e-8, abs=1e-11), name
 
 
-ENGINES = ("engine_0_logit_noise", "engine_2_logit_noise", "noisiest_engine", "noisiest_engine_ratio", "noisiest_engine_z")
+ENGINES = (
+    "engine_0_logit_noise",
+    "engine_2_logit_noise",
+    "noisiest_engine",
+    "noisiest_engine_ratio",
+    "noisiest_engine_z",
+)
 
 
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 8))
@@ -191,8 +242,12 @@ def test_without_entropies_what_needs_them_is_left_out() -> None:
     case = random_case(4, 5, 0)
     found = compute_rollout_correction(*case, FULL).metrics()
     assert {name for name in NAMES if f"{PREFIX}{name}" in found} == {
-        "missing_mass", "missing_mass_z", "lag", "rounded_fraction", "concentration",
-    }  # fmt: skip
+        "missing_mass",
+        "missing_mass_z",
+        "lag",
+        "rounded_fraction",
+        "concentration",
+    }
     bypass = compute_rollout_correction(*case, FULL.model_copy(update={"bypass_mode": True})).metrics()
     assert not any(f"{PREFIX}{name}" in bypass for name in NAMES)
 
@@ -204,13 +259,18 @@ ROWS, WIDTH, VOCABULARY = 400, 32, 24
 
 @functools.cache
 def logits() -> Tensor:
-    return 2.0 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return 2.0 * torch.randn(
+        ROWS, WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
 
 
 def measured(sampled: Tensor, reported: Tensor | None = None, change: Any = None) -> dict[str, float]:
-    """Signatures of tokens that are drawn from ``sampled`` log-probs, the trainer's being those of ``logits()``."""
+    """Signatures of tokens that are drawn from ``sampled`` log-probs, the trainer's being those of
+    ``logits()``."""
     train = logits().log_softmax(-1)
-    tokens = torch.multinomial(sampled.exp().flatten(0, 1), 1, generator=torch.Generator().manual_seed(4)).view(ROWS, WIDTH, 1)
+    tokens = torch.multinomial(
+        sampled.exp().flatten(0, 1), 1, generator=torch.Generator().manual_seed(4)
+    ).view(ROWS, WIDTH, 1)
     rollout = (sampled if reported is None else reported).gather(-1, tokens)[..., 0].float()
     of_trainer = train.gather(-1, tokens)[..., 0].float()
     rollout = rollout if change is None else change(rollout)
@@ -281,7 +341,8 @@ def test_raw_log_probs_of_a_narrower_policy(narrowed: str) -> None:
 
 
 def test_a_policy_that_is_certain_of_most_tokens_may_draw_no_unlikely_one() -> None:
-    """Of 96 rows with four tokens, one in three has a token of probability 0.97. Two steps in five hold no unlikely token."""
+    """Of 96 rows with four tokens, one in three has a token of probability 0.97. Two steps in five hold no
+    unlikely token."""
     likely = torch.full((96, 4), 1 - 1e-6, dtype=torch.float64)
     likely[::3, 1] = 0.97
     log_probs = torch.stack([likely, 1 - likely], dim=-1).log()
@@ -297,7 +358,8 @@ def test_a_policy_that_is_certain_of_most_tokens_may_draw_no_unlikely_one() -> N
 
 
 def test_a_policy_that_is_certain_of_everything_may_draw_an_unlikely_token() -> None:
-    """Of 384 tokens 0.02 unlikely ones are expected, and one is drawn: it is alone more than what the others vary by."""
+    """Of 384 tokens 0.02 unlikely ones are expected, and one is drawn: it is alone more than what the others
+    vary by."""
     likely = torch.full((96, 4), 1 - 0.02 / 384, dtype=torch.float64)
     log_probs = torch.stack([likely, 1 - likely], dim=-1).log()
     drawn_ones = log_probs[..., 0].float()
@@ -315,7 +377,9 @@ def test_shifted_log_probs(shift: int) -> None:
 def test_log_probs_that_are_all_alike_are_not_shifted() -> None:
     train = -0.04 * torch.rand(8, 20, generator=torch.Generator().manual_seed(0))
     found = [
-        compute_rollout_correction(scale * train, scale * train.roll(1, dims=1), torch.ones(8, 20), FULL).metrics()
+        compute_rollout_correction(
+            scale * train, scale * train.roll(1, dims=1), torch.ones(8, 20), FULL
+        ).metrics()
         for scale in (1.0, 10.0)
     ]
     assert [metrics[f"{PREFIX}lag"] for metrics in found] == [0, 1]
@@ -324,7 +388,9 @@ def test_log_probs_that_are_all_alike_are_not_shifted() -> None:
 def test_log_probs_of_other_tokens_are_nearest_at_some_lag_but_not_shifted() -> None:
     generator = torch.Generator().manual_seed(0)
     found = [
-        compute_rollout_correction(*-torch.rand(2, 8, 20, generator=generator), torch.ones(8, 20), FULL).metrics()
+        compute_rollout_correction(
+            *-torch.rand(2, 8, 20, generator=generator), torch.ones(8, 20), FULL
+        ).metrics()
         for _ in range(8)
     ]
     assert [metrics[f"{PREFIX}lag"] for metrics in found] == [0] * 8
@@ -332,7 +398,9 @@ def test_log_probs_of_other_tokens_are_nearest_at_some_lag_but_not_shifted() -> 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_log_probs_that_were_rounded_on_their_way(precision: torch.dtype) -> None:
-    assert measured(noisy(0.02), change=lambda rollout: rollout.to(precision).float())["rounded_fraction"] == 1.0
+    assert (
+        measured(noisy(0.02), change=lambda rollout: rollout.to(precision).float())["rounded_fraction"] == 1.0
+    )
     assert measured(noisy(0.02), change=lambda rollout: rollout.to(precision))["rounded_fraction"] == 1.0
 
 
@@ -363,12 +431,16 @@ def ages() -> Iterator[float]:
     """Logit noise after one to four updates that each move every logit by 0.02."""
     moved = logits()
     for seed in range(10, 14):  # not the numbers that the logits are made of
-        moved = moved + 0.02 * torch.randn(moved.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        moved = moved + 0.02 * torch.randn(
+            moved.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         yield measured(moved.log_softmax(-1))["logit_noise"]
 
 
 def test_old_weights_show_as_logit_noise_that_grows_with_their_age() -> None:
-    assert [noise / 0.02 for noise in ages()] == pytest.approx([math.sqrt(age) for age in (1, 2, 3, 4)], rel=0.04)
+    assert [noise / 0.02 for noise in ages()] == pytest.approx(
+        [math.sqrt(age) for age in (1, 2, 3, 4)], rel=0.04
+    )
 
 
 def test_facts_must_fit_the_tokens() -> None:

@@ -1,4 +1,5 @@
-"""Tool tokens between turns change nothing: the same response without them gives the same weights, rejections and metrics."""
+"""Tool tokens between turns change nothing: the same response without them gives the same weights, rejections
+and metrics."""
 
 import math
 
@@ -15,14 +16,25 @@ PLAN = ["ttt...tttt", "tttttttttt", ".tt.t.....", "tttt.ttt.."]
 
 def packed(values: Tensor, mask: Tensor, padding: float = 0.0) -> Tensor:
     """The tokens of the policy, moved to the left."""
-    rows = [[value for value, counts in zip(row, there, strict=True) if counts] for row, there in zip(values, mask, strict=True)]
+    rows = [
+        [value for value, counts in zip(row, there, strict=True) if counts]
+        for row, there in zip(values, mask, strict=True)
+    ]
     return torch.tensor([row + [padding] * (values.shape[1] - len(row)) for row in rows], dtype=values.dtype)
 
 
 def presets() -> dict[str, RolloutCorrectionConfig]:
     """Every level of weights and every scope of rules, one choice each."""
-    names = ("decoupled_token_is", "decoupled_seq_is_rs", "decoupled_geo_rs", "decoupled_k3_rs_seq_tis", "decoupled_token_icepop")
-    prefix = RolloutCorrectionConfig(rollout_is="prefix", rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.6_1.8,0.2")
+    names = (
+        "decoupled_token_is",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_token_icepop",
+    )
+    prefix = RolloutCorrectionConfig(
+        rollout_is="prefix", rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.6_1.8,0.2"
+    )
     return {**{name: RolloutCorrectionConfig.from_preset(name) for name in names}, "prefix": prefix}
 
 
@@ -46,7 +58,9 @@ def test_same_as_without_tool_tokens(name: str) -> None:
     assert torch.equal(packed(there.keep_mask & mask, mask), alone.keep_mask & dense)
     mine, theirs = there.metrics(), alone.metrics()
     shared = {name for name in mine if "/turn_" not in name}
-    assert {name: mine[name] for name in shared} == pytest.approx({name: theirs[name] for name in shared}, nan_ok=True)
+    assert {name: mine[name] for name in shared} == pytest.approx(
+        {name: theirs[name] for name in shared}, nan_ok=True
+    )
 
 
 def test_the_gap_by_turn_against_a_loop_and_merged_from_parts() -> None:
@@ -64,7 +78,9 @@ def test_the_gap_by_turn_against_a_loop_and_merged_from_parts() -> None:
             by_turn.setdefault(turn, []).extend(next(ratios) for _ in part)
     metrics = compute_rollout_correction(train, rollout, mask, config).metrics()
     for turn, ratios in by_turn.items():
-        assert metrics[f"rollout_corr/turn_{turn}_token_fraction"] == pytest.approx(len(ratios) / int(mask.sum()))
+        assert metrics[f"rollout_corr/turn_{turn}_token_fraction"] == pytest.approx(
+            len(ratios) / int(mask.sum())
+        )
         assert metrics[f"rollout_corr/turn_{turn}_kl"] == pytest.approx(-sum(ratios) / len(ratios))
         k3 = sum(math.exp(value) - value - 1 for value in ratios) / len(ratios)
         assert metrics[f"rollout_corr/turn_{turn}_k3_kl"] == pytest.approx(k3)

@@ -19,7 +19,9 @@ def test_nothing_has_moments_of_zero() -> None:
 
 
 def weights(*values: float) -> WeightSums[float]:
-    moments = Moments(total=sum(w - 1 for w in values), square=sum((w - 1) ** 2 for w in values), count=len(values))
+    moments = Moments(
+        total=sum(w - 1 for w in values), square=sum((w - 1) ** 2 for w in values), count=len(values)
+    )
     return WeightSums(moments, sum(w * w for w in values), Extremes(max(values), -min(values)))
 
 
@@ -44,7 +46,9 @@ def test_records_are_mapped_number_by_number_in_one_order() -> None:
         splits={"b": Mean(15, 16), "a": Mean(17, 18)},
     )
     seen: list[tuple[int, bool]] = []
-    doubled = map_totals(lambda one, two, is_extreme: seen.append((one, is_extreme)) or one + two, record, record)
+    doubled = map_totals(
+        lambda one, two, is_extreme: seen.append((one, is_extreme)) or one + two, record, record
+    )
     assert seen == [(number, number <= 2) for number in range(1, 19)]
     assert doubled.turns[1] == Gap(24, 26, 28)
     assert doubled.splits == {"b": Mean(30, 32), "a": Mean(34, 36)}

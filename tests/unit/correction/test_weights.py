@@ -25,7 +25,11 @@ from verl_rc.correction import compute_rollout_correction
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True},
-            [[1.165035, 0.953850, 1.265001, 1.054167], [0.142666, 1.265001, 1.054167, 0.0], [1.054167, 0.780946, 0.0, 1.265001]],
+            [
+                [1.165035, 0.953850, 1.265001, 1.054167],
+                [0.142666, 1.265001, 1.054167, 0.0],
+                [1.054167, 0.780946, 0.0, 1.265001],
+            ],
         ),
         (
             {"rollout_is": "sequence", "rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True},
@@ -37,7 +41,11 @@ from verl_rc.correction import compute_rollout_correction
         ),
         (
             {"rollout_is": "prefix", "rollout_is_threshold": 10.0},
-            [[1.105171, 1.0, 1.349859, 1.349859], [0.135335, 0.165299, 0.165299, 0.0], [1.0, 0.740818, 0.0, 0.904837]],
+            [
+                [1.105171, 1.0, 1.349859, 1.349859],
+                [0.135335, 0.165299, 0.165299, 0.0],
+                [1.0, 0.740818, 0.0, 0.904837],
+            ],
         ),
     ],
 )

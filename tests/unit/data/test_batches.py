@@ -1,4 +1,5 @@
-"""Batch records refuse wrong shapes and dtypes and survive pickling; every change of a row's tokens changes its fingerprint."""
+"""Batch records refuse wrong shapes and dtypes and survive pickling; every change of a row's tokens changes
+its fingerprint."""
 
 import dataclasses
 import pickle
@@ -46,7 +47,9 @@ def test_rows_can_be_picked_and_pickled() -> None:
     assert picked.responses.tolist() == [[3, 0, 0]]
 
 
-@pytest.mark.parametrize("change", [{"prompt_lengths": torch.tensor([1.0, 2.0])}, {"response_lengths": torch.tensor([[2], [1]])}])
+@pytest.mark.parametrize(
+    "change", [{"prompt_lengths": torch.tensor([1.0, 2.0])}, {"response_lengths": torch.tensor([[2], [1]])}]
+)
 def test_wrong_dtype_or_shape_names_the_field(change: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=rf"TokenBatch\.{next(iter(change))} must be torch\.int64"):
         make_tokens(**change)
@@ -77,7 +80,9 @@ def sound_fields(record: type) -> dict[str, Any]:
     """A value for every field of a record."""
     shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2)}
     names = [one.name for one in dataclasses.fields(record) if one.name != "tokens"]
-    fields: dict[str, Any] = {name: torch.zeros(shapes[_FIELDS[name][1]], dtype=_FIELDS[name][0]) for name in names}
+    fields: dict[str, Any] = {
+        name: torch.zeros(shapes[_FIELDS[name][1]], dtype=_FIELDS[name][0]) for name in names
+    }
     if len(names) < len(dataclasses.fields(record)):
         fields["tokens"] = make_tokens()
     return fields if record is TokenScores else {**fields, "batch_size": [ROWS]}
@@ -92,30 +97,47 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
     for name in checked:
         dtype, symbols = _FIELDS[name]
         shape = fields[name].shape
-        for wrong in (WRONG[dtype][tuple(slice(size) for size in shape)], torch.zeros((*shape, 1), dtype=dtype)):
+        for wrong in (
+            WRONG[dtype][tuple(slice(size) for size in shape)],
+            torch.zeros((*shape, 1), dtype=dtype),
+        ):
             with pytest.raises(ValueError, match=rf"{record.__name__}\.{name} must be {dtype} of shape"):
                 record(**{**fields, name: wrong})
         if symbols == "BR" and "tokens" in fields:
-            with pytest.raises(ValueError, match=rf"{record.__name__}\.{name} must be {dtype} of shape \[2, 3\], got .*\[2, 4\]"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{record.__name__}\.{name} must be {dtype} of shape \[2, 3\], got .*\[2, 4\]",
+            ):
                 record(**{**fields, name: torch.zeros(ROWS, WIDTH + 1, dtype=dtype)})
 
 
 def test_fields_of_different_widths_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match=r"TokenScores\.entropies must be torch\.float32 of shape \[2, 3\], got .*\[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"TokenScores\.entropies must be torch\.float32 of shape \[2, 3\], got .*\[2, 4\]"
+    ):
         TokenScores(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
 Row = tuple[list[int], list[int], list[bool]]
 ROW = st.tuples(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=4)
+    st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=4),
 ).map(lambda pair: (pair[0], [token for token, _ in pair[1]], [sampled for _, sampled in pair[1]]))
 
 
 def batch(rows: list[Row], further_padding: int = 0, pad: int = 0) -> tuple[TokenBatch, torch.Tensor]:
     prompts, prompt_lengths = left_padded([row[0] for row in rows], pad)
     width = max(len(row[1]) for row in rows) + further_padding
-    responses = torch.tensor([row[1] + [pad] * (width - len(row[1])) for row in rows]).long().reshape(len(rows), width)
-    mask = torch.tensor([row[2] + [False] * (width - len(row[2])) for row in rows]).bool().reshape(len(rows), width)
+    responses = (
+        torch.tensor([row[1] + [pad] * (width - len(row[1])) for row in rows])
+        .long()
+        .reshape(len(rows), width)
+    )
+    mask = (
+        torch.tensor([row[2] + [False] * (width - len(row[2])) for row in rows])
+        .bool()
+        .reshape(len(rows), width)
+    )
     more = torch.full((len(rows), further_padding), pad)
     tokens = TokenBatch(
         prompts=torch.cat([more, prompts], dim=1),
@@ -144,7 +166,9 @@ def test_padding_and_the_other_rows_do_not_matter(rows: list[Row], further: int)
 
 
 def sampled() -> tuple[TokenBatch, torch.Tensor]:
-    return batch([([1, 2], [3, 4, 5], [True, False, True]), ([1], [3], [True]), ([7, 8, 9], [4, 4], [True, True])])
+    return batch(
+        [([1, 2], [3, 4, 5], [True, False, True]), ([1], [3], [True]), ([7, 8, 9], [4, 4], [True, True])]
+    )
 
 
 def test_what_was_sampled_passes() -> None:
@@ -152,7 +176,9 @@ def test_what_was_sampled_passes() -> None:
     require_sampled_tokens(fingerprints(tokens, mask), tokens, mask)
 
 
-@pytest.mark.parametrize("fault", ["a token", "a tool token", "a prompt token", "the mask", "the length", "the order"])
+@pytest.mark.parametrize(
+    "fault", ["a token", "a tool token", "a prompt token", "the mask", "the length", "the order"]
+)
 def test_every_fault_names_its_rows(fault: str) -> None:
     tokens, mask = sampled()
     expected = fingerprints(tokens, mask)

@@ -1,4 +1,5 @@
-"""Prompts: verl's format in, token ids out; the loader and its stream are seeded and resume exactly; wrong data is named."""
+"""Prompts: verl's format in, token ids out; the loader and its stream are seeded and resume exactly; wrong
+data is named."""
 
 import json
 import shutil
@@ -28,7 +29,13 @@ def questions(rows):
 
 
 def config(path, **changes):
-    given = {"train_files": path, "val_files": path, "train_batch_size": 2, "max_prompt_length": 32, **changes}
+    given = {
+        "train_files": path,
+        "val_files": path,
+        "train_batch_size": 2,
+        "max_prompt_length": 32,
+        **changes,
+    }
     return DataConfig.model_validate({"gen_batch_size": given["train_batch_size"], "seed": 1, **given})
 
 
@@ -96,9 +103,14 @@ def test_filter_leaves_long_prompts_out_and_keeps_row_numbers(write_parquet, rec
     path = write_parquet([record("12345"), record("1"), record("123456"), record("2")])
     options = PromptOptions(max_prompt_length=5, filter_overlong=True)
     dataset = PromptDataset([path], tokenizer, options, RowChoice())
-    assert [(dataset[i].row_index, *questions([dataset[i]])) for i in range(len(dataset))] == [(1, "1"), (3, "2")]
+    assert [(dataset[i].row_index, *questions([dataset[i]])) for i in range(len(dataset))] == [
+        (1, "1"),
+        (3, "2"),
+    ]
     with pytest.raises(ValueError, match="leaves none"):
-        PromptDataset([path], tokenizer, PromptOptions(max_prompt_length=1, filter_overlong=True), RowChoice())
+        PromptDataset(
+            [path], tokenizer, PromptOptions(max_prompt_length=1, filter_overlong=True), RowChoice()
+        )
 
 
 def test_row_choice():
@@ -137,8 +149,12 @@ def test_loader_serves_seeded_batches_that_differ_by_epoch(ten_rows, tokenizer):
     assert [len(batch) for batch in first] == [3, 3, 3]
     assert len({question for batch in first for question in batch}) == 9
     assert first != second
-    assert first == [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer)]
-    assert first != [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3, seed=2), tokenizer)]
+    assert first == [
+        questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer)
+    ]
+    assert first != [
+        questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3, seed=2), tokenizer)
+    ]
 
 
 def test_without_shuffle_rows_come_in_the_order_of_the_file(ten_rows, tokenizer):
@@ -207,7 +223,10 @@ def test_weighted_files_share_every_batch_and_resume(write_parquet, record, toke
 
 
 def test_sizes_of_files_count_what_is_left(write_parquet, record, tokenizer):
-    files = [write_parquet([record(q) for q in rows], f"{rows[0]}.parquet") for rows in (["1", "123456"], ["2"], ["34", "5"])]
+    files = [
+        write_parquet([record(q) for q in rows], f"{rows[0]}.parquet")
+        for rows in (["1", "123456"], ["2"], ["34", "5"])
+    ]
     options = PromptOptions(max_prompt_length=5, filter_overlong=True)
     assert PromptDataset(files, tokenizer, options, RowChoice()).file_sizes() == [1, 1, 2]
     assert PromptDataset(files, tokenizer, OPTIONS, RowChoice(2)).file_sizes() == [2, 0, 0]
@@ -215,26 +234,38 @@ def test_sizes_of_files_count_what_is_left(write_parquet, record, tokenizer):
 
 def test_arguments_of_the_chat_template_change_the_prompts(ten_rows, tokenizer_folder, tmp_path):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ '' if enable_thinking else '!' }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[0]['content'] }}{{ '' if enable_thinking else '!' }}"
+    )
     own = load_tokenizer(str(folder))
     for given, expected in (({}, "10!"), ({"enable_thinking": True}, "10")):
         rows = build_validation_rows(config(ten_rows, apply_chat_template_kwargs=given), own)
         assert own.decode(rows[0].prompt_token_ids) == expected
 
 
-def test_the_line_about_lengths_refuses_prompts_that_the_run_would_stumble_over(write_parquet, record, tokenizer):
+def test_the_line_about_lengths_refuses_prompts_that_the_run_would_stumble_over(
+    write_parquet, record, tokenizer
+):
     path = write_parquet([record("1"), record("123456")])
     with pytest.raises(ValueError, match=r"max_prompt_length=5 tokens, got 7 in row 1 of"):
         PromptDataset([path], tokenizer, PromptOptions(5), RowChoice()).describe_lengths()
     line = PromptDataset([path], tokenizer, PromptOptions(5, "left"), RowChoice()).describe_lengths()
-    assert line == "2 prompts by tokens: 2-3: 50%, 4-7: 50%; median 2, longest 7, data.max_prompt_length=5, longer 50.0%"
+    assert (
+        line
+        == "2 prompts by tokens: 2-3: 50%, 4-7: 50%; median 2, longest 7, data.max_prompt_length=5, longer "
+        "50.0%"
+    )
 
 
 def test_data_sources_are_found_in_all_chosen_rows_of_all_files(write_parquet, record, tokenizer):
     first = write_parquet([record("1", data_source="a"), record("2", data_source="b")], "first.parquet")
     second = write_parquet([record("3", data_source="a"), record("12345", data_source="c")], "second.parquet")
     dataset = PromptDataset([first, second], tokenizer, OPTIONS, RowChoice())
-    assert dataset.data_sources() == {"a": f"row 0 of {first}", "b": f"row 1 of {first}", "c": f"row 1 of {second}"}
+    assert dataset.data_sources() == {
+        "a": f"row 0 of {first}",
+        "b": f"row 1 of {first}",
+        "c": f"row 1 of {second}",
+    }
     fewer = PromptDataset([first, second], tokenizer, PromptOptions(5, filter_overlong=True), RowChoice())
     assert fewer.data_sources().keys() == {"a", "b"}
 
@@ -255,7 +286,9 @@ def test_a_malformed_row_is_named_before_the_first_step(changes, message, write_
 
 def test_extra_info_is_a_mapping_or_nothing(write_parquet, record, tokenizer):
     path = write_parquet([record("1", extra_info="text")])
-    with pytest.raises(ValueError, match=r"column 'extra_info' must hold a mapping .* got 'text' in row 0 of"):
+    with pytest.raises(
+        ValueError, match=r"column 'extra_info' must hold a mapping .* got 'text' in row 0 of"
+    ):
         PromptDataset([path], tokenizer, OPTIONS, RowChoice())
 
 
@@ -266,7 +299,8 @@ def test_a_template_that_cannot_render_a_row_names_it(write_parquet, record, tok
 
     path = write_parquet([record("1")])
     with pytest.raises(
-        ValueError, match=r"row 0 of .*: the chat template must render .* but raised RuntimeError: roles must altern"
+        ValueError,
+        match=r"row 0 of .*: the chat template must render .* but raised RuntimeError: roles must altern",
     ):
         PromptDataset([path], Refusing(), OPTIONS, RowChoice())
 

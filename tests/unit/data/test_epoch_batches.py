@@ -1,4 +1,5 @@
-"""The order of rows of one file and of weighted ones: complete, seeded, new in every epoch, the same after a resume."""
+"""The order of rows of one file and of weighted ones: complete, seeded, new in every epoch, the same after a
+resume."""
 
 from collections import Counter
 

@@ -1,4 +1,5 @@
-"""Groups: what parts and answers become in the batch that is trained on, and that a checkpoint loses nothing of them."""
+"""Groups: what parts and answers become in the batch that is trained on, and that a checkpoint loses nothing
+of them."""
 
 import io
 
@@ -15,7 +16,9 @@ PAD = 0
 
 def part(tokens: list[int], version: int) -> Part:
     """The log-prob of a token is minus a hundredth of its id."""
-    return Part(torch.tensor(tokens, dtype=torch.int32), torch.tensor(tokens, dtype=torch.float32) / -100, version)
+    return Part(
+        torch.tensor(tokens, dtype=torch.int32), torch.tensor(tokens, dtype=torch.float32) / -100, version
+    )
 
 
 def answer(tokens: list[int]) -> Answer:
@@ -23,13 +26,23 @@ def answer(tokens: list[int]) -> Answer:
 
 
 def row(index: int) -> PromptRow:
-    return PromptRow(index, [1, 2, index], [{"role": "user", "content": str(index)}], "digits", "3", {"index": index})
+    return PromptRow(
+        index, [1, 2, index], [{"role": "user", "content": str(index)}], "digits", "3", {"index": index}
+    )
 
 
 def make_group(number: int, *, ended: bool = True) -> Group:
     """Two samples: one cut by an update in its second turn, after a tool's answer; one short."""
     prompt, state = row(number).prompt_token_ids, "ended" if ended else "waiting"
-    long = GroupSample(number, 0, prompt, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], state, ended, 1)
+    long = GroupSample(
+        number,
+        0,
+        prompt,
+        [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)],
+        state,
+        ended,
+        1,
+    )
     short = GroupSample(number, 1, prompt, [part([16], 5)], "ended", finished=True)
     return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
 
@@ -43,12 +56,17 @@ def test_parts_and_answers_become_rows() -> None:
     assert found.responses.tolist() == [[11, 12, 90, 13, 14, 15], [16, 0, 0, 0, 0, 0]]
     assert found.response_lengths.tolist() == [6, 1]
     assert found.policy_versions.tolist() == [[3, 3, -1, 3, 5, 5], [5, -1, -1, -1, -1, -1]]
-    torch.testing.assert_close(found.rollout_log_probs[0], torch.tensor([-0.11, -0.12, 0.0, -0.13, -0.14, -0.15]))
+    torch.testing.assert_close(
+        found.rollout_log_probs[0], torch.tensor([-0.11, -0.12, 0.0, -0.13, -0.14, -0.15])
+    )
     assert found.response_mask is not None
     assert found.response_mask[0].tolist() == [True, True, False, True, True, True]
     assert found.num_turns is not None
     assert found.tool_calls is not None
-    assert (found.num_turns.tolist(), found.tool_calls.tolist()) == ([4, 2], [1, 0])  # prompt, turn, answer, turn cut in two
+    assert (found.num_turns.tolist(), found.tool_calls.tolist()) == (
+        [4, 2],
+        [1, 0],
+    )  # prompt, turn, answer, turn cut in two
     assert found.finished.tolist() == [True, True]
     assert completions(make_group(7).samples, width=9).responses.shape == (2, 9)
 
@@ -66,7 +84,9 @@ def test_a_sample_that_goes_on_is_not_trained_on() -> None:
 def test_groups_become_the_samples_of_a_step() -> None:
     groups = [scored(make_group(7), 1.0, 0.0), scored(make_group(9), 0.5, 0.25)]
     samples = [sample for group in groups for sample in group.samples]
-    rollouts = build_rollout_batch([list(s.prompt) for s in samples], [0, 0, 1, 1], completions(samples, with_tools=True), PAD)
+    rollouts = build_rollout_batch(
+        [list(s.prompt) for s in samples], [0, 0, 1, 1], completions(samples, with_tools=True), PAD
+    )
     joined = joined_samples(groups, rollouts, ["a", "b", "c", "d"])
     assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
     assert joined.scores.tolist() == [1.0, 0.0, 0.5, 0.25]
@@ -91,7 +111,9 @@ def test_the_next_request_continues_prompt_and_response() -> None:
 
 
 def test_a_group_is_scored_when_it_is_whole_sample_by_sample() -> None:
-    with pytest.raises(ValueError, match="group 7 must be whole and get a score for each of its 2 samples, got 1"):
+    with pytest.raises(
+        ValueError, match="group 7 must be whole and get a score for each of its 2 samples, got 1"
+    ):
         scored(make_group(7), 1.0)
     with pytest.raises(ValueError, match="group 7 must be whole"):
         scored(make_group(7, ended=False), 1.0, 0.0)
@@ -145,8 +167,18 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
     groups = [scored(make_group(7), 1.0, 0.0), make_group(9, ended=False), make_group(12)]
     found, _ = saved(groups)
     for group, other in zip(groups, found, strict=True):
-        assert (other.number, other.epoch, other.admitted_for_step, other.admitted_at) == (group.number, 0, 4, 3)
-        assert (other.row, other.fate, other.attempt, other.version) == (group.row, group.fate, 0, group.version)
+        assert (other.number, other.epoch, other.admitted_for_step, other.admitted_at) == (
+            group.number,
+            0,
+            4,
+            3,
+        )
+        assert (other.row, other.fate, other.attempt, other.version) == (
+            group.row,
+            group.fate,
+            0,
+            group.version,
+        )
         assert (other.scores is None) == (group.scores is None)
         for sample, restored in zip(group.samples, other.samples, strict=True):
             assert (restored.token_ids, restored.versions, restored.num_turns) == (
@@ -155,7 +187,13 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
                 sample.num_turns,
             )
             facts = (sample.number, sample.index, sample.state, sample.finished, sample.tool_calls)
-            assert (restored.number, restored.index, restored.state, restored.finished, restored.tool_calls) == facts
+            assert (
+                restored.number,
+                restored.index,
+                restored.state,
+                restored.finished,
+                restored.tool_calls,
+            ) == facts
             for turn, same in zip(sample.turns, restored.turns, strict=True):
                 assert type(turn) is type(same)
                 if isinstance(turn, Part):
@@ -168,7 +206,10 @@ def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
     """4 for the token, 4 for its log-prob; records of parts and files are small beside long responses."""
     tokens = 2000
     parts = [part(list(range(1, tokens // 2 + 1)), version) for version in (0, 1)]
-    groups = [Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, "ended") for i in range(4)]) for n in range(8)]
+    groups = [
+        Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, "ended") for i in range(4)])
+        for n in range(8)
+    ]
     assert saved(groups)[1] <= 9 * tokens * 4 * 8
 
 

@@ -10,7 +10,9 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), max_rows=st.integers(1, 9))
-def test_rows_limit_covers_every_row_once_with_equal_counts(lengths: list[int], ranks: int, max_rows: int) -> None:
+def test_rows_limit_covers_every_row_once_with_equal_counts(
+    lengths: list[int], ranks: int, max_rows: int
+) -> None:
     assigned = assign_rows(lengths, ranks, MicroBatchLimit(max_rows=max_rows))
     rows = sorted(row for rank in assigned for batch in rank for row in batch)
     assert rows == list(range(len(lengths)))
@@ -19,7 +21,9 @@ def test_rows_limit_covers_every_row_once_with_equal_counts(lengths: list[int], 
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), max_tokens=st.integers(10, 100))
-def test_token_limit_is_kept_unless_one_row_is_longer(lengths: list[int], ranks: int, max_tokens: int) -> None:
+def test_token_limit_is_kept_unless_one_row_is_longer(
+    lengths: list[int], ranks: int, max_tokens: int
+) -> None:
     assigned = assign_rows(lengths, ranks, MicroBatchLimit(max_tokens=max_tokens))
     assert sorted(row for rank in assigned for batch in rank for row in batch) == list(range(len(lengths)))
     for rank in assigned:

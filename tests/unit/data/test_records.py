@@ -20,7 +20,10 @@ def test_formats_read_alike(suffix, write_parquet, tmp_path):
         path = str(tmp_path / f"data.{suffix}")
         (tmp_path / f"data.{suffix}").write_text(text)
     file = RecordFile(path, ["prompt"], ["extra", "absent"])
-    assert [file[i] for i in range(len(file))] == [{"prompt": "a", "extra": 1}, {"prompt": "b", "extra": None}]
+    assert [file[i] for i in range(len(file))] == [
+        {"prompt": "a", "extra": 1},
+        {"prompt": "b", "extra": None},
+    ]
 
 
 def test_missing_file_is_named(tmp_path):
@@ -56,9 +59,13 @@ def test_gaps_that_arrow_fills_are_taken_out_of_messages():
     assert check_messages(messages, "prompt", "row 0") == [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.parametrize("bad", ["text", [], None, ["text"], [{"role": "user"}], [{"role": "user", "content": ["x"]}]])
+@pytest.mark.parametrize(
+    "bad", ["text", [], None, ["text"], [{"role": "user"}], [{"role": "user", "content": ["x"]}]]
+)
 def test_what_is_no_list_of_messages_is_refused(bad):
-    with pytest.raises(ValueError, match=r"column 'prompt' must hold a list of chat messages.*in row 3 of f\.parquet"):
+    with pytest.raises(
+        ValueError, match=r"column 'prompt' must hold a list of chat messages.*in row 3 of f\.parquet"
+    ):
         check_messages(bad, "prompt", "row 3 of f.parquet")
 
 
@@ -102,7 +109,9 @@ def test_damaged_parquet_is_named(write_parquet):
     path = write_parquet(ROWS)
     table = pq.read_table(path)
     pq.write_table(table.append_column("prompt", table.column("prompt")), path)
-    with pytest.raises(ValueError, match=r"data.parquet could not be read: Multiple matches for FieldRef.Name\(prompt\)"):
+    with pytest.raises(
+        ValueError, match=r"data.parquet could not be read: Multiple matches for FieldRef.Name\(prompt\)"
+    ):
         RecordFile(path, ["prompt"])
     pq.write_table(pa.table({"prompt": pa.array([b"fine", b"\xff"]).view(pa.string())}), path)
     with pytest.raises(ValueError, match=r"columns of .*data.parquet must be readable, but are not: .*UTF8"):
@@ -113,21 +122,29 @@ def messages(content):
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize("bad", [None, [], messages(None), [*messages("x"), None], [{"role": None, "content": "x"}]])
+@pytest.mark.parametrize(
+    "bad", [None, [], messages(None), [*messages("x"), None], [{"role": None, "content": "x"}]]
+)
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
 def test_the_first_row_without_messages_is_named_wherever_it_stands(bad, rows_per_chunk, write_parquet):
     import pyarrow.parquet as pq
 
-    path = write_parquet([{"prompt": messages(str(row))} for row in range(7)] + [{"prompt": bad}, {"prompt": []}])
+    path = write_parquet(
+        [{"prompt": messages(str(row))} for row in range(7)] + [{"prompt": bad}, {"prompt": []}]
+    )
     pq.write_table(pq.read_table(path), path, row_group_size=rows_per_chunk)
     file = RecordFile(path, ["prompt"])
-    with pytest.raises(ValueError, match=r"column 'prompt' must hold a list of chat messages .* in row 7 of "):
+    with pytest.raises(
+        ValueError, match=r"column 'prompt' must hold a list of chat messages .* in row 7 of "
+    ):
         file.check_messages("prompt")
 
 
 def test_a_null_where_a_value_must_be_is_named(write_parquet):
     file = RecordFile(write_parquet([{"a": "x"}, {"a": None}, {"a": None}]), ["a"])
-    with pytest.raises(ValueError, match=r"column 'a' must hold a value in every row, but row 1 of .* has none"):
+    with pytest.raises(
+        ValueError, match=r"column 'a' must hold a value in every row, but row 1 of .* has none"
+    ):
         file.check_given("a")
 
 
@@ -141,7 +158,7 @@ class Squares:
     def __getitem__(self, index):
         return {KEY: [{"role": "user", "content": str(index) * (9 if index == 8 else 1)}], "data_source": self.name,
                 "reward_model": {"ground_truth": str(index**2)}}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -149,7 +166,13 @@ def config(tmp_path):
     def build(source, name="Squares", **changes):
         (tmp_path / "own.py").write_text(source)
         own = {"path": str(tmp_path / "own.py"), "name": name}
-        given = {"train_files": ["t"], "val_files": ["v"], "train_batch_size": 4, "gen_batch_size": 4, "max_prompt_length": 4}
+        given = {
+            "train_files": ["t"],
+            "val_files": ["v"],
+            "train_batch_size": 4,
+            "gen_batch_size": 4,
+            "max_prompt_length": 4,
+        }
         given |= {"seed": 1, "filter_overlong_prompts": True, "custom_cls": own, **changes}
         return DataConfig.model_validate(given)
 
@@ -175,7 +198,11 @@ def test_rows_are_tokenised_filtered_and_batched(key, config, tokenizer):
         (SOURCE, "Cubes", r"must name a class of .*own.py, got 'Cubes'; its classes are \['Squares'\]"),
         ("import nothing_of_this_name", "Squares", "can be imported; .*ModuleNotFoundError"),
         (SOURCE.replace("__getitem__", "get").replace("KEY", "'prompt'"), "Squares", "lacks one of them"),
-        (SOURCE.replace("return 9", "return 0").replace("KEY", "'prompt'"), "Squares", r"at least one row for \['t'\]"),
+        (
+            SOURCE.replace("return 9", "return 0").replace("KEY", "'prompt'"),
+            "Squares",
+            r"at least one row for \['t'\]",
+        ),
         (SOURCE.replace("KEY", "'question'"), "Squares", r"row 0 lacks \['prompt'\]; it is \{'question'"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Rollouts of several calls as one: every row's tokens unchanged, padding where it belongs, groups renumbered."""
+"""Rollouts of several calls as one: every row's tokens unchanged, padding where it belongs, groups
+renumbered."""
 
 from typing import Any
 
@@ -38,7 +39,10 @@ PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6], [7]], [[11], [12, 13], [14, 15, 16
 
 
 def test_parts_of_different_widths_become_one_batch() -> None:
-    parts = [make_rollouts(PROMPTS[:2], RESPONSES[:2], [0, 0]), make_rollouts(PROMPTS[2:], RESPONSES[2:], [1, 2])]
+    parts = [
+        make_rollouts(PROMPTS[:2], RESPONSES[:2], [0, 0]),
+        make_rollouts(PROMPTS[2:], RESPONSES[2:], [1, 2]),
+    ]
     joined = concatenate_rollouts(parts, PAD)
     expected = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 2])
     assert joined.batch_size == torch.Size([4])
@@ -76,7 +80,9 @@ def make_samples(first: int, **changes: Any) -> Samples:
 
 
 def test_joined_samples_keep_their_prompts_and_extras() -> None:
-    whole = Samples.concatenate([make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD)
+    whole = Samples.concatenate(
+        [make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD
+    )
     assert whole.scores.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert [row.row_index for row in whole.rows] == [0, 0, 1, 1, 10, 10, 11, 11]
     assert whole.extras == {"acc": [0, 1, 2, 3] + [None] * 4, "note": [None] * 4 + ["a", "b", "c", "d"]}
@@ -91,12 +97,21 @@ def test_joined_samples_keep_their_prompts_and_extras() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scores": torch.zeros(4, dtype=torch.float64)}, r"Samples\.scores must be torch.float32 .* got torch.float64"),
-        ({"scores": torch.zeros(3)}, r"Samples\.scores must be .* of shape \[4\], got torch.float32 of shape \[3\]"),
+        (
+            {"scores": torch.zeros(4, dtype=torch.float64)},
+            r"Samples\.scores must be torch.float32 .* got torch.float64",
+        ),
+        (
+            {"scores": torch.zeros(3)},
+            r"Samples\.scores must be .* of shape \[4\], got torch.float32 of shape \[3\]",
+        ),
         ({"component_scores": torch.zeros(4)}, r"Samples\.component_scores must be .* of shape \[4, 'K'\]"),
         ({"reward_baselines": torch.zeros(4, 1)}, r"Samples\.reward_baselines must be .* of shape \[4\]"),
         ({"texts": ["one"]}, r"Samples\.texts must have one value for each of 4 rows, got 1"),
-        ({"extras": {"acc": [1.0]}}, r"Samples\.extras\['acc'\] must have one value for each of 4 rows, got 1"),
+        (
+            {"extras": {"acc": [1.0]}},
+            r"Samples\.extras\['acc'\] must have one value for each of 4 rows, got 1",
+        ),
     ],
 )
 def test_what_does_not_fit_the_rollouts_names_the_field(changes: dict[str, Any], said: str) -> None:

@@ -1,4 +1,5 @@
-"""Token records: what is written is read back, damaged files are named, and the folder stays within its limits."""
+"""Token records: what is written is read back, damaged files are named, and the folder stays within its
+limits."""
 
 import json
 import os
@@ -26,7 +27,9 @@ from verl_rc.data.token_record import (
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    written = token_record(7, (3, 0, 5), entropy=np.linspace(0, 2, 8), old_log_prob=[-np.inf, np.nan, *[-0.25] * 6])
+    written = token_record(
+        7, (3, 0, 5), entropy=np.linspace(0, 2, 8), old_log_prob=[-np.inf, np.nan, *[-0.25] * 6]
+    )
     read = read_record(write_record(tmp_path, written))
     assert (read.step, read.facts["why"], read.facts["schema_version"]) == (7, "regular", 1)
     assert read.lengths.tolist() == [3, 0, 5]
@@ -74,7 +77,9 @@ def test_a_killed_run_leaves_whole_files_only(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         write_record(tmp_path, token_record(1, gap=0.7))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
-    np.testing.assert_array_equal(read_record(record_path(tmp_path, 1)).tokens["old_log_prob"], first.tokens["old_log_prob"])
+    np.testing.assert_array_equal(
+        read_record(record_path(tmp_path, 1)).tokens["old_log_prob"], first.tokens["old_log_prob"]
+    )
 
 
 def rewritten(path: Path, change: str) -> None:

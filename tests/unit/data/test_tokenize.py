@@ -1,4 +1,5 @@
-"""Token ids: prompts and tool turns as the chat template has them; of worked examples, what is context and what is learnt."""
+"""Token ids: prompts and tool turns as the chat template has them; of worked examples, what is context and
+what is learnt."""
 
 import json
 import shutil
@@ -6,7 +7,13 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from verl_rc.data.tokenize import ToolTurnEncoder, encode_messages, encode_prompt, load_tokenizer, read_worked_examples
+from verl_rc.data.tokenize import (
+    ToolTurnEncoder,
+    encode_messages,
+    encode_prompt,
+    load_tokenizer,
+    read_worked_examples,
+)
 
 CONVERSATION = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
 
@@ -29,21 +36,34 @@ def test_conversation_continues_its_prompt_and_ends_with_the_end_token(tokenizer
 def test_template_arguments_reach_the_template(tokenizer_folder, tmp_path):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ mood }}")
-    assert text(load_tokenizer(str(folder)), encode_prompt(load_tokenizer(str(folder)), CONVERSATION, {"mood": "!"})) == "12!"
+    assert (
+        text(
+            load_tokenizer(str(folder)),
+            encode_prompt(load_tokenizer(str(folder)), CONVERSATION, {"mood": "!"}),
+        )
+        == "12!"
+    )
 
 
 def test_custom_pre_tokenizer_survives(tokenizer_folder, tmp_path):
     """A vocabulary that splits at every character, in a folder that calls itself qwen2."""
     folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
     document = json.loads((folder / "tokenizer.json").read_text())
-    document["pre_tokenizer"] = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
+    document["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"String": ""},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     document["decoder"] = {"type": "Fuse"}
     document["model"]["vocab"] = {symbol: index for index, symbol in enumerate("ab\n*(")}
     document["added_tokens"] = [{**token, "id": 5 + i} for i, token in enumerate(document["added_tokens"])]
     (folder / "tokenizer.json").write_text(json.dumps(document))
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer("b\n*(a")["input_ids"] == [1, 2, 3, 4, 0]
-    assert AutoTokenizer.from_pretrained(folder)("b\n*(a")["input_ids"] != [1, 2, 3, 4, 0], "the trap is gone: simplify"
+    assert AutoTokenizer.from_pretrained(folder)("b\n*(a")["input_ids"] != [1, 2, 3, 4, 0], (
+        "the trap is gone: simplify"
+    )
 
 
 def test_padding_falls_back_to_the_end_token(tokenizer_folder, tmp_path):
@@ -79,7 +99,8 @@ def test_what_follows_an_assistants_turn(tokenizer):
 
 
 def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder, tmp_path):
-    """Templates of Qwen's kind put a newline behind the EOS token of a turn, which the policy never samples."""
+    """Templates of Qwen's kind put a newline behind the EOS token of a turn, which the policy never
+    samples."""
     folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -87,8 +108,14 @@ def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder,
     )
     own = load_tokenizer(str(folder))
     assert text(own, ToolTurnEncoder(own).encode(["7"])) == "\n<tool>7<|im_end|>\n<assistant>"
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "7"}]
-    assembled = encode_prompt(own, turns[:1]) + own("a<|im_end|>")["input_ids"] + ToolTurnEncoder(own).encode(["7"])
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "7"},
+    ]
+    assembled = (
+        encode_prompt(own, turns[:1]) + own("a<|im_end|>")["input_ids"] + ToolTurnEncoder(own).encode(["7"])
+    )
     assert assembled == encode_prompt(own, turns)
 
 
@@ -117,7 +144,10 @@ def test_only_the_last_answer_and_its_end_token_are_learnt(write_parquet, tokeni
     one, two = conversation("12", "3"), conversation("1", "2", "3", "45")
     files = [write_parquet([one], "a.parquet"), write_parquet([two], "b.parquet")]
     examples = read_worked_examples(files, "messages", tokenizer, max_length=32)
-    decoded = [(tokenizer.decode(e.prompt_token_ids), tokenizer.decode(e.answer_token_ids), e.num_tokens) for e in examples]
+    decoded = [
+        (tokenizer.decode(e.prompt_token_ids), tokenizer.decode(e.answer_token_ids), e.num_tokens)
+        for e in examples
+    ]
     assert decoded == [("12=", "3<|im_end|>", 5), ("1=2<|im_end|>3=", "45<|im_end|>", 9)]
 
 
@@ -131,7 +161,11 @@ def test_the_column_can_have_another_name(write_parquet, tokenizer):
 @pytest.mark.parametrize(
     ("row", "limit", "message"),
     [
-        (conversation("1", "2", "3"), 32, r"end with an assistant message, got the roles .*'user'\] in row 1 of"),
+        (
+            conversation("1", "2", "3"),
+            32,
+            r"end with an assistant message, got the roles .*'user'\] in row 1 of",
+        ),
         (conversation("1"), 32, "must have a question and end with an assistant"),
         (conversation("12345", "12345"), 11, r"at most data.max_length=11 tokens, got 12 in row 1 of"),
     ],
@@ -147,5 +181,7 @@ def test_a_template_that_does_not_continue_its_prompt_is_refused(write_parquet, 
         "{{ messages|length }}{{ messages[0]['content'] }}{% if add_generation_prompt %}={% endif %}"
     )
     path, broken = write_parquet([conversation("1", "2")]), load_tokenizer(str(folder))
-    with pytest.raises(ValueError, match=r"followed by the answer, but in row 0 .*the prompt is '11=' and the whole '21'"):
+    with pytest.raises(
+        ValueError, match=r"followed by the answer, but in row 0 .*the prompt is '11=' and the whole '21'"
+    ):
         read_worked_examples([path], "messages", broken, 32)

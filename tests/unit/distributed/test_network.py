@@ -36,9 +36,16 @@ def test_the_interface_of_an_address() -> None:
     ipv4 = [address for address in carried if address.count(".") == 3]
     assert [interface_of(address) for address in ipv4] == [carried[address] for address in ipv4]
     name = carried[HERE]
-    assert network_variables(HERE) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", "VLLM_HOST_IP": HERE}
+    assert network_variables(HERE) == {
+        "GLOO_SOCKET_IFNAME": name,
+        "NCCL_SOCKET_IFNAME": f"={name}",
+        "VLLM_HOST_IP": HERE,
+    }
 
 
 def test_an_address_that_no_interface_carries() -> None:
-    with pytest.raises(ValueError, match=r"no network interface of this node has the address 203\.0\.113\.9.* Set GLOO_SOCKET"):
+    with pytest.raises(
+        ValueError,
+        match=r"no network interface of this node has the address 203\.0\.113\.9.* Set GLOO_SOCKET",
+    ):
         interface_of("203.0.113.9")

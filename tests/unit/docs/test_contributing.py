@@ -42,7 +42,7 @@ rewards = torch.tensor([[0.0, 1.0], [3.0, 0.0], [2.0, 0.0]])
 advantages, _ = compute_advantages("best_of_group", rewards, torch.tensor([[1, 1], [1, 1], [1, 0]]), group_ids=["a", "a", "b"])
 assert advantages.tolist() == [[-2.0, -2.0], [0.0, 0.0], [0.0, 0.0]], advantages
 assert load_run_config(sound_run("best_of_group")).algorithm.adv_estimator == "best_of_group"
-""",
+""",  # noqa: E501
     "Add a rejection rule": """
 import torch
 from sound_run import sound_run
@@ -58,7 +58,7 @@ name = "rollout_corr/rollout_rs_token_l1_masked_fraction"
 assert result.metrics()[name] == 0.5
 assert CATALOG.find(name) is not None
 load_run_config([*sound_run(), *(f"algorithm.rollout_correction.{key}={value}" for key, value in given.items())])
-""",
+""",  # noqa: E501
     "Add a metric": """
 import torch
 from small_models import make_train_batch
@@ -78,7 +78,7 @@ rollouts = RolloutBatch(
 )
 assert batch_metrics(batch, torch.zeros(4), torch.zeros(4, 7), rollouts, 5, 100)["response_length/median"] == 4.5
 assert CATALOG.find("response_length/median").unit == "tokens"
-""",
+""",  # noqa: E501
     "Add a stage": """
 import ast, inspect, logging, torch
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ assert CATALOG.find("timing_s/show_sample") is not None
 nodes = ast.walk(ast.parse(inspect.getsource(train.train)))
 lines = {node.func.attr: node.lineno for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
 assert lines["show_sample"] > lines["publish"]
-""",
+""",  # noqa: E501
 }
 """What a patch makes possible, tried in a process that has the patched package."""
 
@@ -105,7 +105,9 @@ assert lines["show_sample"] > lines["publish"]
 def patched(folder: Path, *titles: str) -> Path:
     """A copy of the package and what it needs, with some patches."""
     for name in ("verl_rc", "configs"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for title in titles:
         given = {"input": PATCHES[title], "capture_output": True, "text": True, "check": False}
         result = subprocess.run(["git", "apply", "--whitespace=error", "-"], cwd=folder, **given)
@@ -116,7 +118,9 @@ def patched(folder: Path, *titles: str) -> Path:
 def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     """Python with the package of ``folder`` and the tests' own modules."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
-    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_there_is_a_patch_for_each_addition() -> None:
@@ -146,5 +150,7 @@ def test_all_of_them_together_keep_the_rules_of_metric_names(tmp_path: Path) -> 
     folder = patched(tmp_path, *PATCHES)
     shutil.copytree(ROOT / "tests" / "architecture", folder / "tests" / "architecture")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    result = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py")
+    result = run(
+        folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py"
+    )
     assert result.returncode == 0, result.stdout

@@ -1,5 +1,5 @@
-"""What documents tell people to type exists: configuration keys, presets, commands, anchors. (Links, files, modules and metrics:
-tests/architecture/test_documents.py.)"""
+"""What documents tell people to type exists: configuration keys, presets, commands, anchors. (Links, files,
+modules and metrics: tests/architecture/test_documents.py.)"""
 
 import io
 import json
@@ -27,7 +27,10 @@ from verl_rc.config.verl.migration import is_correction_key
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.sinks import ConsoleSink
 
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAME = [document.relative_to(ROOT).as_posix() for document in DOCUMENTS]
 ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md"}
 """Documents that name keys of verl beside those of this project."""
@@ -41,12 +44,30 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 _ANCHOR = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 _PLACEHOLDERS = re.compile(r"^(?:KEY=VALUE|key=value|OVERRIDE|NAME|JOB|…|\.\.\.|\[override|\.\.\.\])$")
-_FREE = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "ray_kwargs.ray_init.runtime_env.", "data.apply_chat_template_kwargs.")
-_OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf", "grep", "pre-commit"}
+_FREE = (
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.",
+    "ray_kwargs.ray_init.runtime_env.",
+    "data.apply_chat_template_kwargs.",
+)
+_OTHER_PROGRAMS = {
+    "source",
+    "docker",
+    "sudo",
+    "wandb",
+    "uv",
+    "ray",
+    "cd",
+    "export",
+    "hf",
+    "grep",
+    "pre-commit",
+}
 
 _KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
 _COMPOSER = Composer(parse([]), has_groups=True)
-_CHOICES = {f"{group}={name}" for group in _COMPOSER.groups() for name in _COMPOSER.loader.get_group_options(group)}
+_CHOICES = {
+    f"{group}={name}" for group in _COMPOSER.groups() for name in _COMPOSER.loader.get_group_options(group)
+}
 """Choices of configuration groups, as they are typed."""
 _KNOWN_SFT = set(known_keys(SftConfig))
 
@@ -78,7 +99,11 @@ def commands_of(text):
     """Commands that a reader would type: lines of shell blocks, and code spans that begin like one."""
     blocks = [body for language, body in _BLOCK.findall(text) if language in ("bash", "sh", "shell")]
     lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
-    spans = [span for span in _SPAN.findall(_BLOCK.sub("", text)) if re.match(r"(?:\w+=\S+ )*(?:bash|python|verl-rc) \S", span)]
+    spans = [
+        span
+        for span in _SPAN.findall(_BLOCK.sub("", text))
+        if re.match(r"(?:\w+=\S+ )*(?:bash|python|verl-rc) \S", span)
+    ]
     return [line for line in (line.strip() for line in [*lines, *spans]) if line and not line.startswith("#")]
 
 
@@ -127,7 +152,16 @@ def _mistake_in_python(arguments):
         if module in ("pytest", "pip"):
             return None
         if module == "scripts.evidence":
-            unknown = set(overrides) - {*STUDIES, "bill", "against_verl", "page", "--quick", "--verl", "--cores", "0,1"}
+            unknown = set(overrides) - {
+                *STUDIES,
+                "bill",
+                "against_verl",
+                "page",
+                "--quick",
+                "--verl",
+                "--cores",
+                "0,1",
+            }
             return f"{unknown} is no study" if unknown else None
         path = ROOT / Path(*module.split("."))
         if not (path.with_suffix(".py").is_file() or path.is_dir()):
@@ -136,14 +170,20 @@ def _mistake_in_python(arguments):
     script, *options = arguments
     if not (ROOT / script).is_file():
         return f"{script} does not exist"
-    text = (ROOT / script).read_text() + "".join(path.read_text() for path in (ROOT / script).parent.glob("conversion.py"))
-    missing = [option for option in options if option.startswith("--") and f'"{option.split("=")[0]}"' not in text]
+    text = (ROOT / script).read_text() + "".join(
+        path.read_text() for path in (ROOT / script).parent.glob("conversion.py")
+    )
+    missing = [
+        option for option in options if option.startswith("--") and f'"{option.split("=")[0]}"' not in text
+    ]
     return f"{script} has no option {missing[0]}" if missing else None
 
 
 def _mistake_in_overrides(overrides, known):
     choices = _CHOICES if known is _KNOWN else set()
-    keys = [word for word in overrides if not word.startswith("-") and not set(_runs_of_a_sweep(word)) <= choices]
+    keys = [
+        word for word in overrides if not word.startswith("-") and not set(_runs_of_a_sweep(word)) <= choices
+    ]
     wrong = [word for word in keys if not is_key(word.split("=")[0].lstrip("+"), known)]
     return f"{wrong[0]} is no override" if wrong else None
 
@@ -165,7 +205,11 @@ def _mistake_in_subcommand(arguments):
         recipe, *overrides = given.arguments
         if not recipe.endswith(".sh"):
             return _mistake_in_overrides(given.arguments, _KNOWN)
-        return _mistake_in_script(given.arguments) if recipe.startswith("recipes/") else _mistake_in_overrides(overrides, _KNOWN)
+        return (
+            _mistake_in_script(given.arguments)
+            if recipe.startswith("recipes/")
+            else _mistake_in_overrides(overrides, _KNOWN)
+        )
     return None
 
 
@@ -244,7 +288,11 @@ def test_entries_of_the_log_are_short_and_their_numbers_beside_them():
 
 
 def test_pictures_in_documents_are_small_and_have_a_text():
-    shown = [(document.parent / path, text) for document in DOCUMENTS for text, path in _IMAGE.findall(document.read_text())]
+    shown = [
+        (document.parent / path, text)
+        for document in DOCUMENTS
+        for text, path in _IMAGE.findall(document.read_text())
+    ]
     assert ROOT / "docs" / "images" / "quickstart.png" in [path for path, _ in shown]
     for path, text in shown:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -253,14 +301,22 @@ def test_pictures_in_documents_are_small_and_have_a_text():
 
 
 def test_the_first_page_shows_output_as_the_console_writes_it():
-    (sample,) = [body for language, body in _BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
-    names = {"reward": "critic/score/mean", "ESS": "rollout_corr/rollout_is_eff_sample_size", "|gap|": "sync/rollout_gap_mean"}
+    (sample,) = [
+        body for language, body in _BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"
+    ]
+    names = {
+        "reward": "critic/score/mean",
+        "ESS": "rollout_corr/rollout_is_eff_sample_size",
+        "|gap|": "sync/rollout_gap_mean",
+    }
     steps = [line for line in sample.splitlines() if re.match(r"step [1-9]", line)]
     assert len(steps) > 3
     for line in steps:
         shown = {name: re.search(rf"{re.escape(label)} ([\d.]+)", line)[1] for label, name in names.items()}
         written = io.StringIO()
-        ConsoleSink(120, Console(file=written)).log({name: float(value) for name, value in shown.items()}, step=1)
+        ConsoleSink(120, Console(file=written)).log(
+            {name: float(value) for name, value in shown.items()}, step=1
+        )
         for label, name in names.items():
             assert f"{label} {shown[name]}" in written.getvalue()
 
@@ -277,7 +333,9 @@ def test_every_recipe_is_in_the_table_with_its_preset():
 
 def rows_of(page):
     """The cells of every row of the tables in a page, heads left out."""
-    lines = [line.strip("| ") for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ") for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")
+    ]
     return [re.split(r" *(?<!\\)\| *", line) for line in lines]
 
 
@@ -288,7 +346,11 @@ def test_the_glossary_has_a_sentence_for_each_word_and_names_of_the_code():
     for word, meaning in words:
         assert meaning.endswith("."), word
         assert meaning.count(". ") == 0, f"{word}: one sentence"
-        names = [name for span in _SPAN.findall(meaning) for name in re.findall(r"\w+", span.split("/")[-1].split("=")[0])]
+        names = [
+            name
+            for span in _SPAN.findall(meaning)
+            for name in re.findall(r"\w+", span.split("/")[-1].split("=")[0])
+        ]
         assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], word
 
 
@@ -307,7 +369,11 @@ def test_every_panel_shows_metrics_of_the_catalogue():
     ("text", "wrong"),
     [
         ("`trainer.seed=1` and `actor_rollout_ref.rollout.n`, data.ghost outside of code", []),
-        ("`actor_rollout_ref.rollout.engine_kwargs.vllm.block_size`, `algorithm.rollout_correction.preset=tis`", []),
+        (
+            "`actor_rollout_ref.rollout.engine_kwargs.vllm.block_size`, "
+            "`algorithm.rollout_correction.preset=tis`",
+            [],
+        ),
         ("`data.parquet`, `verl_rc/config/task.py`, `config.trainer.ghost`", []),
         ("`trainer.sed=1`", ["trainer.sed"]),
         ("```bash\npython -m verl_rc.main_ppo \\\n  algorithm.ghost=1\n```", ["algorithm.ghost"]),
@@ -319,11 +385,16 @@ def test_a_key_that_does_not_exist_is_found(text, wrong):
 
 
 def test_keys_of_verl_pass_where_verl_is_the_subject():
-    assert unknown_keys("`actor_rollout_ref.actor.grad_clip`, `trainer.ghost`", about_verl=True) == ["trainer.ghost"]
+    assert unknown_keys("`actor_rollout_ref.actor.grad_clip`, `trainer.ghost`", about_verl=True) == [
+        "trainer.ghost"
+    ]
 
 
 def test_a_preset_that_does_not_exist_is_found():
-    assert unknown_presets('`preset=tis`, `preset=NAME`, `from_preset("ghost")`, `preset=decoupled`') == ["decoupled", "ghost"]
+    assert unknown_presets('`preset=tis`, `preset=NAME`, `from_preset("ghost")`, `preset=decoupled`') == [
+        "decoupled",
+        "ghost",
+    ]
 
 
 @pytest.mark.parametrize(

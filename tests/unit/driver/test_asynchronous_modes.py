@@ -1,4 +1,5 @@
-"""The modes of asynchronous training, with formulas for processes: orders, publications, filters, failures, ages of tokens."""
+"""The modes of asynchronous training, with formulas for processes: orders, publications, filters, failures,
+ages of tokens."""
 
 import dataclasses
 import json
@@ -67,7 +68,13 @@ class Slow(World):
         return result
 
 
-def run(folder: Path, *overrides: str, state: RunState | None = None, checkpoint: Path | None = None, **options: Any) -> World:
+def run(
+    folder: Path,
+    *overrides: str,
+    state: RunState | None = None,
+    checkpoint: Path | None = None,
+    **options: Any,
+) -> World:
     folder.mkdir(exist_ok=True)
     dump = f"trainer.rollout_data_dir={folder / 'rollouts'}"
     return live(folder, state or RunState(), checkpoint, dump, NO_CANARIES, *overrides, **options)
@@ -81,7 +88,10 @@ def resume(whole: Path, folder: Path, step: int, *overrides: str, **options: Any
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Metrics of the steps, without times."""
     given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [{name: value for name, value in one.items() if not name.startswith(NOT_OF_THE_TRAINING)} for one in given]
+    kept = [
+        {name: value for name, value in one.items() if not name.startswith(NOT_OF_THE_TRAINING)}
+        for one in given
+    ]
     return [one for one in kept if one["step"] > 0]
 
 
@@ -129,7 +139,10 @@ SETTINGS: list[Setting] = [  # every other one with weights that change under ru
 
 def section(setting: Setting, **more: Any) -> dict[str, Any]:
     order, every, staleness, hard, _ = setting
-    bounds = {"staleness_threshold": float(staleness), "max_off_policy_threshold": None if hard is None else float(hard)}
+    bounds = {
+        "staleness_threshold": float(staleness),
+        "max_off_policy_threshold": None if hard is None else float(hard),
+    }
     return {"order": order, "trigger_parameter_sync_step": every, **bounds, **more}
 
 
@@ -143,14 +156,26 @@ def bound_of(setting: Setting) -> int:
     return math.ceil(every * (1 + publications)) - 1
 
 
-@pytest.mark.parametrize(("setting", "partial"), [(setting, place % 2 == 0) for place, setting in enumerate(SETTINGS)], ids=str)
-def test_the_rule_holds_in_the_driver_whatever_ends_first(tmp_path: Path, setting: Setting, partial: bool) -> None:
-    """T19, T3: the driver admits, waits and trains by the rule; every prompt is trained on once, and the books close."""
+@pytest.mark.parametrize(
+    ("setting", "partial"), [(setting, place % 2 == 0) for place, setting in enumerate(SETTINGS)], ids=str
+)
+def test_the_rule_holds_in_the_driver_whatever_ends_first(
+    tmp_path: Path, setting: Setting, partial: bool
+) -> None:
+    """T19, T3: the driver admits, waits and trains by the rule; every prompt is trained on once, and the
+    books close."""
     steps, seen = 9, 0
     for seed in (1, 2):
         folder = tmp_path / f"{seed}"
         world = Slow(seed, cuts=partial)
-        run(folder, OWN_DEVICES, size(setting), world=world, steps=steps, **section(setting, partial_rollout=partial))
+        run(
+            folder,
+            OWN_DEVICES,
+            size(setting),
+            world=world,
+            steps=steps,
+            **section(setting, partial_rollout=partial),
+        )
         ages = of_column(folder, "async/group_age/max")
         assert len(ages) == steps
         assert max(ages) <= bound_of(setting)
@@ -182,13 +207,23 @@ def test_by_completion_a_batch_does_not_wait_for_a_straggler_that_may_come_later
     first = {}
     for order in ("admitted", "ready"):
         folder = tmp_path / order
-        run(folder, OWN_DEVICES, world=Straggling(0), order=order, partial_rollout=False, trigger_parameter_sync_step=2)
+        run(
+            folder,
+            OWN_DEVICES,
+            world=Straggling(0),
+            order=order,
+            partial_rollout=False,
+            trigger_parameter_sync_step=2,
+        )
         first[order] = prompts(folder, [1, 2])
     assert first == {"admitted": ["0", "1", "2", "3"], "ready": ["2", "3", "0", "1"]}
 
 
-def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes at every look at the clock: each wait takes one, and those with a batch's worth of groups are counted."""
+def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second passes at every look at the clock: each wait takes one, and those with a batch's worth of
+    groups are counted."""
     ticks = iter(range(10_000))
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=lambda: 0.0)
     monkeypatch.setattr("verl_rc.driver.supply.time", clock)
@@ -205,7 +240,8 @@ def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(tmp_path: P
         run(tmp_path / order, OWN_DEVICES, world=InReverse(0), steps=2, **mode)
         given = (tmp_path / order / "metrics.jsonl").read_text().splitlines()
         waited[order] = [json.loads(line)["async/wait_for_oldest_s"] for line in given[1:]]
-    # Groups 3, 2, 1, 0 end one after the other. Groups 3 and 2 would be a batch, but in order 1 and 0 are waited for.
+    # Groups 3, 2, 1, 0 end one after the other. Groups 3 and 2 would be a batch, but in order 1 and 0 are
+    # waited for.
     assert waited["admitted"][0] > waited["admitted"][1] == 0
     assert waited["ready"] == [0, 0]
 
@@ -216,7 +252,8 @@ def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(tmp_path: P
 @pytest.mark.parametrize(("every", "staleness"), [(1, 1), (2, 0), (2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("cut", [(), ("ppo_epochs=2",), ("ppo_mini_batch_size=2",)])
 def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, cut: tuple[str, ...]) -> None:
-    """T23: they count steps, however many mini-batches and epochs a step has; T14: the proximal policy is the one before it."""
+    """T23: they count steps, however many mini-batches and epochs a step has; T14: the proximal policy is the
+    one before it."""
 
     class Watching(World):
         def __init__(self) -> None:
@@ -228,11 +265,24 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             return super().compute_log_probs(tokens, limit)
 
     world, steps = Watching(), 7
-    mode = {"trigger_parameter_sync_step": every, "staleness_threshold": float(staleness), "partial_rollout": False}
-    run(tmp_path, OWN_DEVICES, *(f"actor_rollout_ref.actor.{one}" for one in cut), world=world, steps=steps, **mode)
+    mode = {
+        "trigger_parameter_sync_step": every,
+        "staleness_threshold": float(staleness),
+        "partial_rollout": False,
+    }
+    run(
+        tmp_path,
+        OWN_DEVICES,
+        *(f"actor_rollout_ref.actor.{one}" for one in cut),
+        world=world,
+        steps=steps,
+        **mode,
+    )
     expected = []
     for step in range(1, steps + 1):
-        versions = (version for version in range(0, steps, every) if step <= version + every * (1 + staleness))
+        versions = (
+            version for version in range(0, steps, every) if step <= version + every * (1 + staleness)
+        )
         expected.append(step - 1 - min(versions))
     assert of_column(tmp_path, "async/group_age/max") == expected
     assert of_column(tmp_path, "async/token_age/mean") == expected
@@ -246,7 +296,11 @@ def test_a_run_of_several_steps_per_publication_resumes_to_the_bit(tmp_path: Pat
     assert saved_steps(tmp_path / "whole") == [4, 7]
     resume(tmp_path / "whole", tmp_path / "again", 4, OWN_DEVICES, world=Slow(2), steps=7, **mode)
     found, expected = lines(tmp_path / "again"), lines(tmp_path / "whole")[4:]
-    open_ones = ("async/in_flight", "async/whole_waiting", "async/length_ratio")  # between publications they depend on time
+    open_ones = (
+        "async/in_flight",
+        "async/whole_waiting",
+        "async/length_ratio",
+    )  # between publications they depend on time
     for one, two in zip(found, expected, strict=True):
         assert {k: v for k, v in one.items() if not k.startswith(open_ones)} == {
             k: v for k, v in two.items() if not k.startswith(open_ones)
@@ -330,7 +384,9 @@ def test_a_fraction_of_a_batch_is_drawn_prompt_by_prompt(tmp_path: Path) -> None
     assert state is not None
     assert state.admission.admitted == math.ceil(3 * (2 + 1.5))
     assert len(state.drawn) == 1
-    resume(tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, size_of_step, world=Slow(1), steps=6, **mode)
+    resume(
+        tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, size_of_step, world=Slow(1), steps=6, **mode
+    )
     trained = prompts(tmp_path / "whole", [1, 2]) + prompts(tmp_path / "again", range(3, 7))
     assert Counter(trained) == Counter(str(number % 12) for number in range(18))
 
@@ -343,14 +399,17 @@ class Telling(Scorer):
 
     def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
         return [
-            RewardOutput(float(row.row_index % 3 == 0 and place % 2) + len(text) / 1000 * (row.row_index % 3 == 0), {})
+            RewardOutput(
+                float(row.row_index % 3 == 0 and place % 2) + len(text) / 1000 * (row.row_index % 3 == 0), {}
+            )
             for place, (row, text) in enumerate(zip(rows, texts, strict=True))
         ]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_groups_that_tell_nothing_are_replaced_at_once(tmp_path: Path, staleness: int) -> None:
-    """T13: two of three are filtered, and the run goes on; what it trains on does not depend on what ends first."""
+    """T13: two of three are filtered, and the run goes on; what it trains on does not depend on what ends
+    first."""
     mode = {"staleness_threshold": float(staleness), "partial_rollout": False}
     for seed in (1, 2):
         run(tmp_path / f"{seed}", OWN_DEVICES, FILTER, world=Slow(seed), scorer=Telling(), steps=5, **mode)
@@ -358,7 +417,10 @@ def test_groups_that_tell_nothing_are_replaced_at_once(tmp_path: Path, staleness
     assert [samples(one, step) for step in range(1, 6)] == [samples(two, step) for step in range(1, 6)]
     assert prompts(one, range(1, 6)) == [str(3 * number % 12) for number in range(10)]
     assert of_column(one, "async/group_age/max") == [min(step, staleness) for step in range(5)]
-    assert sum(of_column(one, "ledger/prompts_filtered")) == 2 * sum(of_column(one, "ledger/prompts_in_batch")) - 2
+    assert (
+        sum(of_column(one, "ledger/prompts_filtered"))
+        == 2 * sum(of_column(one, "ledger/prompts_in_batch")) - 2
+    )
     assert all(count > 0 for count in of_column(one, "ledger/filtered_tokens")[:3])
     ratios = [line["training/filter_groups/informative_ratio"] for line in lines(one)[:2]]
     assert all(0 < ratio < 0.6 for ratio in ratios)
@@ -428,7 +490,17 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
 def test_a_run_that_filters_resumes_to_the_bit(tmp_path: Path) -> None:
     mode = {"staleness_threshold": 1.0, "partial_rollout": False}
     run(tmp_path / "whole", OWN_DEVICES, FILTER, world=Slow(1), scorer=Telling(), steps=5, **mode)
-    resume(tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, FILTER, world=Slow(7), scorer=Telling(), steps=5, **mode)
+    resume(
+        tmp_path / "whole",
+        tmp_path / "again",
+        2,
+        OWN_DEVICES,
+        FILTER,
+        world=Slow(7),
+        scorer=Telling(),
+        steps=5,
+        **mode,
+    )
     assert lines(tmp_path / "again") == lines(tmp_path / "whole")[2:]
     assert [samples(tmp_path / "again", step) for step in (3, 4, 5)] == [
         samples(tmp_path / "whole", step) for step in (3, 4, 5)
@@ -464,7 +536,9 @@ def test_too_few_groups_that_tell_anything_end_the_run(tmp_path: Path) -> None:
 # Greedy baselines
 
 
-def test_greedy_responses_are_sampled_with_their_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_responses_are_sampled_with_their_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a lead they give what the synchronous run has, accounts included."""
     expected = run(tmp_path / "sync", REMAX)
     monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
@@ -534,19 +608,24 @@ def test_a_group_that_fails_again_is_replaced_and_counted(tmp_path: Path) -> Non
 
 
 def test_more_than_one_failed_group_in_a_hundred_ends_the_run_with_the_first_error(tmp_path: Path) -> None:
-    with pytest.raises(TooManyFailedGroupsError, match=r"but 2 did; the first error of the run: row 1 has no score\."):
+    with pytest.raises(
+        TooManyFailedGroupsError, match=r"but 2 did; the first error of the run: row 1 has no score\."
+    ):
         run(tmp_path, OWN_DEVICES, world=Slow(1), scorer=Failing(row1=2, row4=2), **LEAD)
 
 
 class Unlucky(Slow):
-    """Of some groups' samples both fail, as often as it is said, counted by the order in which groups are submitted."""
+    """Of some groups' samples both fail, as often as it is said, counted by the order in which groups are
+    submitted."""
 
     def __init__(self, seed: int, fails: Sequence[int], cuts: bool = False) -> None:
         super().__init__(seed, cuts)
         self.fails, self.failed = set(fails), set[int]()
 
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
-        found = {number: f"the tool of request {number} failed." for number in numbers if number // 2 in self.fails}
+        found = {
+            number: f"the tool of request {number} failed." for number in numbers if number // 2 in self.fails
+        }
         self.failed |= set(found)
         self.under_way -= set(found)
         return found
@@ -560,7 +639,9 @@ class Unlucky(Slow):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_sample_whose_tool_fails_fails_its_group_which_is_sampled_once_more(tmp_path: Path, partial: bool) -> None:
+def test_a_sample_whose_tool_fails_fails_its_group_which_is_sampled_once_more(
+    tmp_path: Path, partial: bool
+) -> None:
     """T12: under its number, with other seeds."""
     mode = {"staleness_threshold": 1.0, "partial_rollout": partial, "order": "admitted"}
     run(tmp_path / "sound", OWN_DEVICES, world=Slow(1, cuts=partial), **mode)
@@ -574,14 +655,20 @@ def test_a_sample_whose_tool_fails_fails_its_group_which_is_sampled_once_more(tm
     assert sum(of_column(tmp_path / "again", "async/failed_groups")) == 0
 
 
-def test_a_group_whose_tools_fail_again_is_replaced_and_more_than_one_in_a_hundred_end_the_run(tmp_path: Path) -> None:
-    run(tmp_path / "one", OWN_DEVICES, world=Unlucky(1, [1, 4]), **LEAD)  # the fifth group submitted is the second again
+def test_a_group_whose_tools_fail_again_is_replaced_and_more_than_one_in_a_hundred_end_the_run(
+    tmp_path: Path,
+) -> None:
+    run(
+        tmp_path / "one", OWN_DEVICES, world=Unlucky(1, [1, 4]), **LEAD
+    )  # the fifth group submitted is the second again
     assert prompts(tmp_path / "one", (1, 2, 3, 4)) == ["0", "2", "3", "4", "5", "6", "7", "8"]
     assert sum(of_column(tmp_path / "one", "async/failed_groups")) == 1
     state = SavedRun.load(tmp_path / "one" / "global_step_4").state.supply
     assert state is not None
     assert state.failed.first_error.startswith("the tool of request ")
-    with pytest.raises(TooManyFailedGroupsError, match=r"the first error of the run: the tool of request \d+ failed\."):
+    with pytest.raises(
+        TooManyFailedGroupsError, match=r"the first error of the run: the tool of request \d+ failed\."
+    ):
         run(tmp_path / "all", OWN_DEVICES, world=Unlucky(1, range(100)), **LEAD)
 
 
@@ -620,7 +707,12 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
         def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
             return sorted(self.under_way - {0})
 
-    mode = {"staleness_threshold": 1.0, "max_off_policy_threshold": 1.0, "max_off_policy_strategy": "drop", "order": "ready"}
+    mode = {
+        "staleness_threshold": 1.0,
+        "max_off_policy_threshold": 1.0,
+        "max_off_policy_strategy": "drop",
+        "order": "ready",
+    }
     world = OneIsSlow(1, cuts=True)
     run(tmp_path / "whole", OWN_DEVICES, world=world, steps=6, **mode)
     state = SavedRun.load(tmp_path / "whole" / "global_step_6").state.supply
@@ -640,18 +732,25 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
 def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -> None:
     mode = {"trigger_parameter_sync_step": 2, "staleness_threshold": 0.0, "partial_rollout": False}
     section = "algorithm.rollout_correction"
-    no_rule = [f"{section}.{key}=null" for key in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_target_acceptance")]
+    no_rule = [
+        f"{section}.{key}=null"
+        for key in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_target_acceptance")
+    ]
     run(tmp_path / "all", OWN_DEVICES, *no_rule, world=World(), **mode)
     run(tmp_path / "young", OWN_DEVICES, *no_rule, world=World(), max_token_age=0, **mode)
     every, young = lines(tmp_path / "all"), lines(tmp_path / "young")
     assert [line["async/too_old_fraction"] for line in young] == [0, 1, 0, 1]
-    assert all(young[step]["ledger/rejected_tokens"] == young[step]["ledger/sampled_tokens"] for step in (1, 3))
+    assert all(
+        young[step]["ledger/rejected_tokens"] == young[step]["ledger/sampled_tokens"] for step in (1, 3)
+    )
     assert every[3]["ledger/rejected_tokens"] == 0
     assert young[0]["ledger/rejected_tokens"] == every[0]["ledger/rejected_tokens"]
     assert young[1]["critic/advantages/mean"] == every[1]["critic/advantages/mean"]
 
 
-def test_lengths_that_differ_are_an_alert_after_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_differ_are_an_alert_after_twenty_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SupplyProgress, "length_ratio", 0.95)
     run(tmp_path, OWN_DEVICES, world=World(), steps=22, **LEAD)
     found = [one for one in alerts(tmp_path) if "lengths" in one["title"]]
@@ -671,8 +770,13 @@ def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: p
 
 
 def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Path) -> None:
-    """What the end says of waiting is about the whole run, and dynamic sampling does not begin to count anew."""
-    mode: dict[str, Any] = {"staleness_threshold": 0.0, "trigger_parameter_sync_step": 2, "partial_rollout": False}
+    """What the end says of waiting is about the whole run, and dynamic sampling does not begin to count
+    anew."""
+    mode: dict[str, Any] = {
+        "staleness_threshold": 0.0,
+        "trigger_parameter_sync_step": 2,
+        "partial_rollout": False,
+    }
     run(tmp_path / "whole", OWN_DEVICES, world=World(), **mode)
     resume(tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, world=World(), **mode)
     supplies = [SavedRun.load(tmp_path / name / "global_step_4").state.supply for name in ("whole", "again")]
@@ -686,7 +790,16 @@ def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Pa
     assert (saved.filtered_since_batch, saved.waits.steps) == (6, 2)
     limit = "algorithm.filter_groups.max_num_gen_batches=3"
     with pytest.raises(ValueError, match="max_num_gen_batches=3 batches of 2 prompts gave 0"):
-        run(tmp_path / "few", OWN_DEVICES, FILTER, limit, world=Slow(1), state=counted, checkpoint=checkpoint, **mode)
+        run(
+            tmp_path / "few",
+            OWN_DEVICES,
+            FILTER,
+            limit,
+            world=Slow(1),
+            state=counted,
+            checkpoint=checkpoint,
+            **mode,
+        )
 
 
 # Resuming
@@ -700,4 +813,10 @@ def test_a_resumed_run_without_a_saved_prompt_is_a_mistake_of_the_user(tmp_path:
     groups = [{**group, "row_index": 99} for group in state.supply.groups["groups"]]
     broken = dataclasses.replace(state.supply, groups={**state.supply.groups, "groups": groups})
     with pytest.raises(ConfigError, match=r"^there is no row 99\.$"):
-        run(tmp_path / "again", OWN_DEVICES, state=dataclasses.replace(state, supply=broken), checkpoint=checkpoint, **LEAD)
+        run(
+            tmp_path / "again",
+            OWN_DEVICES,
+            state=dataclasses.replace(state, supply=broken),
+            checkpoint=checkpoint,
+            **LEAD,
+        )

@@ -1,4 +1,5 @@
-"""When a checkpoint counts, and a disk that is full while one is written: the message says what is left, and that is used."""
+"""When a checkpoint counts, and a disk that is full while one is written: the message says what is left, and
+that is used."""
 
 import errno
 from functools import partial
@@ -17,7 +18,9 @@ from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.step_record import StepRecord
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-NOT_WRITTEN = CheckpointError("writing the shards must succeed on every rank: OSError: No space left on device.")
+NOT_WRITTEN = CheckpointError(
+    "writing the shards must succeed on every rank: OSError: No space left on device."
+)
 
 
 class Learner:
@@ -60,7 +63,9 @@ def run_in(folder: Path) -> Services:
         folder=folder,
         checkpoints=CheckpointStore(folder, None),
         config=SimpleNamespace(
-            trainer=SimpleNamespace(save_freq=1), async_training=AsyncTrainingConfig(), model_dump=lambda mode: {}
+            trainer=SimpleNamespace(save_freq=1),
+            async_training=AsyncTrainingConfig(),
+            model_dump=lambda mode: {},
         ),
         total_steps=9,
         stop=StopRequest(),
@@ -114,7 +119,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             patch.setattr(SavedRun, "save", fail(error))
         else:
             patch.setattr("verl_rc.checkpoint.store.sync_tree", fail(error))
-        with pytest.raises(CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole",
+        ):
             save(run, 2)
     chosen, messages = CheckpointStore(run.folder, None).choose("auto", None, lambda folder: None)
     assert chosen == run.folder / "global_step_1"
@@ -124,7 +132,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert committed(again) == ["global_step_2", "global_step_1"]
 
 
-def test_what_is_not_the_disks_fault_is_not_blamed_on_it(run: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_the_disks_fault_is_not_blamed_on_it(
+    run: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
     died = ProcessLostError("actor rank 0 died while it was to save")
     monkeypatch.setattr(checkpoints, "wait_for_all", fail(died))
     with pytest.raises(ProcessLostError) as caught:
@@ -193,9 +203,13 @@ def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after
 def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Services, actor: Learner) -> None:
     save(run, 2)
     actor.error = RemoteError("actor rank 0 failed to has_saved", NOT_WRITTEN)
-    with pytest.raises(CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"
+    ):
         save(run, 3)
-    resumed = CheckpointStore(run.folder, None).choose("auto", None, lambda folder: "no shards" if folder.suffix else None)
+    resumed = CheckpointStore(run.folder, None).choose(
+        "auto", None, lambda folder: "no shards" if folder.suffix else None
+    )
     assert resumed == (run.folder / "global_step_1", [])
 
 

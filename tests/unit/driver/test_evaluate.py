@@ -20,7 +20,9 @@ from verl_rc.rewards import RewardOutput
 
 
 def prompt_row(index, source="digits"):
-    return PromptRow(index, [10 + index, 7], [{"role": "user", "content": f"question {index}"}], source, "6", {})
+    return PromptRow(
+        index, [10 + index, 7], [{"role": "user", "content": f"question {index}"}], source, "6", {}
+    )
 
 
 class ScriptedEngines:
@@ -65,7 +67,9 @@ def even_is_right(text):
 def scripted_run(samples, prompts=3, **changes):
     trainer = {"seed": 1, "log_val_generations": 0, "validation_data_dir": None}
     data = {"max_response_length": 4, "val_batch_size": None}
-    sections = [{name: changes.pop(name, default) for name, default in section.items()} for section in (trainer, data)]
+    sections = [
+        {name: changes.pop(name, default) for name, default in section.items()} for section in (trainer, data)
+    ]
     val_kwargs = ValKwargsConfig(n=samples, do_sample=samples > 1, temperature=1.0 if samples > 1 else 0.0)
     assert not changes
     return SimpleNamespace(
@@ -97,7 +101,7 @@ def test_one_greedy_sample_per_prompt():
     accuracy, metrics = metrics_of(run)
     assert accuracy == 1.0  # 100, 110, 120
     assert metrics == pytest.approx({"val-core/digits/acc/mean@1": 1.0, "val-aux/digits/reward/mean@1": 1.1})
-    (_, options), = run.engines.calls
+    ((_, options),) = run.engines.calls
     assert options.temperature == 0.0
 
 
@@ -111,7 +115,7 @@ def test_engines_with_another_version_are_found():
 def test_every_prompt_is_sampled_n_times_each_with_its_own_seed():
     run = scripted_run(samples=3)
     accuracy, metrics = metrics_of(run)
-    (requests, options), = run.engines.calls
+    ((requests, options),) = run.engines.calls
     assert [request.prompt_token_ids[0] for request in requests] == [10, 10, 10, 11, 11, 11, 12, 12, 12]
     assert len({request.seed for request in requests}) == 9
     assert options.temperature == 1.0
@@ -130,7 +134,10 @@ def test_the_seeds_are_the_same_at_every_step_and_in_every_batch():
     metrics_of(parts)
     first, second = ([request.seed for request in requests] for requests, _ in whole.engines.calls)
     assert first == second
-    assert [len(requests) for requests, _ in parts.engines.calls] == [4, 2]  # two prompts with their two samples, then one
+    assert [len(requests) for requests, _ in parts.engines.calls] == [
+        4,
+        2,
+    ]  # two prompts with their two samples, then one
     assert [request.seed for requests, _ in parts.engines.calls for request in requests] == first
 
 
@@ -141,7 +148,7 @@ def test_batches_do_not_change_the_result():
 def test_samples_of_a_prompt_are_shown_together():
     run = scripted_run(samples=3, prompts=4, log_val_generations=5)
     metrics_of(run, step=7)
-    (name, columns, table, step), = run.tracker.tables
+    ((name, columns, table, step),) = run.tracker.tables
     assert (name, columns, step) == ("val/generations", ["input", "output", "ground_truth", "score"], 7)
     assert len(table) == 5
     questions = [row[0] for row in table]
@@ -163,7 +170,9 @@ def test_as_many_samples_are_shown_as_there_are(shown, rows):
 def test_all_samples_are_stored(tmp_path):
     metrics_of(scripted_run(samples=3, validation_data_dir=str(tmp_path / "validation")), step=4)
     samples = [json.loads(line) for line in (tmp_path / "validation/4.jsonl").read_text().splitlines()]
-    assert [sample["output"] for sample in samples] == [str(100 + 10 * p + s) for p in range(3) for s in range(3)]
+    assert [sample["output"] for sample in samples] == [
+        str(100 + 10 * p + s) for p in range(3) for s in range(3)
+    ]
     assert samples[4]["input"] == [{"role": "user", "content": "question 1"}]
     assert samples[4]["acc"] == 0.0
     assert samples[4]["pred"] == "1"
@@ -173,7 +182,9 @@ def statistics_of(rows, scores, samples, **extras):
     lengths = torch.ones(len(rows), dtype=torch.int64)
     rollouts = ones_rollouts(torch.zeros(len(rows), 1), lengths, group=1)
     texts = [""] * len(rows)
-    metrics = validation_metrics(Samples(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples)
+    metrics = validation_metrics(
+        Samples(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples
+    )
     check_names(metrics)
     return metrics
 

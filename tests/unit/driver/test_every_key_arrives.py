@@ -1,6 +1,7 @@
 """Values of keys arrive at the objects that are made of them; none of the values is the default.
 
-That every key is read at all where it acts is shown by a real run: tests/integration/test_every_key_arrives.py.
+That every key is read at all where it acts is shown by a real run:
+tests/integration/test_every_key_arrives.py.
 """
 
 import os
@@ -65,7 +66,9 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
     batch = SimpleNamespace(response_mask=None, loss_mask=None)
     control = Control.from_config(config.algorithm)
-    arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, control)
+    arguments = (
+        (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, control)
+    )
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
         update(services, *arguments, StepRecord())
@@ -104,10 +107,26 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{R}.max_model_len=4000", lambda c: engine_options(c, "cuda").max_model_len, 4000),
     ("data.max_prompt_length=100", lambda c: engine_options(c, "cuda").max_model_len, 612),
     ("data.max_response_length=100", lambda c: engine_options(c, "cuda").response_width, 100),
-    (f"{R}.temperature=0.7", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).temperature, 0.7),
-    (f"{R}.ignore_eos=True", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).ignore_eos, True),
-    (f"{R}.response_length=99", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).max_tokens, 99),
-    ("data.max_response_length=98", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).max_tokens, 98),
+    (
+        f"{R}.temperature=0.7",
+        lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).temperature,
+        0.7,
+    ),
+    (
+        f"{R}.ignore_eos=True",
+        lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).ignore_eos,
+        True,
+    ),
+    (
+        f"{R}.response_length=99",
+        lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).max_tokens,
+        99,
+    ),
+    (
+        "data.max_response_length=98",
+        lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).max_tokens,
+        98,
+    ),
     (f"{R}.top_p=1", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).top_p, 1.0),
     (f"{R}.top_k=0", lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).top_k, 0),
     (f"{V}.temperature=0.6", lambda c: validation(c).temperature, 0.6),
@@ -116,15 +135,39 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{V}.top_p=0.7", lambda c: validation(c).top_p, 0.7),
     (f"{V}.top_k=20", lambda c: validation(c).top_k, 20),
     (f"{A}.optim.lr=3e-6", lambda c: optimizer(c.actor_rollout_ref.actor.optim)["lr"], 3e-6),
-    (f"{A}.optim.weight_decay=0.1", lambda c: optimizer(c.actor_rollout_ref.actor.optim)["weight_decay"], 0.1),
-    (f"{A}.optim.betas=[0.8,0.95]", lambda c: optimizer(c.actor_rollout_ref.actor.optim)["betas"], (0.8, 0.95)),
+    (
+        f"{A}.optim.weight_decay=0.1",
+        lambda c: optimizer(c.actor_rollout_ref.actor.optim)["weight_decay"],
+        0.1,
+    ),
+    (
+        f"{A}.optim.betas=[0.8,0.95]",
+        lambda c: optimizer(c.actor_rollout_ref.actor.optim)["betas"],
+        (0.8, 0.95),
+    ),
     ("critic.optim.lr=3e-6", lambda c: optimizer(c.critic.optim)["lr"], 3e-6),
     ("critic.optim.weight_decay=0.1", lambda c: optimizer(c.critic.optim)["weight_decay"], 0.1),
     ("critic.optim.betas=[0.8,0.95]", lambda c: optimizer(c.critic.optim)["betas"], (0.8, 0.95)),
-    (f"{A}.optim.lr_warmup_steps=3", lambda c: rates(c.actor_rollout_ref.actor.optim)[:4], [0.25, 0.5, 0.75, 1.0]),
-    (f"{A}.optim.lr_warmup_steps_ratio=0.125", lambda c: rates(c.actor_rollout_ref.actor.optim)[:2], [0.5, 1.0]),
-    (f"{A}.optim.lr_scheduler_type=cosine", lambda c: rates(c.actor_rollout_ref.actor.optim)[::4], [1.0, 0.5, 0.0]),
-    (f"{A}.optim.warmup_style=cosine", lambda c: rates(c.actor_rollout_ref.actor.optim)[::4], [1.0, 0.5, 0.0]),
+    (
+        f"{A}.optim.lr_warmup_steps=3",
+        lambda c: rates(c.actor_rollout_ref.actor.optim)[:4],
+        [0.25, 0.5, 0.75, 1.0],
+    ),
+    (
+        f"{A}.optim.lr_warmup_steps_ratio=0.125",
+        lambda c: rates(c.actor_rollout_ref.actor.optim)[:2],
+        [0.5, 1.0],
+    ),
+    (
+        f"{A}.optim.lr_scheduler_type=cosine",
+        lambda c: rates(c.actor_rollout_ref.actor.optim)[::4],
+        [1.0, 0.5, 0.0],
+    ),
+    (
+        f"{A}.optim.warmup_style=cosine",
+        lambda c: rates(c.actor_rollout_ref.actor.optim)[::4],
+        [1.0, 0.5, 0.0],
+    ),
     (
         f"{A}.optim.lr_scheduler_type=linear {A}.optim.min_lr_ratio=0.5",
         lambda c: rates(c.actor_rollout_ref.actor.optim)[::4],
@@ -139,23 +182,44 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{A}.grad_clip=0.5", lambda c: c.actor_rollout_ref.actor.optim.clip_grad, 0.5),
     ("critic.grad_clip=0.5", lambda c: c.critic.optim.clip_grad, 0.5),
     ("critic.fsdp.param_offload=True", lambda c: c.critic.fsdp_config.param_offload, True),
-    ("critic.model.fsdp_config.optimizer_offload=True", lambda c: c.critic.fsdp_config.optimizer_offload, True),
+    (
+        "critic.model.fsdp_config.optimizer_offload=True",
+        lambda c: c.critic.fsdp_config.optimizer_offload,
+        True,
+    ),
     ("actor_rollout_ref.ref.model.path=org/ref", lambda c: c.actor_rollout_ref.ref.model_path, "org/ref"),
     (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: actor_limit(c).max_tokens, 5000),
     (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: log_prob_limit(c).max_tokens, 5000),
     (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: reference_limit(c).max_tokens, 5000),
     (f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3", lambda c: actor_limit(c).max_rows, 3),
-    (f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3", lambda c: log_prob_limit(c).max_rows, 3),
-    (f"{R}.log_prob_max_token_len_per_gpu=6000", lambda c: log_prob_limit(c).max_tokens, 6000),
-    (f"{R}.log_prob_use_dynamic_bsz=False {R}.log_prob_micro_batch_size_per_gpu=5", lambda c: log_prob_limit(c).max_rows, 5),
-    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7000", lambda c: reference_limit(c).max_tokens, 7000),
     (
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6",
+        f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3",
+        lambda c: log_prob_limit(c).max_rows,
+        3,
+    ),
+    (f"{R}.log_prob_max_token_len_per_gpu=6000", lambda c: log_prob_limit(c).max_tokens, 6000),
+    (
+        f"{R}.log_prob_use_dynamic_bsz=False {R}.log_prob_micro_batch_size_per_gpu=5",
+        lambda c: log_prob_limit(c).max_rows,
+        5,
+    ),
+    (
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7000",
+        lambda c: reference_limit(c).max_tokens,
+        7000,
+    ),
+    (
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6",
         lambda c: reference_limit(c).max_rows,
         6,
     ),
     ("critic.ppo_max_token_len_per_gpu=8000", lambda c: critic_limit(c).max_tokens, 8000),
-    ("critic.use_dynamic_bsz=False critic.ppo_micro_batch_size_per_gpu=9", lambda c: critic_limit(c).max_rows, 9),
+    (
+        "critic.use_dynamic_bsz=False critic.ppo_micro_batch_size_per_gpu=9",
+        lambda c: critic_limit(c).max_rows,
+        9,
+    ),
     (f"{A}.clip_ratio=0.3", lambda c: losses(c).clip_ratio_low, 0.3),
     (f"{A}.clip_ratio=0.3", lambda c: losses(c).clip_ratio_high, 0.3),
     (f"{A}.clip_ratio_low=0.1", lambda c: losses(c).clip_ratio_low, 0.1),
@@ -197,7 +261,9 @@ def losses(config: RunConfig) -> LossOptions:
 
 
 @pytest.mark.parametrize(("overrides", "receiver", "value"), OBJECTS, ids=[row[0] for row in OBJECTS])
-def test_objects_made_of_the_configuration(overrides: str, receiver: Callable[[RunConfig], Any], value: Any) -> None:
+def test_objects_made_of_the_configuration(
+    overrides: str, receiver: Callable[[RunConfig], Any], value: Any
+) -> None:
     assert receiver(load(overrides)) == value
 
 
@@ -258,7 +324,9 @@ def test_arguments_of_ray(overrides: str, argument: str, value: Any, monkeypatch
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_ray_listens_on_loopback_alone_unless_told_otherwise(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_listens_on_loopback_alone_unless_told_otherwise(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(ray_session, "_listen_on_loopback", seen.append)
     monkeypatch.setattr("ray.init", lambda **_: None)
@@ -276,11 +344,12 @@ config = load_run_config(sys.argv[1:])
 if config.data.shuffle:  # by none of the package's modules
     critic_limit(pickle.loads(pickle.dumps(config)))
     SamplingOptions.for_validation(pickle.loads(pickle.dumps(config.actor_rollout_ref.rollout.val_kwargs)), 9, ())
-"""
+"""  # noqa: E501
 
 
 def test_the_recorder_of_reads_itself(tmp_path: Path) -> None:
-    """The root and a section of its own class are known where they arrive; properties read for who asks them; loading is none."""
+    """The root and a section of its own class are known where they arrive; properties read for who asks them;
+    loading is none."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "recorded_reads")))
     environment = {**os.environ, "PYTHONPATH": path, "RECORDED_READS": str(tmp_path)}
     subprocess.run([sys.executable, "-c", READING, *sound_run("gae")], env=environment, check=True)

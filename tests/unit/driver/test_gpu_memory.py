@@ -15,12 +15,20 @@ from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers.policy_worker import PolicyWorker
 from verl_rc.workers.sharded_model import ShardedModel
 
-ACTOR, CRITIC, REF = (f"{role}.fsdp_config" for role in ("actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"))
+ACTOR, CRITIC, REF = (
+    f"{role}.fsdp_config" for role in ("actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref")
+)
 ROLLOUT = "actor_rollout_ref.rollout"
 ALL_ROLES = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 OFFLOADED = (f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True")
-ALL_OFFLOADED = (*ALL_ROLES, *OFFLOADED, f"{CRITIC}.param_offload=True", f"{CRITIC}.optimizer_offload=True",
-                 f"{REF}.param_offload=True", f"{REF}.optimizer_offload=True")  # fmt: skip
+ALL_OFFLOADED = (
+    *ALL_ROLES,
+    *OFFLOADED,
+    f"{CRITIC}.param_offload=True",
+    f"{CRITIC}.optimizer_offload=True",
+    f"{REF}.param_offload=True",
+    f"{REF}.optimizer_offload=True",
+)
 FULL = f"{ROLLOUT}.gpu_memory_utilization=0.9"
 """Leaves an offloaded rank 7.9 GiB beside an engine: its context, and a gathered layer or a bucket."""
 FULLER = f"{ROLLOUT}.gpu_memory_utilization=0.915"
@@ -36,9 +44,20 @@ FULLER = f"{ROLLOUT}.gpu_memory_utilization=0.915"
         (*OFFLOADED, FULL),
         (*ALL_OFFLOADED, FULLER),
         (f"{ROLLOUT}.tensor_model_parallel_size=2",),
-        ("async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=decoupled_token_is"),
+        (
+            "async_training.trigger_parameter_sync_step=2",
+            "algorithm.rollout_correction.preset=decoupled_token_is",
+        ),
     ],
-    ids=["7B", "all roles", "offloaded", "offloaded, full", "all offloaded", "tensor parallel", "two steps a publication"],
+    ids=[
+        "7B",
+        "all roles",
+        "offloaded",
+        "offloaded, full",
+        "all offloaded",
+        "tensor parallel",
+        "two steps a publication",
+    ],
 )
 def test_a_run_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]) -> None:
     ledger = train_on_ledger(tmp_path, monkeypatch, *overrides)
@@ -49,12 +68,22 @@ def test_a_run_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: 
 @pytest.mark.parametrize(
     "overrides",
     # A bucket stays with the rank whose engine died with it.
-    [(*OFFLOADED, f"{ROLLOUT}.gpu_memory_utilization=0.87"), (*ALL_ROLES, f"{ROLLOUT}.gpu_memory_utilization=0.58")],
+    [
+        (*OFFLOADED, f"{ROLLOUT}.gpu_memory_utilization=0.87"),
+        (*ALL_ROLES, f"{ROLLOUT}.gpu_memory_utilization=0.58"),
+    ],
     ids=["offloaded", "all roles"],
 )
 @pytest.mark.parametrize(
     "death",
-    [("collect", 1), ("collect", 2), ("load_bucket", 2), ("load_bucket", 5), ("sleep", 2), ("finish_update", 2)],
+    [
+        ("collect", 1),
+        ("collect", 2),
+        ("load_bucket", 2),
+        ("load_bucket", 5),
+        ("sleep", 2),
+        ("finish_update", 2),
+    ],
     ids=lambda death: f"{death[0]} {death[1]}",
 )
 def test_an_engine_is_lost_and_replaced(
@@ -69,13 +98,17 @@ def test_an_engine_is_lost_and_replaced(
     assert ledger.events.count("actor rank 7 update") == 2
 
 
-def test_a_rank_that_dies_takes_all_its_roles_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_takes_all_its_roles_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger()
     ledger.dies = ("reference rank 5", "compute_log_probs", 1)
     with pytest.raises(ProcessLostError) as caught:
         train_on_ledger(tmp_path, monkeypatch, *ALL_ROLES, ledger=ledger)
     together = "the process of actor, critic and reference rank 5"
-    assert str(caught.value).startswith(f"reference rank 5 died while it was to compute_log_probs ({together}): ")
+    assert str(caught.value).startswith(
+        f"reference rank 5 died while it was to compute_log_probs ({together}): "
+    )
 
 
 def test_ranks_load_before_engines_start_and_engines_sleep_before_a_rank_lends(
@@ -83,9 +116,13 @@ def test_ranks_load_before_engines_start_and_engines_sleep_before_a_rank_lends(
 ) -> None:
     events = train_on_ledger(tmp_path, monkeypatch, *ALL_ROLES).events
     starts = [event.removesuffix(" starts") for event in events if event.endswith(" starts")]
-    assert starts[:8] == [f"actor, critic and reference rank {rank}" for rank in range(8)]  # one process for a rank of each
+    assert starts[:8] == [
+        f"actor, critic and reference rank {rank}" for rank in range(8)
+    ]  # one process for a rank of each
     assert starts[8:] == [f"rollout engine {engine}" for engine in range(8)]
-    of_engine = [event.removeprefix("rollout engine 5 ") for event in events if event.startswith("rollout engine 5 ")]
+    of_engine = [
+        event.removeprefix("rollout engine 5 ") for event in events if event.startswith("rollout engine 5 ")
+    ]
     assert of_engine[:5] == ["starts", "sleep", "device_keys", "wake_up", "begin_update"]
 
 
@@ -140,10 +177,22 @@ def rested_before_the_bucket_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = {
-    "B1: engines start while ranks load": (build_engines_at_once, (), "changed while rollout engine 0 started"),
+    "B1: engines start while ranks load": (
+        build_engines_at_once,
+        (),
+        "changed while rollout engine 0 started",
+    ),
     "B3: nothing is given back": (nothing_is_given_back, (), "rollout engine 0 is refused|is out of memory"),
-    "B3: engines are awake at the first publication": (engines_stay_awake, (*OFFLOADED, FULL), "is out of memory"),
-    "B4: several roles keep what they freed": (given_back_when_offloaded_only, ALL_ROLES, "is refused|is out of memory"),
+    "B3: engines are awake at the first publication": (
+        engines_stay_awake,
+        (*OFFLOADED, FULL),
+        "is out of memory",
+    ),
+    "B4: several roles keep what they freed": (
+        given_back_when_offloaded_only,
+        ALL_ROLES,
+        "is refused|is out of memory",
+    ),
 }
 
 
@@ -161,14 +210,20 @@ def test_what_broke_runs_is_seen(
 
 @pytest.mark.parametrize(
     ("plant", "overrides"),
-    [(given_back_when_offloaded_only, ()), (rested_before_the_bucket_is_freed, OFFLOADED), (nothing_is_given_back, OFFLOADED)],
+    [
+        (given_back_when_offloaded_only, ()),
+        (rested_before_the_bucket_is_freed, OFFLOADED),
+        (nothing_is_given_back, OFFLOADED),
+    ],
 )
 def test_what_is_not_given_back_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any, overrides: tuple[str, ...]
 ) -> None:
     """By the rule, also where memory suffices."""
     plant(monkeypatch)
-    with pytest.raises(MemoryFaultError, match=r"actor rank 0 keeps \d+\.\d GiB that it freed, beside rollout engine 0"):
+    with pytest.raises(
+        MemoryFaultError, match=r"actor rank 0 keeps \d+\.\d GiB that it freed, beside rollout engine 0"
+    ):
         train_on_ledger(tmp_path, monkeypatch, *overrides)
 
 
@@ -188,7 +243,11 @@ def test_a_rank_lends_on_its_gpu_although_its_weights_rest_on_the_host(
 ) -> None:
     """D1: the device of the weights, when asked for between updates, is the host, where no engine is."""
     ledger = Ledger()
-    monkeypatch.setattr(WeightSender, "device_key", lambda _: "GPU" if "actor's weights" in ledger.current.parts else "cpu@host")
+    monkeypatch.setattr(
+        WeightSender,
+        "device_key",
+        lambda _: "GPU" if "actor's weights" in ledger.current.parts else "cpu@host",
+    )
     with pytest.raises(ConfigError, match="needs every engine worker on the device of a trainer rank"):
         train_on_ledger(tmp_path, monkeypatch, *OFFLOADED, ledger=ledger)
 

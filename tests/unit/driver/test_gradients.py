@@ -1,4 +1,5 @@
-"""``what-if --gradients``: what is said of presets is what a float64 loop over the tokens of a small model finds."""
+"""``what-if --gradients``: what is said of presets is what a float64 loop over the tokens of a small model
+finds."""
 
 import itertools
 import json
@@ -24,13 +25,20 @@ from verl_rc.report.what_if import Estimate, estimate_presets
 LENGTHS = (5, 2, 4, 3, 6, 4)
 OF_PROMPT = (0, 0, 1, 1, 2, 2)
 PROMPTS = [[49, 50, 51, 52][: 1 + row % 4] for row in range(len(LENGTHS))]
-RESPONSES = [[48 + (3 * row + position) % 10 for position in range(length)] for row, length in enumerate(LENGTHS)]
+RESPONSES = [
+    [48 + (3 * row + position) % 10 for position in range(length)] for row, length in enumerate(LENGTHS)
+]
 ADVANTAGES = [1.0, -0.5, 0.25, 2.0, -1.0, 1.5]
-LOGS = [[0.3 * math.sin(5 * row + 2 * position) for position in range(length)] for row, length in enumerate(LENGTHS)]
+LOGS = [
+    [0.3 * math.sin(5 * row + 2 * position) for position in range(length)]
+    for row, length in enumerate(LENGTHS)
+]
 CONFIGS = {
     "none": RolloutCorrectionConfig(),
     "token": RolloutCorrectionConfig.model_validate({"rollout_is": "token", "rollout_is_threshold": 1.1}),
-    "filter": RolloutCorrectionConfig.model_validate({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}),
+    "filter": RolloutCorrectionConfig.model_validate(
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}
+    ),
 }
 
 
@@ -73,7 +81,8 @@ def weight(name: str, row: int, log: float) -> float:
 
 
 def looped(model_folder: Path) -> dict[str, Tensor]:
-    """By name, float64 ``[prompts, parameters]``: gradients of the prompts' weighted log-probs, token by token."""
+    """By name, float64 ``[prompts, parameters]``: gradients of the prompts' weighted log-probs, token by
+    token."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
     parameters = list(model.parameters())
     found = {name: [torch.zeros(0)] * 3 for name in ("reference", *CONFIGS)}
@@ -117,7 +126,9 @@ def said(one: Estimate) -> dict[str, float]:
 def test_numbers_of_presets_are_those_of_a_loop_over_tokens(run: Path, model_folder: Path) -> None:
     gradients = ParameterGradients(run, projected=1_000_000)
     prompts = looped(model_folder)
-    assert sum(float(prompts["reference"][i] @ prompts["reference"][j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 0
+    assert (
+        sum(float(prompts["reference"][i] @ prompts["reference"][j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 0
+    )
     for one in estimate_presets(gradients.batch, CONFIGS, draws=20, updates=gradients):
         assert said(one) == pytest.approx(expected(prompts, one.name), rel=1e-4, abs=1e-5), one.name
     assert "12 backward passes" in gradients.cost  # of three prompts for the reference and three presets

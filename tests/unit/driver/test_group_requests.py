@@ -63,6 +63,8 @@ def test_a_sample_cut_while_its_tools_were_at_work_may_end_without_another_token
         ([part([11, 12], 3)], [3, 3], False),  # without tools a request samples one token at least
     ],
 )
-def test_versions_that_cannot_be_are_refused(before: list[Part], versions: list[int], one_version: bool) -> None:
+def test_versions_that_cannot_be_are_refused(
+    before: list[Part], versions: list[int], one_version: bool
+) -> None:
     with pytest.raises(RuntimeError, match="sample 2 of group 7"):
         end_sample(sample(*before), returned(versions), 0, one_version=one_version)

@@ -72,23 +72,33 @@ def measured(k3_kl: float | None) -> Any:
 
 
 def look(
-    run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01, record: StepRecord | None = None
+    run: Any,
+    batch: TrainBatch,
+    scores: Sequence[float],
+    k3_kl: float | None = 0.01,
+    record: StepRecord | None = None,
 ) -> tuple[bool, StepRecord]:
     """The step after one whose samples all had a score of 1."""
     record, sampled = record or StepRecord(), make_batch()
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
-    samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
+    samples = SimpleNamespace(
+        rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
+    )
     record.ledger.sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None, statistics=measured(k3_kl)))
     rewards = BEFORE.with_scores(samples.scores, window=1)
-    return guards.decide_update(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
+    return guards.decide_update(
+        cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3
+    ), record
 
 
 def test_a_healthy_step_trains() -> None:
     run = make_run()
     wanted, record = look(run, make_batch(), [1.0, 1.0, 1.0])
     assert wanted
-    assert [record.value(f"alerts/{name}") for name in ("mismatch", "reward_collapse", "withheld_updates")] == [0, 0, 0]
+    assert [
+        record.value(f"alerts/{name}") for name in ("mismatch", "reward_collapse", "withheld_updates")
+    ] == [0, 0, 0]
     assert run.tracker.alerts == []
 
 
@@ -100,14 +110,17 @@ def test_a_changed_token_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+    ("action", "trains", "stops"),
+    [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)],
 )
 @pytest.mark.parametrize("cause", ["mismatch", "reward_collapse"])
 def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stops: bool) -> None:
     run = make_run(f"trainer.alerts.{cause}={action}", "trainer.alerts.mismatch_limit=0.2")
     assert look(run, make_batch(), [1.0, 1.0, 1.0])[0]
     is_mismatch = cause == "mismatch"
-    wanted, record = look(run, make_batch(), [1.0] * 3 if is_mismatch else [0.0] * 3, 0.3 if is_mismatch else 0.1)
+    wanted, record = look(
+        run, make_batch(), [1.0] * 3 if is_mismatch else [0.0] * 3, 0.3 if is_mismatch else 0.1
+    )
     assert wanted is trains
     assert record.value(f"alerts/{cause}") == 1
     assert record.value("alerts/withheld_updates") == (not trains)
@@ -121,9 +134,12 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
 
 
 @pytest.mark.parametrize(
-    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+    ("action", "trains", "stops"),
+    [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)],
 )
-def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(action: str, trains: bool, stops: bool) -> None:
+def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
+    action: str, trains: bool, stops: bool
+) -> None:
     """C4: a gap above the calibrated limit ends nothing by itself."""
     run = make_run(f"trainer.alerts.gap={action}")
     for found, is_unusual in ((0.19, False), (0.21, True)):
@@ -157,7 +173,8 @@ COOLER = {
 
 
 @pytest.mark.parametrize(
-    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+    ("action", "trains", "stops"),
+    [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)],
 )
 def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains: bool, stops: bool) -> None:
     run = make_run(f"trainer.alerts.cause={action}", "algorithm.rollout_correction.diagnostics=full")
@@ -181,7 +198,9 @@ def test_of_signatures_the_table_of_causes_speaks() -> None:
     assert "lag" not in text
 
 
-@pytest.mark.parametrize(("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)])
+@pytest.mark.parametrize(
+    ("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)]
+)
 def test_limits_and_missing_numbers(limit: str, k3_kl: float | None, alarm: bool) -> None:
     record = look(make_run(f"trainer.alerts.mismatch_limit={limit}"), make_batch(), [1.0] * 3, k3_kl)[1]
     assert record.value("alerts/mismatch") == alarm

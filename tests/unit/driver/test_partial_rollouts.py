@@ -1,4 +1,5 @@
-"""Weights that change under running responses, with formulas for processes: versions, books, checkpoints, lost engines."""
+"""Weights that change under running responses, with formulas for processes: versions, books, checkpoints,
+lost engines."""
 
 import dataclasses
 import json
@@ -59,7 +60,11 @@ class Cutting(World):
         return numbers
 
     def missing(self, number: int) -> int:
-        return 3 + self.requests[number].seed % (WIDTH - 2) - sum(len(part.token_ids) for part in self.grown[number])
+        return (
+            3
+            + self.requests[number].seed % (WIDTH - 2)
+            - sum(len(part.token_ids) for part in self.grown[number])
+        )
 
     def grow(self, number: int, count: int) -> None:
         count = min(count, self.missing(number))
@@ -67,7 +72,9 @@ class Cutting(World):
             return
         offset = sum(len(part.token_ids) for part in self.grown[number])
         seed = part_seed(self.requests[number].seed, offset)
-        tokens = torch.tensor([1 + (40503 * seed + 977 >> 3 * place) % 7 for place in range(count)], dtype=torch.int32)
+        tokens = torch.tensor(
+            [1 + (40503 * seed + 977 >> 3 * place) % 7 for place in range(count)], dtype=torch.int32
+        )
         log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
         self.grown[number].append(Part(tokens, log_probs, self.version))
         self.versions.add(self.version)
@@ -109,15 +116,24 @@ class Cutting(World):
                 torch.nn.functional.pad(column, (0, WIDTH - length), value=value)
                 for column, value in zip(columns, (0, 0.0, -1), strict=True)
             )
-            facts = {"response_lengths": torch.tensor([length]), "finished": torch.tensor([True]), "batch_size": [1]}
+            facts = {
+                "response_lengths": torch.tensor([length]),
+                "finished": torch.tensor([True]),
+                "batch_size": [1],
+            }
             rows.append(
                 Completions(
-                    responses=tokens[None], rollout_log_probs=log_probs[None], policy_versions=versions[None], **facts
+                    responses=tokens[None],
+                    rollout_log_probs=log_probs[None],
+                    policy_versions=versions[None],
+                    **facts,
                 )
             )
         return Completions.cat(rows)
 
-    def generate(self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None) -> Timed[Completions]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
+    ) -> Timed[Completions]:
         return Timed(self.sample(requests), 0.5)
 
     def deliver(self, version: int) -> tuple[None, None]:
@@ -129,7 +145,10 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     """Metrics by step, without times."""
     given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        line["step"]: {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)} for line in given
+        line["step"]: {
+            name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)
+        }
+        for line in given
     }
 
 
@@ -137,10 +156,14 @@ def samples(folder: Path, step: int) -> bytes:
     return (folder / "rollouts" / f"{step}.jsonl").read_bytes()
 
 
-def run(folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any) -> World:
+def run(
+    folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any
+) -> World:
     folder.mkdir(exist_ok=True)
     checkpoint, dump = options.pop("checkpoint", None), f"trainer.rollout_data_dir={folder / 'rollouts'}"
-    return live(folder, state or RunState(), checkpoint, dump, *overrides, world=world or Cutting(), **options)
+    return live(
+        folder, state or RunState(), checkpoint, dump, *overrides, world=world or Cutting(), **options
+    )
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -161,7 +184,8 @@ def test_responses_have_tokens_of_several_versions_within_the_bound(tmp_path: Pa
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_in_the_order_of_completion_the_hard_bound_holds(tmp_path: Path, k: int, cache: str) -> None:
-    """The default: nothing limits engines, and the trainer takes what is ready; what becomes of caches is the engines' matter."""
+    """The default: nothing limits engines, and the trainer takes what is ready; what becomes of caches is the
+    engines' matter."""
     world = run(tmp_path, *partial(k)[:2], steps=6, kv_cache_on_update=cache)
     found = lines(tmp_path)
     ages = [found[step]["async/group_age/max"] for step in range(1, 7)]
@@ -171,8 +195,11 @@ def test_in_the_order_of_completion_the_hard_bound_holds(tmp_path: Path, k: int,
 
 
 @pytest.mark.parametrize(("deterministic", "bound"), [(True, 3), (False, 5)])
-def test_several_steps_have_one_publication_and_the_bound_in_steps(tmp_path: Path, deterministic: bool, bound: int) -> None:
-    """⌈2 (1 + 1)⌉ - 1 steps in the order of admission, ⌈2 (1 + 2)⌉ - 1 by completion; only what is published samples anything."""
+def test_several_steps_have_one_publication_and_the_bound_in_steps(
+    tmp_path: Path, deterministic: bool, bound: int
+) -> None:
+    """⌈2 (1 + 1)⌉ - 1 steps in the order of admission, ⌈2 (1 + 2)⌉ - 1 by completion; only what is published
+    samples anything."""
     world = run(tmp_path, *partial(1)[: 3 if deterministic else 2], steps=8, trigger_parameter_sync_step=2)
     found = lines(tmp_path)
     ages = [found[step]["async/group_age/max"] for step in range(1, 9)]
@@ -182,7 +209,11 @@ def test_several_steps_have_one_publication_and_the_bound_in_steps(tmp_path: Pat
     versions = {part.version for request in world.requests.values() for part in request.parts}  # type: ignore[attr-defined]
     assert versions | world.versions <= {0, 2, 4, 6}  # type: ignore[attr-defined]
     assert len(world.versions) > 2  # type: ignore[attr-defined]
-    trained = [json.loads(line)["input"][0]["content"] for step in range(1, 9) for line in samples(tmp_path, step).splitlines()]
+    trained = [
+        json.loads(line)["input"][0]["content"]
+        for step in range(1, 9)
+        for line in samples(tmp_path, step).splitlines()
+    ]
     assert sorted(trained) == sorted(str(number % 12) for number in range(16) for _ in range(2))
     assert not world.grown  # type: ignore[attr-defined]
 
@@ -195,13 +226,19 @@ def test_a_run_of_several_steps_per_publication_continues_cut_responses(tmp_path
     checkpoint = whole / f"global_step_{step}"
     found = run(again, *partial(1), state=SavedRun.load(checkpoint).state, checkpoint=checkpoint, **mode)
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    assert [lines(again)[later] for later in range(step + 1, 8)] == [lines(whole)[later] for later in range(step + 1, 8)]
-    assert [samples(again, later) for later in range(step + 1, 8)] == [samples(whole, later) for later in range(step + 1, 8)]
+    assert [lines(again)[later] for later in range(step + 1, 8)] == [
+        lines(whole)[later] for later in range(step + 1, 8)
+    ]
+    assert [samples(again, later) for later in range(step + 1, 8)] == [
+        samples(whole, later) for later in range(step + 1, 8)
+    ]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_resumed_run_continues_cut_responses_as_the_undisturbed_one_does(tmp_path: Path, k: int, step: int) -> None:
+def test_a_resumed_run_continues_cut_responses_as_the_undisturbed_one_does(
+    tmp_path: Path, k: int, step: int
+) -> None:
     """Decision 6: all parts end at a publication, so the checkpoint of the step holds them exactly."""
     whole, again = tmp_path / "whole", tmp_path / "again"
     expected = run(whole, *partial(k))
@@ -212,7 +249,9 @@ def test_a_resumed_run_continues_cut_responses_as_the_undisturbed_one_does(tmp_p
     for later in range(step + 1, STEPS + 1):
         assert lines(again)[later] == lines(whole)[later]
         assert samples(again, later) == samples(whole, later)
-        states = [without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)]
+        states = [
+            without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
+        ]
         assert str(states[0]) == str(states[1])
     assert any(part.version < step for request in found.requests.values() for part in request.parts)  # type: ignore[attr-defined]
 
@@ -273,12 +312,17 @@ def test_samples_of_a_lost_engine_continue_from_what_the_driver_has(
     given = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["recovery/engines_replaced"] for line in given) == 1
     assert [line["step"] for line in given] == list(range(7))
-    prompts = [json.loads(line)["input"][0]["content"] for step in range(1, 7) for line in samples(tmp_path, step).splitlines()]
+    prompts = [
+        json.loads(line)["input"][0]["content"]
+        for step in range(1, 7)
+        for line in samples(tmp_path, step).splitlines()
+    ]
     assert prompts == [str(number) for number in range(12) for _ in range(2)]
 
 
 class Unequal(Losing):
-    """Two engines, which share samples by their numbers: the second has half the pace, and is lost at one publication."""
+    """Two engines, which share samples by their numbers: the second has half the pace, and is lost at one
+    publication."""
 
     def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         for number in self.grown:
@@ -299,7 +343,8 @@ class Unequal(Losing):
 def test_two_engines_of_which_one_is_slow_and_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, at: int
 ) -> None:
-    """A group has samples of both. It waits for the slow one; every prompt is trained on once and within the bound."""
+    """A group has samples of both. It waits for the slow one; every prompt is trained on once and within the
+    bound."""
     monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     world = Unequal(at)
     run(tmp_path, *partial(1)[:2], world=world, steps=8, trigger_parameter_sync_step=every)
@@ -307,7 +352,11 @@ def test_two_engines_of_which_one_is_slow_and_is_lost(
     bound = 2 * every + every - 1
     ages = [found[step]["async/group_age/max"] for step in range(1, 9)]
     assert max(ages) <= found[1]["async/group_age/bound"] == bound
-    trained = [json.loads(line)["input"][0]["content"] for step in range(1, 9) for line in samples(tmp_path, step).splitlines()]
+    trained = [
+        json.loads(line)["input"][0]["content"]
+        for step in range(1, 9)
+        for line in samples(tmp_path, step).splitlines()
+    ]
     assert sorted(trained) == sorted(str(number % 12) for number in range(16) for _ in range(2))
     assert any(found[step]["fully_async/partial/partial_ratio"] > 0 for step in range(2, 9))
     given = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

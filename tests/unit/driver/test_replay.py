@@ -1,4 +1,5 @@
-"""Replays of recorded tokens: what is measured is what a plain model computes, and a planted fault is the one that is named."""
+"""Replays of recorded tokens: what is measured is what a plain model computes, and a planted fault is the one
+that is named."""
 
 import json
 import os
@@ -22,13 +23,21 @@ from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagno
 from verl_rc.driver.replay.rows import RecordedRows
 from verl_rc.report.run_folder import read_run
 from verl_rc.report.verdict import judge
-from verl_rc.report.verdict.replays import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
+from verl_rc.report.verdict.replays import (
+    ENGINES_INPUTS,
+    OLDER_WEIGHTS,
+    OTHER_CODE,
+    OTHER_INPUTS,
+    STALE_CACHE,
+)
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
 TRAINER = ("R0", "R1", "R2", "R3", "R4")
 LENGTHS = (7, 3, 5, 6)
 PROMPTS = [[49, 50, 51, 52][: 1 + row % 4] for row in range(len(LENGTHS))]
-RESPONSES = [[48 + (3 * row + position) % 10 for position in range(length)] for row, length in enumerate(LENGTHS)]
+RESPONSES = [
+    [48 + (3 * row + position) % 10 for position in range(length)] for row, length in enumerate(LENGTHS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +65,12 @@ def log_probs(model_folder: Path, prompts: Sequence[Sequence[int]]) -> list[floa
     return found
 
 
-def run_with(kept: dict[str, Path], train: Sequence[float] | None, rollout: Sequence[float], steps: Sequence[int] = (4,)) -> Path:
+def run_with(
+    kept: dict[str, Path],
+    train: Sequence[float] | None,
+    rollout: Sequence[float],
+    steps: Sequence[int] = (4,),
+) -> Path:
     """The run's folder with these log-probs recorded, by weights that are said to be of version 3."""
     folder = kept["run"]
     save_resolved_config(small_run_config(kept["base"]), folder)
@@ -146,7 +160,9 @@ def test_prompts_that_the_engine_was_not_to_be_given_are_named(
     kept: dict[str, Path], given: Sequence[Sequence[int]], said: str
 ) -> None:
     train = log_probs(kept["later"], PROMPTS)
-    found = diagnose(DiagnosisRequest(run_with(kept, train, noisy(log_probs(kept["later"], given), 1e-4)), TRAINER))
+    found = diagnose(
+        DiagnosisRequest(run_with(kept, train, noisy(log_probs(kept["later"], given), 1e-4)), TRAINER)
+    )
     assert found.statements[0].cause == ENGINES_INPUTS
     assert said in found.statements[0].sentence
 
@@ -158,7 +174,8 @@ def test_where_the_actor_corrects_the_weights_are_still_compared(kept: dict[str,
 
 
 class TableEngine:
-    """Stands for ``ReplayEngine``: its log-probs are the recorded ones and so many nats more, in turn with either sign."""
+    """Stands for ``ReplayEngine``: its log-probs are the recorded ones and so many nats more, in turn with
+    either sign."""
 
     PLAIN, PREFILL, OWN_CACHE, STALE_CACHE = 0.4, 0.3, 0.2, 0.002
 
@@ -179,7 +196,9 @@ class TableEngine:
         return rows.rollout + size * (-1.0) ** torch.arange(rows.rollout.shape[1])
 
 
-def test_parts_of_engines_stand_between_trainer_and_record(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_engines_stand_between_trainer_and_record(
+    kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnosis, "ReplayEngine", TableEngine)
     train = np.array(log_probs(kept["later"], PROMPTS))
     signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
@@ -189,21 +208,37 @@ def test_parts_of_engines_stand_between_trainer_and_record(kept: dict[str, Path]
     for name, size in expected.items():
         assert record.parts[name].size == pytest.approx(size, abs=1e-5), name
         assert record.parts[name].share == pytest.approx(size / 0.5, abs=1e-4), name
-    numbers = {"kernels": 0.1, "own_cache": 0.2, "stale_cache": 0.002, "stale_version": 0, "cached_tokens": 64}
+    numbers = {
+        "kernels": 0.1,
+        "own_cache": 0.2,
+        "stale_cache": 0.002,
+        "stale_version": 0,
+        "cached_tokens": 64,
+    }
     assert {name: record.numbers[name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
-    of_replays = {"R5": {"engine": 0.2, "rest": 0.3}, "R6": {"engine": 0.1, "precision": 0.4}, "R7": {"engine": 0.3, "rest": 0.2}}
+    of_replays = {
+        "R5": {"engine": 0.2, "rest": 0.3},
+        "R6": {"engine": 0.1, "precision": 0.4},
+        "R7": {"engine": 0.3, "rest": 0.2},
+    }
     for name, sizes in of_replays.items():
         (folder / "diagnosis.json").unlink()
         (record,) = diagnose(DiagnosisRequest(folder, ("R0", name))).replayed
-        found = {part: record.parts[part].size for part in record.parts if part not in ("trainer", "versions")}
+        found = {
+            part: record.parts[part].size for part in record.parts if part not in ("trainer", "versions")
+        }
         assert found == pytest.approx(sizes, abs=1e-5), name
 
 
-def test_a_stale_cache_and_other_code_are_named(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_cache_and_other_code_are_named(
+    kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnosis, "ReplayEngine", TableEngine)
     train = np.array(log_probs(kept["later"], PROMPTS))
     signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
-    found = diagnose(DiagnosisRequest(run_with(kept, train.tolist(), (train - 0.5 * signs).tolist()), ("R6", "R7")))
+    found = diagnose(
+        DiagnosisRequest(run_with(kept, train.tolist(), (train - 0.5 * signs).tolist()), ("R6", "R7"))
+    )
     assert [one.cause for one in found.statements if one.level == "fault"] == [STALE_CACHE, OTHER_CODE]
     assert "filled by weights 0" in found.statements[0].sentence
 

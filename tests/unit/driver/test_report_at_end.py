@@ -15,12 +15,16 @@ from verl_rc.report.run_folder import read_run
 
 VERDICT = {"headline": "", "lines": ["all is well"], "code": "good"}
 WRITTEN = SimpleNamespace(
-    returncode=0, stdout=json.dumps({"report": "report.html", "runs": [{"name": "run", "verdict": VERDICT}]}), stderr=""
+    returncode=0,
+    stdout=json.dumps({"report": "report.html", "runs": [{"name": "run", "verdict": VERDICT}]}),
+    stderr="",
 )
 
 
 def config_of(folder, report: str = "at_end", wandb_text: bool = False):
-    return SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(folder), report=report, wandb_text=wandb_text))
+    return SimpleNamespace(
+        trainer=SimpleNamespace(default_local_dir=str(folder), report=report, wandb_text=wandb_text)
+    )
 
 
 class PlannedError(RuntimeError):
@@ -162,7 +166,8 @@ class KeptExperiment:
 
 
 def end_with(experiment, folder, error, **further) -> BaseException | None:
-    """What comes out of a run with an experiment and a last line of metrics that is written when its files are closed."""
+    """What comes out of a run with an experiment and a last line of metrics that is written when its files
+    are closed."""
 
     class Tracker:
         def close_files(self) -> None:

@@ -1,4 +1,5 @@
-"""What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines, penalties."""
+"""What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines,
+penalties."""
 
 from typing import cast
 
@@ -43,13 +44,20 @@ def test_further_prompts_are_drawn_until_enough_tell_something() -> None:
 
 
 def test_what_is_left_over_is_dropped_and_counted() -> None:
-    run = make_run(FILTER, "data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.gen_batch_size=2")
+    run = make_run(
+        FILTER,
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "data.gen_batch_size=2",
+    )
     run.prompts.drawn = 4
     record = StepRecord()
     batch = sample_batch(cast(Services, run), RunState(), [prompt(5), prompt(6)], epoch=0, record=record)
     assert [row.row_index for row in batch.prompts] == [5]
     assert record.metrics()["training/filter_groups/discarded_surplus_samples"] == 2
-    with pytest.raises(LedgerError, match="of the step's 6 sampled tokens"):  # the batch of 3 is not trained on yet
+    with pytest.raises(
+        LedgerError, match="of the step's 6 sampled tokens"
+    ):  # the batch of 3 is not trained on yet
         record.ledger.close()
     record.ledger.book({"trained": batch.num_tokens})
     books = record.ledger.close()
@@ -64,9 +72,12 @@ def test_another_metric_filters_other_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "informative"), [("score", [1, 3]), ("acc", [1, 3]), ("reward", [0, 1]), ("seq_reward", [0, 1])]
+    ("metric", "informative"),
+    [("score", [1, 3]), ("acc", [1, 3]), ("reward", [0, 1]), ("seq_reward", [0, 1])],
 )
-def test_a_score_is_filtered_before_the_overlong_penalty_and_a_reward_after_it(metric: str, informative: list[int]) -> None:
+def test_a_score_is_filtered_before_the_overlong_penalty_and_a_reward_after_it(
+    metric: str, informative: list[int]
+) -> None:
     section = "reward.reward_kwargs.overlong_buffer_cfg"  # a penalty of 0.5 for every second sample
     penalty = (f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
     batch, _ = sample(make_run(FILTER, *penalty, f"algorithm.filter_groups.metric={metric}"))
@@ -74,15 +85,21 @@ def test_a_score_is_filtered_before_the_overlong_penalty_and_a_reward_after_it(m
 
 
 def test_too_few_informative_prompts_end_the_run_with_advice() -> None:
-    run = make_run(FILTER, "algorithm.filter_groups.metric=constant", "algorithm.filter_groups.max_num_gen_batches=3")
-    with pytest.raises(ValueError, match=r"max_num_gen_batches=3 batches of 2 prompts gave 0\. .*raise the limit"):
+    run = make_run(
+        FILTER, "algorithm.filter_groups.metric=constant", "algorithm.filter_groups.max_num_gen_batches=3"
+    )
+    with pytest.raises(
+        ValueError, match=r"max_num_gen_batches=3 batches of 2 prompts gave 0\. .*raise the limit"
+    ):
         sample(run)
     assert len(run.engines.calls) == 3
 
 
 @pytest.mark.parametrize("metric", ["pred", "accuracy"])
 def test_a_metric_that_the_reward_does_not_return_is_named(metric: str) -> None:
-    with pytest.raises(ValueError, match=f"metric must name .* got '{metric}'; it returned the columns .*'acc'"):
+    with pytest.raises(
+        ValueError, match=f"metric must name .* got '{metric}'; it returned the columns .*'acc'"
+    ):
         sample(make_run(FILTER, f"algorithm.filter_groups.metric={metric}"))
 
 
@@ -97,7 +114,9 @@ def test_remax_asks_once_per_prompt_for_a_greedy_response() -> None:
 
 
 def test_gdpo_gets_its_columns() -> None:
-    batch, metrics = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
+    batch, metrics = sample(
+        make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]")
+    )
     assert batch.component_scores is not None
     assert batch.component_scores.tolist() == [[1, 1], [2, 1], [1, 0], [2, 1]]
     assert metrics["gdpo/length/mean"] == 1.5
@@ -105,7 +124,12 @@ def test_gdpo_gets_its_columns() -> None:
 
 def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None:
     section = "reward.reward_kwargs.overlong_buffer_cfg"
-    run = make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3", f"{section}.log=True")
+    run = make_run(
+        f"{section}.enable=True",
+        f"{section}.len=2",
+        "reward.reward_kwargs.max_resp_len=3",
+        f"{section}.log=True",
+    )
     batch, metrics = sample(run)
     assert batch.scores.tolist() == [1, 0.5, 0, 0.5]
     assert batch.extras["acc"] == [1, 1, 0, 1]

@@ -32,7 +32,10 @@ class FakePool:
             if sample.solution_str == "bad":
                 yield place, RewardError(f"it hung for {sample}.")
             else:
-                yield place, RewardOutput(float(len(sample.solution_str)), {"judged": sample.reward_model_score})
+                yield (
+                    place,
+                    RewardOutput(float(len(sample.solution_str)), {"judged": sample.reward_model_score}),
+                )
 
 
 class FakeModel:
@@ -48,7 +51,9 @@ class FakeModel:
 
 
 def scorer(*sections: dict[str, object]) -> ResponseScorer:
-    config = RewardConfig.model_validate({key: value for section in sections for key, value in section.items()})
+    config = RewardConfig.model_validate(
+        {key: value for section in sections for key, value in section.items()}
+    )
     if config.custom_reward_function.path is not None:  # the pool loads it, not the driver
         assert may_hang(config, "anything")
     model = FakeModel() if config.reward_model.enable else None
@@ -78,15 +83,34 @@ def test_a_function_of_ones_own_gets_the_models_score() -> None:
     outputs = scorer(OWN, MODEL, INSTEAD).score([row("x"), row("x")], ["abc", "long"])
     assert outputs[0] == RewardOutput(3.0, {"judged": 3.0})
     assert outputs[1].score == -2.0
-    assert outputs[1].extras["reward_failure"].startswith("it is too long; this happened for row 30 (data_source 'x'")
+    assert (
+        outputs[1]
+        .extras["reward_failure"]
+        .startswith("it is too long; this happened for row 30 (data_source 'x'")
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "source", "text", "message"),
     [
-        ([OWN], "mine", "bad", r"it hung for row 30 \(data_source 'mine', response 'bad'\). The run stops because of"),
-        ([MODEL], "mine", "long", r"it is too long; this happened for row 30 \(data_source 'mine', response 'long'\)"),
-        ([], "openai/gsm8k", "#### 4", r"raised ValueError: the ground truth .* for row 30 \(data_source 'openai/gsm8k'"),
+        (
+            [OWN],
+            "mine",
+            "bad",
+            r"it hung for row 30 \(data_source 'mine', response 'bad'\). The run stops because of",
+        ),
+        (
+            [MODEL],
+            "mine",
+            "long",
+            r"it is too long; this happened for row 30 \(data_source 'mine', response 'long'\)",
+        ),
+        (
+            [],
+            "openai/gsm8k",
+            "#### 4",
+            r"raised ValueError: the ground truth .* for row 30 \(data_source 'openai/gsm8k'",
+        ),
     ],
 )
 def test_a_failure_stops_the_run_and_says_how_to_go_on(
@@ -102,13 +126,18 @@ def test_a_failure_gets_the_score_given_and_is_counted_and_said(caplog: pytest.L
         outputs = scorer(OWN, INSTEAD).score([row("mine")] * 4, ["abc", "bad", "d", "bad"])
     assert [output.score for output in outputs] == [3.0, -2.0, 1.0, -2.0]
     assert ["reward_failure" in output.extras for output in outputs] == [False, True, False, True]
-    assert "reward: 2 of 4 responses failed; one of them: it hung for row 30 (data_source 'mine', response 'bad')" in caplog.text
+    assert (
+        "reward: 2 of 4 responses failed; one of them: it hung for row 30 (data_source 'mine', response "
+        "'bad')" in caplog.text
+    )
     assert reduce_metrics(reward_metrics(outputs))["reward/failed_fraction"] == 0.5
 
 
 @pytest.mark.parametrize("policy", [{}, INSTEAD])
 def test_algebra_without_end_is_a_wrong_answer_and_counted(policy: dict[str, object]) -> None:
-    outputs = scorer(policy).score([row("lighteval/MATH"), row("math_dapo"), row("math_dapo")], ["bad", "bad", "four"])
+    outputs = scorer(policy).score(
+        [row("lighteval/MATH"), row("math_dapo"), row("math_dapo")], ["bad", "bad", "four"]
+    )
     assert [output.score for output in outputs] == [0.0, -1.0, 4.0]
     assert [output.extras.get("acc") for output in outputs] == [0.0, 0.0, None]
     assert reduce_metrics(reward_metrics(outputs))["reward/failed_fraction"] == pytest.approx(2 / 3)
@@ -122,8 +151,14 @@ def test_a_failed_sample_is_not_right_where_samples_are_right_or_wrong() -> None
 
 
 def test_metrics_of_columns_count_the_rows_that_have_them_over_all_batches() -> None:
-    first = [RewardOutput(1.0, {"acc": 1.0, "pred": "7", "length": 3}), RewardOutput(0.0, {"acc": 0.0, "length": None})]
-    second = [RewardOutput(0.5, {"acc": 0.5, "length": float("nan")}), RewardOutput(0.5, {"acc": 1.0, "length": 5})]
+    first = [
+        RewardOutput(1.0, {"acc": 1.0, "pred": "7", "length": 3}),
+        RewardOutput(0.0, {"acc": 0.0, "length": None}),
+    ]
+    second = [
+        RewardOutput(0.5, {"acc": 0.5, "length": float("nan")}),
+        RewardOutput(0.5, {"acc": 1.0, "length": 5}),
+    ]
     metrics = reduce_metrics([*reward_metrics(first), *reward_metrics(second)])
     assert metrics == {
         "reward/failed_fraction": 0.0,
@@ -153,7 +188,9 @@ def test_fast_rules_need_no_process_and_functions_are_checked_at_once(tmp_path: 
     own = RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 1})
     with open_scorer(own, {"riddles": "row 0"}, 60.0) as ready:
         assert ready.score([row("riddles")], ["four"])[0].score == 4.0
-    wrong = RewardConfig.model_validate({"custom_reward_function": {**custom, "name": "judge"}, "num_workers": 1})
+    wrong = RewardConfig.model_validate(
+        {"custom_reward_function": {**custom, "name": "judge"}, "num_workers": 1}
+    )
     message = r"must name a function of .*got 'judge'"
     with pytest.raises(ValueError, match=message), open_scorer(wrong, {"riddles": "row 0"}, 60.0):
         pass

@@ -1,4 +1,5 @@
-"""Services do not change while a run lasts, what does is in ``RunState``; a run that is asked to end ends after its step."""
+"""Services do not change while a run lasts, what does is in ``RunState``; a run that is asked to end ends
+after its step."""
 
 import ast
 import dataclasses
@@ -57,7 +58,9 @@ def _changes_self(node: ast.AST) -> bool:
     if isinstance(node, ast.AugAssign | ast.AnnAssign):
         return _is_of_self(node.target)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in ("append", "extend", "update", "pop", "clear", "add") and _is_of_self(node.func.value)
+        return node.func.attr in ("append", "extend", "update", "pop", "clear", "add") and _is_of_self(
+            node.func.value
+        )
     return False
 
 
@@ -74,7 +77,10 @@ def _is_of_self(target: ast.AST) -> bool:
 def test_services_are_frozen_and_hold_nothing_that_changes() -> None:
     assert Services.__dataclass_params__.frozen  # type: ignore[attr-defined]
     hints = typing.get_type_hints(Services)
-    kinds = {kind for one in dataclasses.fields(Services) for kind in parts(hints[one.name])} | {BroadcastTransport, IpcTransport}
+    kinds = {kind for one in dataclasses.fields(Services) for kind in parts(hints[one.name])} | {
+        BroadcastTransport,
+        IpcTransport,
+    }
     assert len(kinds) > 12
     assert not {kind: found for kind in kinds - MAY_CHANGE.keys() if (found := changes(kind))}
     assert MAY_CHANGE.keys() <= {kind for kind in kinds if changes(kind)}  # no exception without need
@@ -149,7 +155,9 @@ def test_a_scheduler_gets_its_exit_code() -> None:
 def test_steps_that_a_checkpoint_is_due_at(save_freq: int, every: int, saved: list[int]) -> None:
     """With a frequency <= 0 none is, the last step's neither."""
     asynchrony = AsyncTrainingConfig(trigger_parameter_sync_step=every)
-    config = types.SimpleNamespace(trainer=types.SimpleNamespace(save_freq=save_freq), async_training=asynchrony)
+    config = types.SimpleNamespace(
+        trainer=types.SimpleNamespace(save_freq=save_freq), async_training=asynchrony
+    )
     services: Any = types.SimpleNamespace(config=config, total_steps=7)
     services.is_due = functools.partial(Services.is_due, services)
     assert [step for step in range(1, 8) if Services.saves_at(services, step)] == saved

@@ -13,7 +13,9 @@ from verl_rc.driver.setup import steps_of_run
 from verl_rc.rollout.sampling import engine_options
 
 
-@pytest.mark.parametrize(("device", "given", "cut"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+@pytest.mark.parametrize(
+    ("device", "given", "cut"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
 def test_prompts_are_cut_on_a_gpu_only(device: str, given: bool, cut: bool, tmp_path: Path) -> None:
     """On a CPU vLLM fails with "CPU Generator does not use offset" when a seeded request's prompt is cut."""
     config = small_run_config(tmp_path, f"actor_rollout_ref.rollout.enable_chunked_prefill={given}")
@@ -27,20 +29,28 @@ def test_an_engines_own_arguments_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("more", [(), ("actor_rollout_ref.rollout.kv_cache_megabytes=64",)])
-def test_every_argument_that_the_run_sets_is_refused_among_the_users(device: str, more: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_argument_that_the_run_sets_is_refused_among_the_users(
+    device: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
     call = next(
         node
         for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm_sampler.py").read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LLM"
     )
     config = small_run_config(tmp_path, *more)
-    of_the_run = {*engine_options(config, device).arguments, *(keyword.arg for keyword in call.keywords if keyword.arg)}
+    of_the_run = {
+        *engine_options(config, device).arguments,
+        *(keyword.arg for keyword in call.keywords if keyword.arg),
+    }
     assert {"model", "logprobs_mode", "kv_cache_dtype", "enforce_eager"} <= of_the_run
     assert not of_the_run - set(OWNED_ENGINE_ARGUMENTS) - {"block_size"}
 
 
 def test_the_users_async_scheduling_is_refused_where_the_run_turns_it_off(tmp_path: Path) -> None:
-    given = ("actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=True", "actor_rollout_ref.hybrid_engine=False")
+    given = (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=True",
+        "actor_rollout_ref.hybrid_engine=False",
+    )
     assert engine_options(small_run_config(tmp_path, *given), "cpu").arguments["async_scheduling"] is True
     ahead = (f"{S}.staleness_threshold=1", "algorithm.rollout_correction.preset=decoupled_token_is")
     with pytest.raises(ConfigError, match=r"vllm.async_scheduling=True is refused: .* drop it"):
@@ -72,7 +82,11 @@ def test_what_an_engine_does_to_running_responses_at_an_update(
 
 
 def test_an_engine_knows_how_many_samples_it_may_work_on(tmp_path: Path) -> None:
-    given = (f"{S}.staleness_threshold=1", f"{S}.max_concurrent_rollouts=5", "actor_rollout_ref.hybrid_engine=False")
+    given = (
+        f"{S}.staleness_threshold=1",
+        f"{S}.max_concurrent_rollouts=5",
+        "actor_rollout_ref.hybrid_engine=False",
+    )
     config = small_run_config(tmp_path, *given, "algorithm.rollout_correction.preset=decoupled_token_is")
     assert engine_options(config, "cpu").max_concurrent == 5
 
@@ -87,5 +101,8 @@ def test_a_run_is_no_longer_than_its_prompts_and_says_so(
     monkeypatch.setattr("verl_rc.driver.setup.say", lambda message, *values: lines.append(message % values))
     config = small_run_config(tmp_path, "trainer.total_epochs=2", f"trainer.total_training_steps={asked}")
     assert steps_of_run(config, steps_of_epoch=7) == steps
-    said = ["the prompts last for 14 steps, fewer than trainer.total_training_steps=15: raise trainer.total_epochs"]
+    said = [
+        "the prompts last for 14 steps, fewer than trainer.total_training_steps=15: raise "
+        "trainer.total_epochs"
+    ]
     assert lines == (said if is_said else [])

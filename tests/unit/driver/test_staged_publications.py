@@ -1,4 +1,5 @@
-"""Whole responses that go on while the trainer does: an engine loads staged weights when it has ended what it had."""
+"""Whole responses that go on while the trainer does: an engine loads staged weights when it has ended what it
+had."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneAtATime(World):
-    """One sample ends with every look, the oldest first. Staged weights are loaded when those before them have ended."""
+    """One sample ends with every look, the oldest first. Staged weights are loaded when those before them
+    have ended."""
 
     def __init__(self, lost_at: int = -1) -> None:
         super().__init__()
@@ -89,7 +91,9 @@ class OneAtATime(World):
         return super().update(batch, *arguments)
 
 
-def run(folder: Path, *overrides: str, world: World, state: RunState | None = None, checkpoint: Path | None = None) -> None:
+def run(
+    folder: Path, *overrides: str, world: World, state: RunState | None = None, checkpoint: Path | None = None
+) -> None:
     folder.mkdir(exist_ok=True)
     dump = f"trainer.rollout_data_dir={folder / 'rollouts'}"
     live(folder, state or RunState(), checkpoint, dump, *AHEAD, *overrides, world=world, steps=STEPS)
@@ -97,9 +101,13 @@ def run(folder: Path, *overrides: str, world: World, state: RunState | None = No
 
 def left_by(folder: Path, steps: Sequence[int]) -> list[Any]:
     """Samples and metrics, but for what depends on when something ended."""
-    lines = {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    lines = {
+        line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    }
     other = (*NOT_OF_THE_TRAINING, *BY_TIME)
-    kept = [{name: value for name, value in lines[step].items() if not name.startswith(other)} for step in steps]
+    kept = [
+        {name: value for name, value in lines[step].items() if not name.startswith(other)} for step in steps
+    ]
     return [*kept, *((folder / "rollouts" / f"{step}.jsonl").read_text() for step in steps)]
 
 
@@ -107,7 +115,8 @@ ALL = range(1, STEPS + 1)
 
 
 def test_the_trainer_goes_on_and_nothing_else_changes(tmp_path: Path) -> None:
-    """§5.3: a response has the version of its admission at any speed. The next publication waits for the last one."""
+    """§5.3: a response has the version of its admission at any speed. The next publication waits for the last
+    one."""
     whole, staged = OneAtATime(), OneAtATime()
     run(tmp_path / "whole", "trainer.save_freq=-1", f"{CANARIES}=0", world=whole)
     run(tmp_path / "staged", "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=staged)
@@ -124,7 +133,15 @@ def test_a_checkpoint_holds_nothing_that_has_begun(tmp_path: Path, step: int) ->
     run(tmp_path / "whole", "trainer.save_freq=2", f"{CANARIES}=0", STAGED, world=OneAtATime())
     checkpoint, world = tmp_path / "whole" / f"global_step_{step}", OneAtATime()
     state = SavedRun.load(checkpoint).state
-    run(tmp_path / "again", "trainer.save_freq=2", STAGED, f"{CANARIES}=0", world=world, state=state, checkpoint=checkpoint)
+    run(
+        tmp_path / "again",
+        "trainer.save_freq=2",
+        STAGED,
+        f"{CANARIES}=0",
+        world=world,
+        state=state,
+        checkpoint=checkpoint,
+    )
     later = range(step + 1, STEPS + 1)
     assert left_by(tmp_path / "again", later) == left_by(tmp_path / "whole", later)
 
@@ -141,11 +158,19 @@ def test_a_loss_while_weights_are_staged_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publication: int
 ) -> None:
     replaced: list[Any] = []
-    monkeypatch.setattr("verl_rc.driver.weights.replace_engines", lambda services, lost, record: replaced.append(lost))
+    monkeypatch.setattr(
+        "verl_rc.driver.weights.replace_engines", lambda services, lost, record: replaced.append(lost)
+    )
     monkeypatch.setattr("verl_rc.driver.weights.judge_canary", lambda *_: None)
     world = OneAtATime(lost_at=publication)
     run(tmp_path, "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=world)
     assert len(replaced) == 1
     assert publication not in world.proofs
-    prompts = [line for step in ALL for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()[::2]]
-    assert [json.loads(line)["input"][0]["content"] for line in prompts] == [str(row % 12) for row in range(2 * STEPS)]
+    prompts = [
+        line
+        for step in ALL
+        for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()[::2]
+    ]
+    assert [json.loads(line)["input"][0]["content"] for line in prompts] == [
+        str(row % 12) for row in range(2 * STEPS)
+    ]

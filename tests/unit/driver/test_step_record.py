@@ -1,4 +1,5 @@
-"""What a step tells: seconds, speeds by token, histograms, and once the stage that takes ten times its first step."""
+"""What a step tells: seconds, speeds by token, histograms, and once the stage that takes ten times its first
+step."""
 
 import os
 
@@ -72,7 +73,9 @@ PLACEMENT = Placement("cpu", 1, 1, 3, 5, True, True, (), ())
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
-    monkeypatch.setattr("verl_rc.driver.step_record.say", lambda message, *arguments: messages.append(message % arguments))
+    monkeypatch.setattr(
+        "verl_rc.driver.step_record.say", lambda message, *arguments: messages.append(message % arguments)
+    )
     monkeypatch.setattr("verl_rc.driver.step_record.usable_cores", lambda: 2)
     return messages
 
@@ -89,7 +92,9 @@ def test_a_stage_that_became_slow_is_named_once(said: list[str]) -> None:
     assert not said
     pace = pace.observed({"gen": 5.1, "adv": 0.001}, 3, PLACEMENT)
     assert len(said) == 1
-    assert said[0].startswith("timing_s/gen took 5.1 s in step 3 and 0.50 s when it first ran. The load average is 9.0 on 2")
+    assert said[0].startswith(
+        "timing_s/gen took 5.1 s in step 3 and 0.50 s when it first ran. The load average is 9.0 on 2"
+    )
     assert "an engine uses 5 of them and a trainer rank 3" in said[0]
     pace.observed({"gen": 50.0}, 4, PLACEMENT)
     assert len(said) == 1
@@ -104,7 +109,9 @@ def test_the_first_time_is_that_of_the_stage(said: list[str]) -> None:
     assert said[0].startswith("timing_s/testing took 301.0 s")
 
 
-def test_on_an_idle_machine_lengths_are_the_likely_cause(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_idle_machine_lengths_are_the_likely_cause(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 1.0, 1.0))
     Pace().observed({"gen": 0.5}, 1, PLACEMENT).observed({"gen": 6.0}, 2, PLACEMENT)
     assert "compare the lengths" in said[0]

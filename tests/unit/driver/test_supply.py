@@ -1,4 +1,5 @@
-"""Sampling ahead, with formulas for processes: ages, order, versions, resumed runs, and that k = 0 is the synchronous run."""
+"""Sampling ahead, with formulas for processes: ages, order, versions, resumed runs, and that k = 0 is the
+synchronous run."""
 
 import dataclasses
 import json
@@ -55,7 +56,10 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({line["step"] for line in given}) == len(given)
     return {
-        line["step"]: {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)} for line in given
+        line["step"]: {
+            name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)
+        }
+        for line in given
     }
 
 
@@ -63,7 +67,9 @@ def samples(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
 
 
-def run(folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any) -> World:
+def run(
+    folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any
+) -> World:
     folder.mkdir(exist_ok=True)
     dump = f"trainer.rollout_data_dir={folder / 'rollouts'}"
     return live(folder, state or RunState(), None, dump, *overrides, world=world, **options)
@@ -76,7 +82,9 @@ def resume(whole: Path, folder: Path, step: int, *overrides: str, **forgotten: A
     return live(folder, state, checkpoint, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
 
 
-def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """T17: not the switch alone, but the groups' way through the supply changes no bit."""
     expected = run(tmp_path / "sync")
     monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
@@ -84,10 +92,14 @@ def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(tmp_path: Pa
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
     one, two = lines(tmp_path / "sync"), lines(tmp_path / "ahead")
     for step in range(1, STEPS + 1):
-        assert {name: value for name, value in two[step].items() if not name.startswith(ASYNCHRONY)} == one[step]
+        assert {name: value for name, value in two[step].items() if not name.startswith(ASYNCHRONY)} == one[
+            step
+        ]
         assert samples(tmp_path / "sync", step) == samples(tmp_path / "ahead", step)
         states = [SavedRun.load(tmp_path / name / f"global_step_{step}").state for name in ("sync", "ahead")]
-        assert str(dataclasses.replace(states[1], supply=None, prompts={})) == str(dataclasses.replace(states[0], prompts={}))
+        assert str(dataclasses.replace(states[1], supply=None, prompts={})) == str(
+            dataclasses.replace(states[0], prompts={})
+        )
         assert two[step]["async/group_age/max"] == 0
     assert all(one[step]["actor/grad_norm"] > 0 for step in (1, 4))  # in the others the world has none
 
@@ -104,7 +116,9 @@ def test_ages_reach_the_bound_and_never_pass_it(tmp_path: Path, k: int) -> None:
     assert {found[step]["async/group_age/bound"] for step in range(1, STEPS + 1)} == {k}
     in_flight = [found[step]["async/in_flight_groups"] for step in range(1, STEPS + 1)]
     waiting = [found[step]["async/whole_waiting_groups"] for step in range(1, STEPS + 1)]
-    assert in_flight == [2 if step + k < STEPS else 0 for step in range(1, STEPS + 1)]  # nothing beyond the run's last step
+    assert in_flight == [
+        2 if step + k < STEPS else 0 for step in range(1, STEPS + 1)
+    ]  # nothing beyond the run's last step
     places = [2 * min(1 + k, STEPS - step) for step in range(1, STEPS + 1)]
     assert [a + b for a, b in zip(in_flight, waiting, strict=True)] == places
     assert [version for version, _ in world.asked] == list(range(STEPS - k))
@@ -127,13 +141,17 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k:
     for later in range(step + 1, STEPS + 1):
         assert lines(again)[later] == lines(whole)[later]
         assert samples(again, later) == samples(whole, later)
-        states = [without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)]
+        states = [
+            without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
+        ]
         assert str(states[0]) == str(states[1])
 
 
 def test_a_run_that_forgets_its_supply_trains_on_other_samples(tmp_path: Path) -> None:
     expected = run(tmp_path / "whole", *ahead(1))
-    assert resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply=None).trained != expected.trained
+    assert (
+        resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply=None).trained != expected.trained
+    )
 
 
 def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
@@ -152,11 +170,15 @@ def test_a_smaller_lead_trains_first_what_is_there(tmp_path: Path) -> None:
     assert [found[step]["async/group_age/max"] for step in (3, 4, 5, 6)] == [2, 2, 2, 1]
 
 
-def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, *ahead(1))
     monkeypatch.setattr(checkpoints, "shards_problem", lambda folder: None)
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}")
-    assert checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named, *ahead(1)), tmp_path)[2].step == 2
+    assert (
+        checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named, *ahead(1)), tmp_path)[2].step == 2
+    )
     with pytest.raises(ConfigError, match="holds 4 groups that were sampled ahead"):
         checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named), tmp_path)
 
@@ -168,7 +190,8 @@ def canary_gaps(folder: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_canary_tokens_come_with_the_batch_after_their_publication(tmp_path: Path, k: int) -> None:
-    """They are judged by the weights that they were published with, and the trainer never waits for them alone."""
+    """They are judged by the weights that they were published with, and the trainer never waits for them
+    alone."""
     freely = "actor_rollout_ref.rollout.sync_proof.gap_limit=9"
     waited: list[int] = []
 
@@ -189,7 +212,9 @@ def test_canary_tokens_come_with_the_batch_after_their_publication(tmp_path: Pat
     trained = SavedRun.load(tmp_path / "global_step_2")  # the weights then
     assert trained.state.step == 2
     weight = json.loads((tmp_path / "global_step_2" / "actor" / "weights").read_text())[0]
-    expected = (log_probs_of(canaries.responses, weight) - canaries.rollout_log_probs)[mask].abs().double().mean()
+    expected = (
+        (log_probs_of(canaries.responses, weight) - canaries.rollout_log_probs)[mask].abs().double().mean()
+    )
     assert found[3] == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -203,7 +228,9 @@ def test_canary_tokens_of_other_weights_end_the_run(tmp_path: Path) -> None:
             self.engine = held
             return numbers
 
-    with pytest.raises(SyncProofError, match="canary tokens of rollout engine 0 at weight version 1: the mean"):
+    with pytest.raises(
+        SyncProofError, match="canary tokens of rollout engine 0 at weight version 1: the mean"
+    ):
         run(tmp_path, *ahead(1), f"{CANARIES}=1", world=Keeping())
 
 
@@ -252,7 +279,8 @@ def test_a_producer_that_fails_is_an_error_where_the_trainer_waits(tmp_path: Pat
 
 
 class Losing(World):
-    """Its engine is lost while it is waited for, at one ``call``; the new one samples what was owed by the weights it gets."""
+    """Its engine is lost while it is waited for, at one ``call``; the new one samples what was owed by the
+    weights it gets."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
@@ -292,9 +320,9 @@ def test_what_a_lost_engine_owed_is_sampled_again_once(
     assert [found[step]["async/group_age/max"] for step in range(1, STEPS + 1)] == ages
     assert sum(found[step]["recovery/engines_replaced"] for step in found) == 1
     assert sum(found[step]["recovery/requests_reissued"] for step in found) == owed
-    assert [sorted({row["input"][0]["content"] for row in samples(tmp_path, step)}) for step in (1, 2, 3, 4)] == [
-        ["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]
-    ]  # fmt: skip
+    assert [
+        sorted({row["input"][0]["content"] for row in samples(tmp_path, step)}) for step in (1, 2, 3, 4)
+    ] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
 
 
 def lines_with_recovery(folder: Path) -> dict[int, dict[str, Any]]:
@@ -303,7 +331,9 @@ def lines_with_recovery(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_engines_on_shared_devices_sleep_before_a_step_also_when_nothing_is_under_way(tmp_path: Path, hybrid: bool) -> None:
+def test_engines_on_shared_devices_sleep_before_a_step_also_when_nothing_is_under_way(
+    tmp_path: Path, hybrid: bool
+) -> None:
     """All that a step needs may have ended before, or come from a checkpoint."""
     slept: list[int] = []
     config = small_run_config(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}")

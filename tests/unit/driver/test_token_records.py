@@ -1,4 +1,5 @@
-"""Token records of runs with formulas for processes: at which steps, of which rows, and that they hold what was trained on."""
+"""Token records of runs with formulas for processes: at which steps, of which rows, and that they hold what
+was trained on."""
 
 import dataclasses
 import json
@@ -40,11 +41,23 @@ def reasons(run: Path) -> dict[int, str]:
 
 
 def test_first_steps_every_so_many_and_after_checkpoints(tmp_path: Path) -> None:
-    live(tmp_path, RunState(), None, "trainer.save_freq=4", "trainer.token_records.freq=3", "trainer.alerts.reward_drop=null",
-         "algorithm.rollout_correction.rollout_rs=null", "algorithm.rollout_correction.rollout_rs_threshold=null",
-         "algorithm.rollout_correction.rollout_rs_target_acceptance=null", steps=6)  # fmt: skip
-    alerts = [json.loads(line)["step"] for line in (tmp_path / "alerts.jsonl").read_text().splitlines()] if (
-        tmp_path / "alerts.jsonl").exists() else []  # fmt: skip
+    live(
+        tmp_path,
+        RunState(),
+        None,
+        "trainer.save_freq=4",
+        "trainer.token_records.freq=3",
+        "trainer.alerts.reward_drop=null",
+        "algorithm.rollout_correction.rollout_rs=null",
+        "algorithm.rollout_correction.rollout_rs_threshold=null",
+        "algorithm.rollout_correction.rollout_rs_target_acceptance=null",
+        steps=6,
+    )
+    alerts = (
+        [json.loads(line)["step"] for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+        if (tmp_path / "alerts.jsonl").exists()
+        else []
+    )
     found = reasons(tmp_path)
     expected = {1: "first", 2: "first", 3: "regular", 5: "checkpoint", 6: "regular"}
     after_alerts = {step for alert in alerts for step in (alert, alert + 1)}
@@ -62,7 +75,7 @@ def test_the_step_of_an_alert_and_the_one_after(tmp_path: Path) -> None:
         tracker=SimpleNamespace(last_alert=41),
         saves_at=lambda step: False,
         folder=tmp_path,
-    )  # fmt: skip
+    )
     recorder = TokenRecorder(cast(Services, services), 0)
     assert [recorder._why(step) for step in (40, 41, 42, 43)] == [None, "alert", "alert", None]
 
@@ -83,8 +96,9 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     for step, record in again.items():
         np.testing.assert_array_equal(record.tokens["old_log_prob"], whole[step])
     assert [path.name for path in sorted((tmp_path / FOLDER).glob("*.replaced.parquet"))] == [
-        "step_000003.replaced.parquet", "step_000004.replaced.parquet"
-    ]  # fmt: skip
+        "step_000003.replaced.parquet",
+        "step_000004.replaced.parquet",
+    ]
 
 
 def test_files_are_private_and_never_leave_the_folder(tmp_path: Path) -> None:
@@ -96,8 +110,10 @@ def test_files_are_private_and_never_leave_the_folder(tmp_path: Path) -> None:
     assert "response_ids" not in logged
 
 
-@pytest.mark.parametrize(("contents", "has_ids", "has_prompts"), [("full", True, True), ("no_prompts", True, False),
-                                                                 ("numbers_only", False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("contents", "has_ids", "has_prompts"),
+    [("full", True, True), ("no_prompts", True, False), ("numbers_only", False, False)],
+)
 def test_contents(tmp_path: Path, contents: str, has_ids: bool, has_prompts: bool) -> None:
     live(tmp_path, RunState(), None, f"trainer.token_records.contents={contents}")
     record = records(tmp_path)[1]
@@ -112,8 +128,15 @@ def test_pieces_have_the_text_of_every_id(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / FOLDER / PIECES).read_text().splitlines()]
     ids = [entry[0] for line in lines for entry in line["pieces"]]
     assert len(ids) == len(set(ids))
-    used = {token for record in records(tmp_path).values() for token in record.tokens["response_ids"].tolist()}
-    used |= {int(token) for record in records(tmp_path).values() for prompt in record.prompts or () for token in prompt}
+    used = {
+        token for record in records(tmp_path).values() for token in record.tokens["response_ids"].tolist()
+    }
+    used |= {
+        int(token)
+        for record in records(tmp_path).values()
+        for prompt in record.prompts or ()
+        for token in prompt
+    }
     assert used <= set(ids)
     assert {entry[1] for line in lines for entry in line["pieces"]} == {"x"}
 
@@ -163,8 +186,12 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
     scored = scored_step(config, inputs)
     evaluations = INPUTS.evaluations.clone()
     if config.algorithm.rollout_correction.in_actor:
-        evaluations = PolicyEvaluations(old_log_probs=samples.rollouts.rollout_log_probs, batch_size=evaluations.batch_size)
-    TokenRecorder(cast(Services, services), 0).write(samples, evaluations, scored, control, StepRecord(), step)
+        evaluations = PolicyEvaluations(
+            old_log_probs=samples.rollouts.rollout_log_probs, batch_size=evaluations.batch_size
+        )
+    TokenRecorder(cast(Services, services), 0).write(
+        samples, evaluations, scored, control, StepRecord(), step
+    )
     return records(folder)[step]
 
 
@@ -203,10 +230,17 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
     }
     for name, values in exact.items():
         assert record.tokens[name].tolist() == values[written].tolist(), name
-    np.testing.assert_allclose(record.tokens["weight"], scored.batch.rollout_is_weights[written].numpy(), rtol=1e-3)
+    np.testing.assert_allclose(
+        record.tokens["weight"], scored.batch.rollout_is_weights[written].numpy(), rtol=1e-3
+    )
     assert not record.tokens["kept"].all()
-    for i, (p, q) in enumerate(zip(evaluations.old_log_probs[written].tolist(),
-                                   evaluations.sum_pi_squared[written].tolist(), strict=True)):  # fmt: skip
+    for i, (p, q) in enumerate(
+        zip(
+            evaluations.old_log_probs[written].tolist(),
+            evaluations.sum_pi_squared[written].tolist(),
+            strict=True,
+        )
+    ):
         expected = max(1 - 2 * np.exp(np.float64(p)) + q, 0.0) ** 0.5
         assert record.tokens["noise_scale"][i] == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
@@ -215,8 +249,10 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
     samples, config = samples_with_prompts(), config_of(CORRECTION)
     record = recorded(tmp_path, config, samples)
     width = int(record.lengths.max())
-    padded = {name: np.zeros((ROWS, width), record.tokens[name].dtype)
-              for name in ("old_log_prob", "rollout_log_prob", "response_mask")}  # fmt: skip
+    padded = {
+        name: np.zeros((ROWS, width), record.tokens[name].dtype)
+        for name in ("old_log_prob", "rollout_log_prob", "response_mask")
+    }
     for row in range(ROWS):
         for name, values in padded.items():
             values[row, : record.lengths[row]] = record.tokens[name][record.of_row(row)]
@@ -226,15 +262,24 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
     scored = scored_step(config)
     assert scored.correction is not None
     own = scored.correction.metrics()
-    assert {"rollout_corr/kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_token_k1_masked_fraction"} <= again.keys()
+    assert {
+        "rollout_corr/kl",
+        "rollout_corr/rollout_is_mean",
+        "rollout_corr/rollout_rs_token_k1_masked_fraction",
+    } <= again.keys()
     for name, value in again.items():
         assert value == pytest.approx(own[name], rel=1e-6, abs=1e-9), name
 
 
 def test_some_rows_of_a_step(tmp_path: Path) -> None:
     samples = samples_with_prompts()
-    record = recorded(tmp_path, config_of({**CORRECTION, "trainer.token_records.full_freq": 0,
-                                           "trainer.token_records.rows_per_step": 6}), samples)  # fmt: skip
+    record = recorded(
+        tmp_path,
+        config_of(
+            {**CORRECTION, "trainer.token_records.full_freq": 0, "trainer.token_records.rows_per_step": 6}
+        ),
+        samples,
+    )
     assert record.rows["chosen_by"].tolist() == ["random"] * 3 + ["worst"] * 3
     assert record.facts["rows_of_batch"] == ROWS
     assert record.facts["tokens_of_batch"] == int(samples.rollouts.response_mask.sum())
@@ -246,7 +291,10 @@ def test_some_rows_of_a_step(tmp_path: Path) -> None:
 
 
 def test_where_the_actor_corrects_no_log_probs_of_the_trainer_are_invented(tmp_path: Path) -> None:
-    bypass = {"algorithm.rollout_correction.bypass_mode": True, "algorithm.rollout_correction.loss_type": "ppo_clip"}
+    bypass = {
+        "algorithm.rollout_correction.bypass_mode": True,
+        "algorithm.rollout_correction.loss_type": "ppo_clip",
+    }
     record = recorded(tmp_path, config_of(bypass), samples_with_prompts())
     assert {"old_log_prob", "weight", "kept", "noise_scale", "entropy"}.isdisjoint(record.tokens)
     assert "advantage" in record.tokens
@@ -254,7 +302,8 @@ def test_where_the_actor_corrects_no_log_probs_of_the_trainer_are_invented(tmp_p
 
 @pytest.mark.bench
 def test_seconds_of_a_record() -> None:
-    """Prints the seconds that a record of 16 rows of 4,096 tokens takes, beside those of correcting its batch of 512 rows."""
+    """Prints the seconds that a record of 16 rows of 4,096 tokens takes, beside those of correcting its batch
+    of 512 rows."""
     import tempfile  # as below, only here
     import time
 

@@ -1,4 +1,5 @@
-"""The loop with formulas for processes: a resumed run goes on as the undisturbed one, and that takes every field of its state."""
+"""The loop with formulas for processes: a resumed run goes on as the undisturbed one, and that takes every
+field of its state."""
 
 import dataclasses
 import json
@@ -29,7 +30,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 def outcome(folder: Path, world: World) -> tuple[Any, ...]:
     """Everything that a run leaves: weights, the state of every step, metrics and alerts."""
-    states = [SavedRun.load(folder / f"global_step_{step}").state for step in range(INTERRUPTED + 1, STEPS + 1)]
+    states = [
+        SavedRun.load(folder / f"global_step_{step}").state for step in range(INTERRUPTED + 1, STEPS + 1)
+    ]
     return world.trained, world.updates, [str(dataclasses.asdict(state)) for state in states], told(folder)
 
 
@@ -59,15 +62,23 @@ def resumed(whole: Path, folder: Path, **forgotten: Any) -> tuple[Any, ...]:
 def test_the_scenario_moves_every_field(undisturbed: tuple[Any, ...], whole: Path) -> None:
     beginning, state = RunState(), SavedRun.load(whole / f"global_step_{INTERRUPTED}").state
     others = {"nonfinite_critic_updates", "supply"}  # there is no critic, and nothing is sampled ahead
-    assert {one.name for one in dataclasses.fields(state) if getattr(state, one.name) == getattr(beginning, one.name)} == others
+    assert {
+        one.name
+        for one in dataclasses.fields(state)
+        if getattr(state, one.name) == getattr(beginning, one.name)
+    } == others
     assert [line.get("alerts/reward_collapse") for line in undisturbed[3]][:2] == [1.0, 1.0]
 
 
-def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(undisturbed: tuple[Any, ...], whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(
+    undisturbed: tuple[Any, ...], whole: Path, tmp_path: Path
+) -> None:
     assert resumed(whole, tmp_path) == undisturbed
 
 
-FIELDS = [one.name for one in dataclasses.fields(RunState) if one.name not in ("nonfinite_critic_updates", "supply")]
+FIELDS = [
+    one.name for one in dataclasses.fields(RunState) if one.name not in ("nonfinite_critic_updates", "supply")
+]
 
 
 @pytest.mark.parametrize("field", FIELDS)

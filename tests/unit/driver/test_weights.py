@@ -1,4 +1,5 @@
-"""How many engines may be replaced, what is counted, and that a loss during recovery is recovered from too."""
+"""How many engines may be replaced, what is counted, and that a loss during recovery is recovered from
+too."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +20,14 @@ OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, st
 
 
 def loss(*engines: int) -> EnginesLostError:
-    return EnginesLostError({engine: ProcessLostError(f"rollout engine {engine} died") for engine in engines}, {})
+    return EnginesLostError(
+        {engine: ProcessLostError(f"rollout engine {engine} died") for engine in engines}, {}
+    )
 
 
 class Machine:
-    """Engines and the way of weights as one list of what was done; ``deliver`` fails as often as there are losses."""
+    """Engines and the way of weights as one list of what was done; ``deliver`` fails as often as there are
+    losses."""
 
     num_engines = 2
 
@@ -60,7 +64,11 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr(weights, "judge_canary", lambda run, limit, version, record: run.engines.done.append(("canary", version)))
+    monkeypatch.setattr(
+        weights,
+        "judge_canary",
+        lambda run, limit, version, record: run.engines.done.append(("canary", version)),
+    )
     return Machine()
 
 
@@ -82,14 +90,24 @@ def run_on(machine: Machine, limit: int) -> Services:
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
     record = StepRecord()
-    answer = weights.generate(run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
+    answer = weights.generate(
+        run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record
+    )
     assert answer.busy_seconds == 2.0
     assert machine.done == [
-        ("replace", [1]), "sleep", "open", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
-    ]  # fmt: skip
+        ("replace", [1]),
+        "sleep",
+        "open",
+        "weights",
+        ("deliver", 4),
+        "kv_cache",
+        ("canary", 4),
+    ]
     metrics = record.metrics()
     assert (metrics["recovery/engines_replaced"], metrics["recovery/requests_reissued"]) == (1, 8)
-    assert not [name for name in metrics if name.startswith("timing_s/update_weights")]  # it is part of the generation
+    assert not [
+        name for name in metrics if name.startswith("timing_s/update_weights")
+    ]  # it is part of the generation
 
 
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
@@ -97,22 +115,30 @@ def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) 
     record = StepRecord()
     weights.publish(run_on(machine, limit=3), RunState(), 5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
-        ("deliver", 5), ("replace", [0]), ("deliver", 5), ("replace", [0, 1]), ("deliver", 5), ("canary", 5)
-    ]  # fmt: skip
+        ("deliver", 5),
+        ("replace", [0]),
+        ("deliver", 5),
+        ("replace", [0, 1]),
+        ("deliver", 5),
+        ("canary", 5),
+    ]
     assert record.metrics()["recovery/engines_replaced"] == 3
 
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, limit: int) -> None:
     machine.losses = [loss(0)] * 4
-    expected = rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
+    expected = (
+        rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
+    )
     with pytest.raises(RemoteError, match=expected):
         weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
     assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit
 
 
 def test_canaries_count_publications(machine: Machine) -> None:
-    """Of weights that are published every third step, every second version has them; the last one may come early."""
+    """Of weights that are published every third step, every second version has them; the last one may come
+    early."""
     run = run_on(machine, limit=0)
     run.config.actor_rollout_ref.rollout.sync_proof.canary_freq = 2  # type: ignore[misc]
     run.config.async_training = AsyncTrainingConfig(trigger_parameter_sync_step=3)  # type: ignore[misc]

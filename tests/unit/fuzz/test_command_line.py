@@ -1,4 +1,5 @@
-"""The real command with random mistakes: exit status 2, one message, no traceback, and the run's folder as it was."""
+"""The real command with random mistakes: exit status 2, one message, no traceback, and the run's folder as it
+was."""
 
 import os
 import random
@@ -49,5 +50,8 @@ def test_mistakes_end_in_one_message_and_leave_no_trace(seeds: range, tmp_path: 
         assert message.startswith("configuration error:\n")
         assert "Traceback" not in message
         assert printed == ""
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["before", "before/metrics.jsonl"]
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "before",
+        "before/metrics.jsonl",
+    ]
     assert (tmp_path / "before" / "metrics.jsonl").read_text() == "{}\n"

@@ -1,4 +1,5 @@
-"""Random overrides and run files are accepted, or refused with sentences; nothing else happens, whatever they are."""
+"""Random overrides and run files are accepted, or refused with sentences; nothing else happens, whatever they
+are."""
 
 import random
 import re
@@ -15,7 +16,8 @@ from verl_rc.config.load import load_run_config, save_resolved_config
 from verl_rc.report.explain import plan_text
 
 REASONS = re.compile(
-    r"must|Write instead|Drop them|needs?\b|refused|not a known key|belong|cannot|no effect|drop it|pass |write |several values"
+    r"must|Write instead|Drop them|needs?\b|refused|not a known key|belong|cannot|no effect|drop it|pass "
+    r"|write |several values"
     r"|bounds nothing|changes the sampled|can never|compares|options are|would all be equal"
 )
 
@@ -27,7 +29,11 @@ def outcome(overrides: list[str], folder: Path) -> str:
         config = load_run_config([*sound_run(without=keys), *overrides])
     except ConfigError as error:
         message = str(error)
-        unclear = [line for line in message.splitlines() if not REASONS.search(line) and not line.startswith(("  ", "("))]
+        unclear = [
+            line
+            for line in message.splitlines()
+            if not REASONS.search(line) and not line.startswith(("  ", "("))
+        ]
         assert not unclear, repr(unclear)
         assert len(message) < 4000 or "Write instead" in message  # which is to be pasted, whole
         return message
@@ -62,7 +68,13 @@ RUN_FILES = [
         b"null: 3",
         b"&a [*a]",
     ),
-    *(b"data: 7", b"data: []", b"data:\n  train_files: {a: 1}", b"data.seed: 3", b"trainer:\n  seed: !!python/name:os.system"),
+    *(
+        b"data: 7",
+        b"data: []",
+        b"data:\n  train_files: {a: 1}",
+        b"data.seed: 3",
+        b"trainer:\n  seed: !!python/name:os.system",
+    ),
     *(
         b"defaults: [nope]",
         b"defaults: 3",

@@ -1,4 +1,5 @@
-"""Whatever a data file holds, prompts come out of it as they stand in it, or a sentence that names the file."""
+"""Whatever a data file holds, prompts come out of it as they stand in it, or a sentence that names the
+file."""
 
 import json
 import random
@@ -15,12 +16,27 @@ from verl_rc.data.dataset import build_train_loader, build_validation_rows
 from verl_rc.report.doctor import Inputs, check_data, check_reward
 
 BAD_PROMPTS: list[Any] = [
-    None, [], "text", 7, [None], ["text"], [{}], [{"role": "user"}], [{"content": "x"}], [{"role": None, "content": "x"}],
-    [{"role": "user", "content": None}], [{"role": "user", "content": ["x"]}], [{"role": "user", "content": 3}], {"role": "user"},
-    [[{"role": "user", "content": "x"}]], [{"role": "user", "content": "x" * 5_000}],
+    None,
+    [],
+    "text",
+    7,
+    [None],
+    ["text"],
+    [{}],
+    [{"role": "user"}],
+    [{"content": "x"}],
+    [{"role": None, "content": "x"}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": ["x"]}],
+    [{"role": "user", "content": 3}],
+    {"role": "user"},
+    [[{"role": "user", "content": "x"}]],
+    [{"role": "user", "content": "x" * 5_000}],
     [{"role": "user", "content": "half \ud800"}],
-    [{"role": "user", "content": ""}], [{"role": "juggler", "content": "x"}], [{"role": "user", "content": "x"}] * 200,
-]  # fmt: skip
+    [{"role": "user", "content": ""}],
+    [{"role": "juggler", "content": "x"}],
+    [{"role": "user", "content": "x"}] * 200,
+]
 BAD_FIELDS: dict[str, list[Any]] = {
     "data_source": [None, 7, "", ["digits"], {"a": 1}, "unknown source", "\ud800"],
     "reward_model": [
@@ -91,9 +107,13 @@ def parquet_bytes(rows: list[dict[str, Any]], rng: random.Random, path: Path) ->
             case 1:
                 table = table.append_column("prompt", pa.array([1] * table.num_rows))
             case 2:
-                table = table.set_column(0, "data_source", pa.array([b"\xff\xfe"] * table.num_rows).view(pa.string()))
+                table = table.set_column(
+                    0, "data_source", pa.array([b"\xff\xfe"] * table.num_rows).view(pa.string())
+                )
             case 3:
-                table = table.set_column(0, "data_source", pa.array(["digits"] * table.num_rows).dictionary_encode())
+                table = table.set_column(
+                    0, "data_source", pa.array(["digits"] * table.num_rows).dictionary_encode()
+                )
         pq.write_table(table, path)
     except (pa.ArrowException, UnicodeError, OverflowError, KeyError):
         return json.dumps(rows).encode()
@@ -101,7 +121,8 @@ def parquet_bytes(rows: list[dict[str, Any]], rng: random.Random, path: Path) ->
 
 
 def write_file(rng: random.Random, folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """A file of random rows in one of the formats, perhaps damaged; its path, and the rows that went into it."""
+    """A file of random rows in one of the formats, perhaps damaged; its path, and the rows that went into
+    it."""
     rows = rows_of(rng)
     if rng.random() < 0.8:
         spoil(rows, rng)
@@ -127,11 +148,15 @@ def write_file(rng: random.Random, folder: Path) -> tuple[str, list[dict[str, An
 
 
 def read(seed: int, folder: Path, tokenizer: Any) -> str:
-    """What becomes of one or two random files: the number of prompts, or the message; the doctor and a run must agree."""
+    """What becomes of one or two random files: the number of prompts, or the message; the doctor and a run
+    must agree."""
     rng = random.Random(seed)
     files = [write_file(rng, folder)[0] for _ in range(rng.choice([1, 1, 1, 2]))]
     given = ",".join(f"'{file}'" for file in files)
-    limits = [f"data.truncation={rng.choice(['left', 'error'])}", f"data.filter_overlong_prompts={rng.random() < 0.3}"]
+    limits = [
+        f"data.truncation={rng.choice(['left', 'error'])}",
+        f"data.filter_overlong_prompts={rng.random() < 0.3}",
+    ]
     files_given = [f"data.train_files=[{given}]", f"data.val_files=[{given}]", "data.train_batch_size=1"]
     config = small_run_config(folder, *files_given, *limits, "actor_rollout_ref.actor.ppo_mini_batch_size=1")
     examined = examine(config, tokenizer)
@@ -155,7 +180,10 @@ def examine(config: RunConfig, tokenizer: Any) -> set[str]:
     """Subjects that the doctor finds fault with."""
     inputs = Inputs(tokenizer=tokenizer)
     findings = [*check_data(config, inputs), *check_reward(config, inputs)]
-    assert all(finding.found and (finding.status != "failed" or (finding.must and finding.remedy)) for finding in findings)
+    assert all(
+        finding.found and (finding.status != "failed" or (finding.must and finding.remedy))
+        for finding in findings
+    )
     return {finding.subject for finding in findings if finding.status == "failed"}
 
 

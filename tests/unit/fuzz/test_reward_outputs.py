@@ -1,4 +1,5 @@
-"""Whatever a reward function does, a response has a finite score and columns that can be written, or a failure that names it."""
+"""Whatever a reward function does, a response has a finite score and columns that can be written, or a
+failure that names it."""
 
 import json
 import math
@@ -71,16 +72,34 @@ SCORES: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice([0, 1, 0.5, -3, True, False, 1e300, -0.0, 5e-324]),
     lambda rng: rng.choice([np.float32(0.5), np.int64(2), np.bool_(True), np.array(1.5), np.float64(2)]),
     lambda rng: rng.choice([torch.tensor(0.5), torch.tensor(2), torch.tensor(True), Fraction(1, 3)]),
-    lambda rng: rng.choice([math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf), 10**400, -(10**5000)]),
-    lambda rng: rng.choice([None, "1.0", b"1", "", "nan", [1.0], (1.0,), {}, set(), 1j, Decimal("0.5"), object(), ...]),
-    lambda rng: rng.choice([np.zeros(2), np.zeros((0,)), torch.zeros(1), torch.zeros(2, 2), np.array("x"), StrangeArray()]),
-    lambda rng: rng.choice([Level.HIGH, Verdict.RIGHT, Unshowable(), print, int, lambda: 1.0, (part for part in ())]),
+    lambda rng: rng.choice(
+        [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf), 10**400, -(10**5000)]
+    ),
+    lambda rng: rng.choice(
+        [None, "1.0", b"1", "", "nan", [1.0], (1.0,), {}, set(), 1j, Decimal("0.5"), object(), ...]
+    ),
+    lambda rng: rng.choice(
+        [np.zeros(2), np.zeros((0,)), torch.zeros(1), torch.zeros(2, 2), np.array("x"), StrangeArray()]
+    ),
+    lambda rng: rng.choice(
+        [Level.HIGH, Verdict.RIGHT, Unshowable(), print, int, lambda: 1.0, (part for part in ())]
+    ),
 ]
 EXTRAS: list[Callable[[random.Random], Any]] = [
     *SCORES,
-    lambda rng: rng.choice(["text", "🦆", "half \ud800 a pair", "x" * 100_000, "\x00", Verdict.RIGHT, Grade.GOOD, Level.HIGH]),
     lambda rng: rng.choice(
-        [[1, "a", None], {"a": {"b": [1.5]}}, {1: 2}, {None: 1}, {Verdict.RIGHT: 0}, [np.float32(1)], endless()]
+        ["text", "🦆", "half \ud800 a pair", "x" * 100_000, "\x00", Verdict.RIGHT, Grade.GOOD, Level.HIGH]
+    ),
+    lambda rng: rng.choice(
+        [
+            [1, "a", None],
+            {"a": {"b": [1.5]}},
+            {1: 2},
+            {None: 1},
+            {Verdict.RIGHT: 0},
+            [np.float32(1)],
+            endless(),
+        ]
     ),
 ]
 NAMES = ["acc", "pred", "reward", "score ", "format/ok", "", "é", "length", "step", "a b"]
@@ -100,7 +119,9 @@ def raised(rng: random.Random) -> Any:
     """Never returns."""
     match rng.randrange(6):
         case 0:
-            raise rng.choice([ValueError, KeyError, AssertionError, OSError, StopIteration, MemoryError, Unsayable])("x" * 10_000)
+            raise rng.choice(
+                [ValueError, KeyError, AssertionError, OSError, StopIteration, MemoryError, Unsayable]
+            )("x" * 10_000)
         case 1:
             raise SystemExit(rng.choice([0, 1, None, "leaving"]))
         case 2:
@@ -118,7 +139,8 @@ def raised_deep() -> Any:
 
 
 def behaviour(seed: int) -> Callable[[str], Any]:
-    """A reward function; what it does depends on the sample too, so that columns change their types from row to row."""
+    """A reward function; what it does depends on the sample too, so that columns change their types from row
+    to row."""
 
     def behave(text: str) -> Any:
         rng = random.Random(f"{seed} {text}")
@@ -155,16 +177,24 @@ class Inline:
 def is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return type(value) is dict and all(type(key) is str and is_plain(part) for key, part in value.items())
-    return all(map(is_plain, value)) if type(value) is list else type(value) in (type(None), bool, int, float, str)
+    return (
+        all(map(is_plain, value))
+        if type(value) is list
+        else type(value) in (type(None), bool, int, float, str)
+    )
 
 
 def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardOutput]:
     """Scores of some responses, through all that reads them."""
-    rows = [PromptRow(index, [1], [], "mine", "truth", {"behave": behaviour(seed)}) for index in range(SAMPLES)]
+    rows = [
+        PromptRow(index, [1], [], "mine", "truth", {"behave": behaviour(seed)}) for index in range(SAMPLES)
+    ]
     texts = [f"response {index}" for index in range(SAMPLES)]
     pool = Inline(config)
     outputs = ResponseScorer(config, cast(Any, pool), None).score(rows, texts)
-    assert all(f"for row {row} (" in message and len(message) < 1500 for row, message in pool.failures), pool.failures
+    assert all(f"for row {row} (" in message and len(message) < 1500 for row, message in pool.failures), (
+        pool.failures
+    )
     assert all(type(output.score) is float and math.isfinite(output.score) for output in outputs)
     assert all(is_plain(dict(output.extras)) for output in outputs)
     assert all(math.isfinite(metric.value) for metric in reward_metrics(outputs))
@@ -176,11 +206,18 @@ def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardO
     assert len(samples.accuracies()) == SAMPLES
     assert all(math.isfinite(value) for value in validation_metrics(samples, 1).values())
     write_samples(str(folder), samples, seed)
-    assert len([json.loads(line) for line in (folder / f"{seed}.jsonl").read_text(encoding="utf-8").splitlines()]) == SAMPLES
+    assert (
+        len(
+            [json.loads(line) for line in (folder / f"{seed}.jsonl").read_text(encoding="utf-8").splitlines()]
+        )
+        == SAMPLES
+    )
     return outputs
 
 
-def test_outputs_become_finite_scores_and_plain_columns_or_named_failures(config: RewardConfig, tmp_path: Path) -> None:
+def test_outputs_become_finite_scores_and_plain_columns_or_named_failures(
+    config: RewardConfig, tmp_path: Path
+) -> None:
     outputs = [output for seed in range(20) for output in score_a_batch(seed, config, tmp_path)]
     failed = sum("reward_failure" in output.extras for output in outputs)
     assert len(outputs) == 20 * SAMPLES

@@ -63,9 +63,13 @@ def test_counts_tokens_and_nonempty_rows_when_no_counts_are_given(mode: str, exp
         ("seq-mean-token-sum-norm", 5 / 2 / 4, 5 / 1 / 4),
     ],
 )
-def test_denominator_mask_decides_whether_rejected_tokens_are_counted(mode: str, original: float, kept: float) -> None:
+def test_denominator_mask_decides_whether_rejected_tokens_are_counted(
+    mode: str, original: float, kept: float
+) -> None:
     losses, kept_mask = float64(LOSSES), float64(KEPT)
-    assert aggregate_loss(losses, kept_mask, mode, denominator_mask=float64(MASK)).item() == pytest.approx(original)
+    assert aggregate_loss(losses, kept_mask, mode, denominator_mask=float64(MASK)).item() == pytest.approx(
+        original
+    )
     assert aggregate_loss(losses, kept_mask, mode).item() == pytest.approx(kept)
 
 
@@ -88,7 +92,9 @@ def test_nan_outside_the_mask_is_harmless(mode: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 999), st.sampled_from(AGGREGATION_MODES), st.integers(1, 5), st.integers(0, 3))
-def test_parts_with_shared_denominators_add_up_to_the_whole(seed: int, mode: str, split: int, pad: int) -> None:
+def test_parts_with_shared_denominators_add_up_to_the_whole(
+    seed: int, mode: str, split: int, pad: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     losses = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     counted = torch.rand(6, 5, generator=generator) < 0.7
@@ -108,7 +114,9 @@ def test_parts_with_shared_denominators_add_up_to_the_whole(seed: int, mode: str
 
 
 def test_low_precision_losses_are_summed_in_float32() -> None:
-    assert aggregate_loss(torch.ones(7, 43, dtype=torch.bfloat16), torch.ones(7, 43), "token-sum").item() == 301
+    assert (
+        aggregate_loss(torch.ones(7, 43, dtype=torch.bfloat16), torch.ones(7, 43), "token-sum").item() == 301
+    )
 
 
 def test_refuses_unknown_modes_and_unequal_shapes() -> None:

@@ -30,7 +30,9 @@ GOLDEN = [
         (4.0, -2.0, 6.0, 0.0),
     ],
 )
-def test_value_and_slope_in_each_region(ratio: float, advantage: float, expected: float, slope: float) -> None:
+def test_value_and_slope_in_each_region(
+    ratio: float, advantage: float, expected: float, slope: float
+) -> None:
     log_probs = torch.tensor([[math.log(ratio) - 2]], dtype=torch.float64, requires_grad=True)
     loss, _ = compute_policy_loss(
         "vanilla",
@@ -88,10 +90,14 @@ def test_bypass_with_rollout_as_old_policy_equals_golden(case: dict[str, Any]) -
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["expected"]["loss"], abs=1e-5)
-    torch.testing.assert_close(log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5
+    )
     for name, metric in metrics.items():
         nothing_kept = 0.0
-        assert metric.mean().item() == pytest.approx(case["expected"]["metrics"].get(name, nothing_kept), abs=1e-5)
+        assert metric.mean().item() == pytest.approx(
+            case["expected"]["metrics"].get(name, nothing_kept), abs=1e-5
+        )
 
 
 def test_one_row_by_hand() -> None:
@@ -184,7 +190,9 @@ def test_a_weight_of_zero_is_a_rejection_and_does_not_shrink_the_row() -> None:
 def test_shares_outside_the_band_are_split_by_the_sign_of_the_advantage() -> None:
     gaps = torch.tensor([[0.5, 0.0, -0.5], [-0.5, 0.1, 0.0]])
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
-    _, metrics = compute_policy_loss("geo_mean", torch.zeros(2, 3), gaps, advantages, torch.ones(2, 3), config=CONFIG)
+    _, metrics = compute_policy_loss(
+        "geo_mean", torch.zeros(2, 3), gaps, advantages, torch.ones(2, 3), config=CONFIG
+    )
     assert metrics["actor/pg_clipfrac"].mean().item() == pytest.approx(2 / 6)
     assert metrics["actor/pg_clipfrac_lower"].mean().item() == pytest.approx(1 / 6)
 
@@ -195,7 +203,9 @@ def test_value_by_hand_and_slope_of_the_surrogate_at_ratio_one(advantage: float,
     for ratio in (0.5, 1.0, 2.0):
         log_probs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         zeros = torch.zeros(1, 1, dtype=torch.float64)
-        loss, _ = compute_policy_loss("sapo", zeros, log_probs, zeros + advantage, torch.ones(1, 1), config=config)
+        loss, _ = compute_policy_loss(
+            "sapo", zeros, log_probs, zeros + advantage, torch.ones(1, 1), config=config
+        )
         loss.backward()
         assert loss.item() == pytest.approx(-advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1))))
         if ratio == 1:
@@ -207,6 +217,12 @@ def test_rows_are_averaged_before_the_batch_whatever_the_mode() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     for mode in ("token-mean", "token-sum"):
         loss, _ = compute_policy_loss(
-            "sapo", torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask, config={"tau_neg": 1.0}, aggregation=mode
+            "sapo",
+            torch.zeros(2, 3),
+            torch.zeros(2, 3),
+            advantages,
+            mask,
+            config={"tau_neg": 1.0},
+            aggregation=mode,
         )
         assert loss.item() == pytest.approx((-2.0 + 4.0) / 2)

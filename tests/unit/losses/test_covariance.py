@@ -18,7 +18,10 @@ def covariances(batch: Any) -> dict[tuple[int, int], float]:
     tokens = [(row, column) for row, column in batch.loss_mask.nonzero().tolist()]
     advantage_mean = sum(batch.advantages[t].item() for t in tokens) / len(tokens)
     log_prob_mean = sum(batch.log_probs[t].item() for t in tokens) / len(tokens)
-    return {t: (batch.advantages[t].item() - advantage_mean) * (batch.log_probs[t].item() - log_prob_mean) for t in tokens}
+    return {
+        t: (batch.advantages[t].item() - advantage_mean) * (batch.log_probs[t].item() - log_prob_mean)
+        for t in tokens
+    }
 
 
 @pytest.mark.parametrize(("share", "count"), [(1e-6, 1), (0.3, None), (1.0, None)])
@@ -53,7 +56,9 @@ def clip_cov(batch: Any, share: float, low: float, high: float) -> tuple[float, 
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.2, 1.0])
-def test_clip_cov_drops_the_right_number_of_unclipped_tokens_in_the_band(share: float, make_batch: Callable[..., Any]) -> None:
+def test_clip_cov_drops_the_right_number_of_unclipped_tokens_in_the_band(
+    share: float, make_batch: Callable[..., Any]
+) -> None:
     batch = make_batch(seed=11, rows=20)
     low, high = -0.3, 1.0
     band = {token for token, covariance in covariances(batch).items() if low < covariance < high}
@@ -119,14 +124,17 @@ def of_tokens(advantages: Tensor, old_log_probs: Tensor, loss_mask: Tensor | Non
 
 
 def penalties(advantage: float, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """How much of each token is penalised: what a penalty of 1 nat a nat, on gaps of −0.1, takes from the gradient."""
+    """How much of each token is penalised: what a penalty of 1 nat a nat, on gaps of −0.1, takes from the
+    gradient."""
     log_probs = (old_log_probs - 0.1).requires_grad_()
     arguments = {"old_log_probs": old_log_probs, "log_probs": log_probs, "loss_mask": mask}
     advantages = torch.full_like(old_log_probs, advantage)
 
     def gradient(coefficient: float) -> Tensor:
         config = {"kl_cov_ratio": 0.01, "ppo_kl_coef": coefficient}
-        loss, _ = compute_policy_loss("kl_cov", **arguments, advantages=advantages, config=config, aggregation="token-sum")
+        loss, _ = compute_policy_loss(
+            "kl_cov", **arguments, advantages=advantages, config=config, aggregation="token-sum"
+        )
         return torch.autograd.grad(loss, log_probs)[0]
 
     return gradient(0.0) - gradient(1.0)
@@ -143,7 +151,9 @@ def test_kl_cov_penalises_its_share_when_all_covariances_are_equal(advantage: fl
     assert (penalised > 0).any(dim=1).sum() > 4  # spread, not the first or the last tokens
     order = torch.randperm(80, generator=torch.Generator().manual_seed(2))
     assert torch.equal(penalties(advantage, old[order], mask[order]), penalised[order])
-    widened = penalties(advantage, torch.nn.functional.pad(old, (0, 5)), torch.nn.functional.pad(mask, (0, 5)))
+    widened = penalties(
+        advantage, torch.nn.functional.pad(old, (0, 5)), torch.nn.functional.pad(mask, (0, 5))
+    )
     assert torch.equal(widened[:, :12], penalised)
 
 

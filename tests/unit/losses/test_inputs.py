@@ -11,7 +11,9 @@ from verl_rc.config.algorithms import LossOptions
 from verl_rc.losses import PolicyLossInputs, clean_policy_loss_inputs, loss_options
 
 
-def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(make_batch: Callable[..., Any]) -> None:
+def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(
+    make_batch: Callable[..., Any],
+) -> None:
     batch = make_batch(seed=13)
     rejected = batch.response_mask & ~batch.loss_mask
     spoiled = batch.log_probs.masked_fill(~batch.response_mask, torch.nan)
@@ -80,6 +82,8 @@ def test_nothing_given_and_records_pass_through() -> None:
         ("tau_pos", "high", r"actor\.tau_pos must be a valid number, .* got 'high'"),
     ],
 )
-def test_refuses_numbers_out_of_range_by_the_name_of_their_key(name: str, value: object, message: str) -> None:
+def test_refuses_numbers_out_of_range_by_the_name_of_their_key(
+    name: str, value: object, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         loss_options({name: value})

@@ -52,7 +52,9 @@ def float64(values: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", GOLDEN, ids=[f"{index}-{case['name']}-{case['loss_agg_mode']}" for index, case in enumerate(GOLDEN)]
+    "case",
+    GOLDEN,
+    ids=[f"{index}-{case['name']}-{case['loss_agg_mode']}" for index, case in enumerate(GOLDEN)],
 )
 def test_loss_gradient_and_metrics_equal_golden(case: dict[str, Any]) -> None:
     log_probs = float64(case["log_probs"]).requires_grad_()
@@ -70,7 +72,9 @@ def test_loss_gradient_and_metrics_equal_golden(case: dict[str, Any]) -> None:
     loss.backward()
     expected = case["expected"]
     if POLICY_LOSSES[case["name"]].ppo_kl == "clamped":
-        expected["metrics"]["actor/ppo_kl_clamped_fraction"] = 0.0  # no golden case has a log-ratio beyond 20 nats
+        expected["metrics"]["actor/ppo_kl_clamped_fraction"] = (
+            0.0  # no golden case has a log-ratio beyond 20 nats
+        )
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     torch.testing.assert_close(log_probs.grad, float64(expected["grad"]), rtol=1e-5, atol=1e-7)
     assert {name: metric.mean().item() for name, metric in metrics.items()} == pytest.approx(
@@ -85,7 +89,9 @@ def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tens
     return loss.item(), gradient, dict(metrics)
 
 
-def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tensor]) -> CovarianceStatistics | None:
+def covariance_statistics(
+    name: str, arguments: dict[str, Any], parts: list[Tensor]
+) -> CovarianceStatistics | None:
     """What a trainer computes for a mini-batch from its parts, before the losses."""
     if name not in ("clip_cov", "kl_cov"):
         return None
@@ -124,7 +130,10 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
             loss_and_gradient(
                 name,
                 {
-                    **{field: torch.nn.functional.pad(tensor[rows], (0, 2)) for field, tensor in arguments.items()},
+                    **{
+                        field: torch.nn.functional.pad(tensor[rows], (0, 2))
+                        for field, tensor in arguments.items()
+                    },
                     "aggregation": aggregation,
                     "covariance_statistics": statistics,
                 },
@@ -207,7 +216,9 @@ def test_nothing_kept_gives_zero_loss_and_zero_gradient(name: str, make_batch: C
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_of_one_equal_no_weights_and_carry_no_gradient(name: str, make_batch: Callable[..., Any]) -> None:
+def test_weights_of_one_equal_no_weights_and_carry_no_gradient(
+    name: str, make_batch: Callable[..., Any]
+) -> None:
     arguments = make_batch().policy_loss_arguments()
     weights = torch.ones_like(arguments["log_probs"]).requires_grad_()
     log_probs = arguments["log_probs"].clone().requires_grad_()
@@ -221,7 +232,9 @@ def test_weights_of_one_equal_no_weights_and_carry_no_gradient(name: str, make_b
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"geo_mean"}))
-def test_rejecting_a_token_changes_no_other_tokens_gradient(name: str, make_batch: Callable[..., Any]) -> None:
+def test_rejecting_a_token_changes_no_other_tokens_gradient(
+    name: str, make_batch: Callable[..., Any]
+) -> None:
     batch = make_batch(seed=6)
     arguments = {**batch.policy_loss_arguments(), "loss_mask": batch.response_mask}
     statistics = covariance_statistics(name, arguments, [torch.arange(6)])
@@ -235,14 +248,22 @@ def test_rejecting_a_token_changes_no_other_tokens_gradient(name: str, make_batc
 def test_runs_without_reading_tensors_on_the_host(name: str) -> None:
     with FakeTensorMode():
         tensor = torch.zeros(2, 3)
-        loss, _ = compute_policy_loss(name, tensor, tensor, tensor, tensor, tensor, tensor, tensor, config=CONFIG)
+        loss, _ = compute_policy_loss(
+            name, tensor, tensor, tensor, tensor, tensor, tensor, tensor, config=CONFIG
+        )
     assert loss.shape == ()
 
 
 def test_low_precision_log_probs_are_computed_in_float32(make_batch: Callable[..., Any]) -> None:
-    arguments = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in make_batch().__dict__.items()}
+    arguments = {
+        k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in make_batch().__dict__.items()
+    }
     loss, _ = compute_policy_loss(
-        "vanilla", arguments["old_log_probs"], arguments["log_probs"], arguments["advantages"], arguments["loss_mask"]
+        "vanilla",
+        arguments["old_log_probs"],
+        arguments["log_probs"],
+        arguments["advantages"],
+        arguments["loss_mask"],
     )
     assert loss.dtype == torch.float32
 
@@ -293,7 +314,9 @@ def test_refuses_tensors_of_other_shapes(make_batch: Callable[..., Any]) -> None
 def test_only_clip_ratio_given_has_an_effect(make_batch: Callable[..., Any]) -> None:
     arguments = make_batch().policy_loss_arguments()
     narrow = compute_policy_loss("vanilla", **arguments, config={"clip_ratio": 0.01})[0]
-    explicit = compute_policy_loss("vanilla", **arguments, config={"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})[0]
+    explicit = compute_policy_loss(
+        "vanilla", **arguments, config={"clip_ratio_low": 0.01, "clip_ratio_high": 0.01}
+    )[0]
     wide = compute_policy_loss("vanilla", **arguments, config=LossOptions(clip_ratio_high=0.5))[0]
     assert narrow == explicit
     assert narrow != wide
@@ -309,7 +332,10 @@ def test_entropy_runs_over_kept_tokens_and_divides_by_what_is_given() -> None:
     assert kept_mean.item() == 2.5
     assert metrics["actor/entropy"].mean().item() == 2.5
     assert compute_entropy_loss(entropy, KEPT, RESPONSE)[0].item() == 5 / 4
-    assert compute_entropy_loss(entropy, KEPT, aggregation=Aggregation("token-mean", num_tokens=10))[0].item() == 0.5
+    assert (
+        compute_entropy_loss(entropy, KEPT, aggregation=Aggregation("token-mean", num_tokens=10))[0].item()
+        == 0.5
+    )
 
 
 def test_divergence_by_hand_with_its_gradient() -> None:

@@ -43,7 +43,9 @@ def loop_weights(case: dict[str, Any]) -> list[list[float]] | None:
         return None
     low, high = [float(x) for x in threshold.split("_")] if isinstance(threshold, str) else (None, threshold)
     weights = []
-    for current, rollout, mask in zip(case["log_probs"], case["rollout_log_probs"], case["response_mask"], strict=True):
+    for current, rollout, mask in zip(
+        case["log_probs"], case["rollout_log_probs"], case["response_mask"], strict=True
+    ):
         gaps = [(c - r) * m for c, r, m in zip(current, rollout, mask, strict=True)]
         if level == "sequence":
             gaps = [sum(gaps)] * len(gaps)
@@ -76,7 +78,9 @@ def test_loss_and_gradient_equal_golden(case: dict[str, Any]) -> None:
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["expected"]["loss"], abs=1e-5)
-    torch.testing.assert_close(log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5
+    )
     nothing_kept = 0.0
     divergence = case["expected"]["metrics"].get("actor/ppo_kl", nothing_kept)
     assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(divergence, abs=1e-5)
@@ -111,7 +115,9 @@ def test_every_token_keeps_a_gradient_scaled_by_the_clipped_ratio(ratio: float, 
     assert metrics["actor/pg_clipfrac"].mean().item() == float(ratio != weight)
 
 
-def run(name: str, old: float, new: float, advantage: float, **config: float) -> tuple[float, float, dict[str, float]]:
+def run(
+    name: str, old: float, new: float, advantage: float, **config: float
+) -> tuple[float, float, dict[str, float]]:
     log_probs = torch.tensor([[math.log(new)]], dtype=torch.float64, requires_grad=True)
     loss, metrics = compute_policy_loss(
         name,
@@ -136,7 +142,9 @@ def run(name: str, old: float, new: float, advantage: float, **config: float) ->
         (0.5, 0.9, -1.0, True),
     ],
 )
-def test_tv_limits_moves_in_the_advantages_direction(old: float, new: float, advantage: float, trusted: bool) -> None:
+def test_tv_limits_moves_in_the_advantages_direction(
+    old: float, new: float, advantage: float, trusted: bool
+) -> None:
     loss, slope, metrics = run("dppo_tv", old, new, advantage)
     assert loss == pytest.approx(-advantage * new / old * math.log(new) if trusted else 0)
     assert slope == pytest.approx(-advantage * new / old if trusted else 0)
@@ -195,7 +203,9 @@ def test_equals_a_loop_in_float64(beta: float, make_batch: Callable[..., Any]) -
         if not batch.loss_mask[row, column]:
             continue
         kept += 1
-        lp, advantage, weight = (x[row, column].item() for x in (batch.log_probs, batch.advantages, batch.weights))
+        lp, advantage, weight = (
+            x[row, column].item() for x in (batch.log_probs, batch.advantages, batch.weights)
+        )
         gap = lp - batch.old_log_probs[row, column].item()
         gap_total -= gap
         total -= weight * (lp * advantage - beta / 2 * gap**2)

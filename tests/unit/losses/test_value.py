@@ -13,7 +13,9 @@ from verl_rc.losses import Aggregation, compute_value_loss, explained_variance
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "value_loss.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['loss_agg_mode']}-{case['cliprange_value']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN, ids=lambda case: f"{case['loss_agg_mode']}-{case['cliprange_value']}"
+)
 def test_loss_gradient_and_clip_share_equal_golden(case: dict[str, Any]) -> None:
     def tensor(name: str) -> torch.Tensor:
         return torch.tensor(case[name], dtype=torch.float64)
@@ -30,13 +32,19 @@ def test_loss_gradient_and_clip_share_equal_golden(case: dict[str, Any]) -> None
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-5)
-    assert metrics["critic/vf_clipfrac"].mean().item() == pytest.approx(case["expected"]["clipfrac"], rel=1e-5)
+    assert metrics["critic/vf_clipfrac"].mean().item() == pytest.approx(
+        case["expected"]["clipfrac"], rel=1e-5
+    )
     assert metrics["critic/vpred_mean"].mean().item() == pytest.approx(tensor("vpreds")[mask].mean().item())
-    torch.testing.assert_close(values.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        values.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_micro_batches_add_up_with_shared_denominators() -> None:
-    values, old_values, returns = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values, old_values, returns = torch.randn(
+        3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(1)) < 0.6
     for mode in ("token-mean", "seq-mean-token-mean"):
         aggregation = Aggregation(mode, mask.sum(), mask.any(-1).sum())
@@ -56,7 +64,9 @@ def test_explained_variance_of_merged_parts_equals_a_direct_computation() -> Non
     selected_returns, selected_values = returns[mask].double(), values[mask].double()
     expected = 1 - (selected_returns - selected_values).var() / (selected_returns.var() + 1e-5)
     values = values.masked_fill(~mask, torch.nan)
-    merged = explained_variance(values[:2], returns[:2], mask[:2]) + explained_variance(values[2:], returns[2:], mask[2:])
+    merged = explained_variance(values[:2], returns[:2], mask[:2]) + explained_variance(
+        values[2:], returns[2:], mask[2:]
+    )
     assert merged.fraction().item() == pytest.approx(expected.item(), rel=1e-9)
 
 
@@ -64,7 +74,9 @@ def test_explained_variance_is_one_for_perfect_values_and_zero_for_the_mean() ->
     returns = torch.tensor([[0.0, 1000.0, 2000.0]])
     mask = torch.ones(1, 3)
     assert explained_variance(returns, returns, mask).fraction().item() == 1
-    assert explained_variance(torch.full((1, 3), 7.0), returns, mask).fraction().item() == pytest.approx(0, abs=1e-9)
+    assert explained_variance(torch.full((1, 3), 7.0), returns, mask).fraction().item() == pytest.approx(
+        0, abs=1e-9
+    )
     assert explained_variance(returns, returns, torch.zeros(1, 3)).fraction().item() == 1
 
 

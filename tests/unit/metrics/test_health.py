@@ -20,7 +20,10 @@ class Monitor:
     def observe(self, metrics, step):
         before = self.history
         complaints, self.history = judge_health(metrics, step, before, **self.options)
-        assert judge_health(metrics, step, before, **self.options) == (complaints, self.history)  # the one before is as it was
+        assert judge_health(metrics, step, before, **self.options) == (
+            complaints,
+            self.history,
+        )  # the one before is as it was
         return complaints
 
 
@@ -75,9 +78,12 @@ def test_the_noise_of_an_fp8_cache_is_no_fault_of_a_run():
 
 
 def test_every_rule_is_watched_by_its_pattern():
-    (complaint,) = Monitor(patience=1).observe({"rollout_corr/rollout_rs_seq_mean_k1_masked_fraction": 0.5}, 1)
+    (complaint,) = Monitor(patience=1).observe(
+        {"rollout_corr/rollout_rs_seq_mean_k1_masked_fraction": 0.5}, 1
+    )
     assert str(complaint) == (
-        "rollout_corr/rollout_rs_seq_mean_k1_masked_fraction = 0.5, healthy is 0 to 0.1 (this step): share of tokens this rule "
+        "rollout_corr/rollout_rs_seq_mean_k1_masked_fraction = 0.5, healthy is 0 to 0.1 (this step): share "
+        "of tokens this rule "
         "rejects"
     )
 

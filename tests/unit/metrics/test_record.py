@@ -28,12 +28,18 @@ def test_mean_is_weighted_by_what_is_behind_each_value():
     [(Reduction.SUM, 4.0), (Reduction.MIN, -1.0), (Reduction.MAX, 3.0), (Reduction.LAST, 2.0)],
 )
 def test_other_reductions_do_not_look_at_weights(reduction, expected):
-    records = [Metric("x", value, reduction, weight) for value, weight in ((3.0, 0.0), (-1.0, 5.0), (2.0, 1.0))]
+    records = [
+        Metric("x", value, reduction, weight) for value, weight in ((3.0, 0.0), (-1.0, 5.0), (2.0, 1.0))
+    ]
     assert reduce_metrics(records) == {"x": expected}
 
 
 def test_a_mean_of_nothing_is_absent_and_empty_parts_do_not_count():
-    records = [Metric("empty", math.nan, weight=0), Metric("part", math.nan, weight=0), Metric("part", 2.0, weight=3)]
+    records = [
+        Metric("empty", math.nan, weight=0),
+        Metric("part", math.nan, weight=0),
+        Metric("part", 2.0, weight=3),
+    ]
     assert reduce_metrics(records) == {"part": 2.0}
 
 

@@ -1,6 +1,8 @@
-"""The rule of admission: how far generation may be ahead, what frees a place, and that a resumed run goes on with it.
+"""The rule of admission: how far generation may be ahead, what frees a place, and that a resumed run goes on
+with it.
 
-That the ages of what is trained stay within the bound is shown in ``test_replay_order.py``, over all interleavings.
+That the ages of what is trained stay within the bound is shown in ``test_replay_order.py``, over all
+interleavings.
 """
 
 import random
@@ -30,7 +32,9 @@ def from_disk(state: AdmissionState) -> AdmissionState:
         (1, Fraction(1, 16), 0, 9),  # numbers below 8.5
     ],
 )
-def test_numbers_below_the_limit_may_be_admitted(every: int, bound: Fraction, published: int, limit: int) -> None:
+def test_numbers_below_the_limit_may_be_admitted(
+    every: int, bound: Fraction, published: int, limit: int
+) -> None:
     admission = Admission(batch=8, every=every, bound=bound, published=published)
     assert admission.allowance() == limit
     full = admission.admit(limit)
@@ -57,7 +61,13 @@ def test_the_last_steps_admit_nothing_beyond_the_run() -> None:
     assert admission.publish(7).free([9]).allowance() == 1
 
 
-MOVES = [lambda a: a.keep([1]), lambda a: a.keep([4]), lambda a: a.free([1]), lambda a: a.free([2]), lambda a: a.drop([4])]
+MOVES = [
+    lambda a: a.keep([1]),
+    lambda a: a.keep([4]),
+    lambda a: a.free([1]),
+    lambda a: a.free([2]),
+    lambda a: a.drop([4]),
+]
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -79,7 +89,8 @@ def test_a_rule_that_admits_nothing_is_refused(wrong) -> None:
 
 
 def test_a_dropped_number_pins_nothing() -> None:
-    """T2: numbers behind a dropped one stay decided; after a resume only what was open is given to the engines again."""
+    """T2: numbers behind a dropped one stay decided; after a resume only what was open is given to the
+    engines again."""
     before = Admission(batch=2, bound=Fraction(2)).admit(6).keep([0, 1, 3]).free([2])
     after = Admission(batch=2, bound=Fraction(2)).resumed(from_disk(before.state()))
     assert after == before
@@ -104,7 +115,8 @@ def test_a_resumed_run_with_a_smaller_bound_admits_nothing_until_it_has_room() -
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_burst_after_a_resume(seed: int) -> None:
-    """T3: at every event of a random history with resumes, what is admitted is what one count of all events allows."""
+    """T3: at every event of a random history with resumes, what is admitted is what one count of all events
+    allows."""
     rng = random.Random(seed)
     every, bound, batch = rng.randint(1, 3), Fraction(rng.randint(0, 6), 2), rng.randint(1, 3)
     rule = Admission(batch=batch, every=every, bound=bound)

@@ -43,7 +43,9 @@ def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
 
 def test_the_gap_of_probabilities_against_numpy() -> None:
     rollouts = make_rollouts([7, 2, 5])
-    proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
+    proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(
+        3, 7, generator=torch.Generator().manual_seed(1)
+    )
     evaluations = PolicyEvaluations(old_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3])
     metrics = policy_gap_metrics(rollouts, evaluations)
     mask = rollouts.response_mask.numpy()
@@ -51,7 +53,9 @@ def test_the_gap_of_probabilities_against_numpy() -> None:
     theirs = np.exp(rollouts.rollout_log_probs.double().numpy()[mask])
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(np.abs(ours - theirs).mean())
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(np.abs(ours - theirs).max())
-    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1])
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
+        np.corrcoef(ours, theirs)[0, 1]
+    )
     assert metrics["actor/entropy"] == 2.0
 
 
@@ -93,7 +97,9 @@ def test_against_the_standard_library(seed: int) -> None:
 
 def test_nothing_to_compare() -> None:
     train, rollout, mask = rows()
-    assert probability_gap(train, rollout, torch.zeros_like(mask)) == {"training/rollout_probs_diff_valid": 0.0}
+    assert probability_gap(train, rollout, torch.zeros_like(mask)) == {
+        "training/rollout_probs_diff_valid": 0.0
+    }
     assert probability_gap(train[:0], rollout[:0], mask[:0]) == {"training/rollout_probs_diff_valid": 0.0}
 
 

@@ -1,4 +1,5 @@
-"""Which loss runs, what it has to know of its mini-batch first, and how much a forward pass of each role holds."""
+"""Which loss runs, what it has to know of its mini-batch first, and how much a forward pass of each role
+holds."""
 
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def actor(loss_mode: str) -> ActorConfig:
         ("kl_cov", REINFORCE, "reinforce", False),
     ],
 )
-def test_the_loss_that_runs(loss_mode: str, correction: RolloutCorrectionConfig, name: str, looks_at_covariances: bool) -> None:
+def test_the_loss_that_runs(
+    loss_mode: str, correction: RolloutCorrectionConfig, name: str, looks_at_covariances: bool
+) -> None:
     assert policy_loss_name(actor(loss_mode), correction) == name
     assert covariance_loss_name(actor(loss_mode), correction) == (name if looks_at_covariances else None)
 
@@ -46,11 +49,16 @@ def test_the_loss_that_runs(loss_mode: str, correction: RolloutCorrectionConfig,
         ({}, False),
         ({"rollout_is": "token"}, False),
         ({"rollout_is": "token", "rollout_is_batch_normalize": True}, True),
-        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2", "rejection_denominator": "kept"}, True),
+        (
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2", "rejection_denominator": "kept"},
+            True,
+        ),
     ],
 )
 def test_who_needs_the_whole_mini_batch_first(fields: dict[str, object], expected: bool) -> None:
-    correction = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "loss_type": "reinforce", **fields})
+    correction = RolloutCorrectionConfig.model_validate(
+        {"bypass_mode": True, "loss_type": "reinforce", **fields}
+    )
     assert needs_statistics_first(correction) == expected
 
 
@@ -62,7 +70,10 @@ LIMITS = [actor_limit, log_prob_limit, reference_limit, critic_limit]
 def test_every_role_follows_the_actor(by_tokens: bool) -> None:
     overrides = (f"{ACTOR}.use_dynamic_bsz={by_tokens}", f"{ACTOR}.ppo_max_token_len_per_gpu=70")
     config = small_run_config(
-        Path("unused"), *overrides, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3", "critic.ppo_max_token_len_per_gpu=70"
+        Path("unused"),
+        *overrides,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+        "critic.ppo_max_token_len_per_gpu=70",
     )
     expected = MicroBatchLimit(max_tokens=70) if by_tokens else MicroBatchLimit(max_rows=3)
     assert [limit(config) for limit in LIMITS] == [expected] * 4
@@ -78,4 +89,6 @@ def test_roles_may_differ() -> None:
     )
     found = [limit(config) for limit in LIMITS]
     rows = {0: 2, 1: 5, 3: 7}
-    assert found == [MicroBatchLimit(max_tokens=40) if i == 2 else MicroBatchLimit(max_rows=rows[i]) for i in range(4)]
+    assert found == [
+        MicroBatchLimit(max_tokens=40) if i == 2 else MicroBatchLimit(max_rows=rows[i]) for i in range(4)
+    ]

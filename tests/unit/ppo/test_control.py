@@ -18,7 +18,9 @@ def test_a_fixed_controller_stays() -> None:
     assert controller.updated(99.0, 1024) is controller
 
 
-@pytest.mark.parametrize(("observed", "factor"), [(0.11, 1 + 0.1 * 64 / 1000), (9.0, 1 + 0.2 * 0.064), (0.0, 1 - 0.2 * 0.064)])
+@pytest.mark.parametrize(
+    ("observed", "factor"), [(0.11, 1 + 0.1 * 64 / 1000), (9.0, 1 + 0.2 * 0.064), (0.0, 1 - 0.2 * 0.064)]
+)
 def test_an_adaptive_controller_follows_the_clipped_relative_error(observed: float, factor: float) -> None:
     controller = KLController(0.5, target_kl=0.1, horizon=1000)
     assert controller.updated(observed, 64).kl_coef == pytest.approx(0.5 * factor)
@@ -77,7 +79,9 @@ def test_a_batch_without_tokens_moves_nothing() -> None:
     config = RolloutCorrectionConfig.model_validate(FIELDS)
     adaptive = AdaptiveThreshold.from_config(config)
     assert adaptive is not None
-    assert adaptive.updated(measure(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), config)) == adaptive
+    assert (
+        adaptive.updated(measure(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), config)) == adaptive
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,10 @@ ADAPTIVE = RolloutCorrectionConfig(
 
 def algorithm(kind: str, correction: RolloutCorrectionConfig) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(
-        {"kl_ctrl": KlControlConfig.model_validate({"type": kind, "kl_coef": 0.2}), "rollout_correction": correction}
+        {
+            "kl_ctrl": KlControlConfig.model_validate({"type": kind, "kl_coef": 0.2}),
+            "rollout_correction": correction,
+        }
     )
 
 

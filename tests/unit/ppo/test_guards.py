@@ -39,7 +39,9 @@ def test_a_finite_gradient_in_between_starts_the_count_again() -> None:
 
 def test_the_limit_holds_across_steps_and_the_role_is_named() -> None:
     in_a_row = count_nonfinite_updates(0, "critic", [1.0, math.nan], limit=2)
-    with pytest.raises(NonFiniteGradientsError, match="the critic's gradients must be finite, but those of 2"):
+    with pytest.raises(
+        NonFiniteGradientsError, match="the critic's gradients must be finite, but those of 2"
+    ):
         count_nonfinite_updates(in_a_row, "critic", [-math.inf, 1.0], limit=2)
 
 
@@ -76,7 +78,8 @@ def test_nothing_is_said_before_the_window_is_full() -> None:
 
 
 def test_a_fall_within_chance_is_none() -> None:
-    """A quarter of 16 samples against none of 16: the fall .125 is within 4 standard errors, 4 * sqrt(.1094 / 32) = .23."""
+    """A quarter of 16 samples against none of 16: the fall .125 is within 4 standard errors, 4 * sqrt(.1094 /
+    32) = .23."""
     watch = Watch(window=2, drop=0.1)
     assert [watch.observe(scores(mean, 16)) for mean in (0.25, 0.25, 0.0)] == [None, None, None]
 

@@ -1,4 +1,5 @@
-"""A step closes when every sampled token has exactly one account, and says so when one is lost or counted twice."""
+"""A step closes when every sampled token has exactly one account, and says so when one is lost or counted
+twice."""
 
 import math
 
@@ -6,7 +7,14 @@ import pytest
 import torch
 
 from verl_rc.metrics.catalog.samples import ACCOUNTING
-from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, accounts_of_update, require_sampled_loss
+from verl_rc.ppo.ledger import (
+    PROMPT_ACCOUNTS,
+    TOKEN_ACCOUNTS,
+    Ledger,
+    LedgerError,
+    accounts_of_update,
+    require_sampled_loss,
+)
 
 
 def balanced() -> Ledger:
@@ -23,7 +31,9 @@ def balanced() -> Ledger:
 def test_a_balanced_step_tells_every_account() -> None:
     metrics = balanced().close()
     assert metrics["ledger/sampled_tokens"] == 100
-    assert [metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")] == [50, 5, 15, 0]
+    assert [
+        metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")
+    ] == [50, 5, 15, 0]
     assert metrics["ledger/prompts_sampled"] == 6
     assert set(metrics) == {spec.name for spec in ACCOUNTING if spec.name.startswith("ledger/")}
     assert len(metrics) == len(TOKEN_ACCOUNTS) + len(PROMPT_ACCOUNTS) + 2
@@ -34,7 +44,9 @@ def test_a_token_lost_or_booked_twice_does_not_close(change: int) -> None:
     ledger = balanced()
     ledger.sampled(tokens=2)
     ledger.book({"trained": 2 + change})
-    with pytest.raises(LedgerError, match=rf"every one of the step's 102 sampled tokens .* but {102 + change} are"):
+    with pytest.raises(
+        LedgerError, match=rf"every one of the step's 102 sampled tokens .* but {102 + change} are"
+    ):
         ledger.close()
 
 
@@ -69,7 +81,8 @@ def test_later_epochs_book_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planned", "kept", "norms"), [([1, 2], [1], [1.0]), ([1, 2], [1, 2], [1.0]), ([1, 2], [0, 2], [1.0, 1.0])]
+    ("planned", "kept", "norms"),
+    [([1, 2], [1], [1.0]), ([1, 2], [1, 2], [1.0]), ([1, 2], [0, 2], [1.0, 1.0])],
 )
 def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int], norms: list[float]) -> None:
     with pytest.raises(LedgerError, match="1 epochs of 2 mini-batches"):

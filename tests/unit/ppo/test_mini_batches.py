@@ -6,7 +6,9 @@ import torch
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 
 
-def make_masks(response_lengths: list[int], rejected_rows: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+def make_masks(
+    response_lengths: list[int], rejected_rows: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Response mask and loss mask."""
     response_mask = torch.arange(4) < torch.tensor(response_lengths)[:, None]
     keep = torch.ones(len(response_lengths), 1, dtype=torch.bool)
@@ -23,7 +25,9 @@ def test_counts_of_the_original_denominator_ignore_rejection() -> None:
 
 def test_counts_of_the_kept_denominator_follow_rejection() -> None:
     masks = make_masks([4, 2, 0, 1], rejected_rows=(0, 3))
-    first, second = plan_mini_batches(*masks, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0, denominator="kept"))
+    first, second = plan_mini_batches(
+        *masks, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0, denominator="kept")
+    )
     assert (first.num_tokens, first.num_sequences) == (2, 1)
     assert (second.num_tokens, second.num_sequences, second.num_loss_tokens) == (0, 0, 0)
 

@@ -1,4 +1,5 @@
-"""Losses of micro-batches against float64 loops, what some need of their mini-batch, and bypass mode's correction."""
+"""Losses of micro-batches against float64 loops, what some need of their mini-batch, and bypass mode's
+correction."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -37,15 +38,26 @@ def correction(denominator: str = "original", **fields: object) -> RolloutCorrec
     return RolloutCorrectionConfig.model_validate({**rule, "rejection_denominator": denominator, **fields})
 
 
-def objective_of(batch: TrainBatch, log_probs: torch.Tensor, entropies: torch.Tensor, denominator: str) -> torch.Tensor:
-    actor = small_run_config(Path("unused"), "actor_rollout_ref.actor.entropy_coeff=0.1").actor_rollout_ref.actor
+def objective_of(
+    batch: TrainBatch, log_probs: torch.Tensor, entropies: torch.Tensor, denominator: str
+) -> torch.Tensor:
+    actor = small_run_config(
+        Path("unused"), "actor_rollout_ref.actor.entropy_coeff=0.1"
+    ).actor_rollout_ref.actor
     counted = batch.loss_mask if denominator == "kept" else batch.response_mask
-    totals = Aggregation("token-mean", num_tokens=int(counted.sum()), num_sequences=int(counted.any(-1).sum()))
-    return policy_objective(TokenScores(log_probs, entropies), batch, actor, correction(denominator), totals).loss
+    totals = Aggregation(
+        "token-mean", num_tokens=int(counted.sum()), num_sequences=int(counted.any(-1).sum())
+    )
+    return policy_objective(
+        TokenScores(log_probs, entropies), batch, actor, correction(denominator), totals
+    ).loss
 
 
-def expected_loss(batch: TrainBatch, log_probs: torch.Tensor, entropies: torch.Tensor, denominator: str) -> float:
-    """PPO clip (0.2, dual clip 3) times weight, less 0.1 x entropy, over kept tokens, by the tokens that count."""
+def expected_loss(
+    batch: TrainBatch, log_probs: torch.Tensor, entropies: torch.Tensor, denominator: str
+) -> float:
+    """PPO clip (0.2, dual clip 3) times weight, less 0.1 x entropy, over kept tokens, by the tokens that
+    count."""
     total = 0.0
     weights = batch.rollout_is_weights
     assert weights is not None
@@ -85,7 +97,9 @@ def test_the_kl_term_is_added_with_its_weight_over_kept_tokens() -> None:
     batch.ref_log_prob = batch.old_log_probs - 0.3
     overrides = ["actor_rollout_ref.actor.kl_loss_coef=0.5", "actor_rollout_ref.actor.kl_loss_type=k2"]
     plain, with_kl = (
-        small_run_config(Path("unused"), f"actor_rollout_ref.actor.use_kl_loss={use}", *overrides).actor_rollout_ref.actor
+        small_run_config(
+            Path("unused"), f"actor_rollout_ref.actor.use_kl_loss={use}", *overrides
+        ).actor_rollout_ref.actor
         for use in (False, True)
     )
     totals = Aggregation("token-mean", num_tokens=int(batch.response_mask.sum()), num_sequences=5)
@@ -114,7 +128,11 @@ def test_value_loss_equals_a_float64_loop() -> None:
     batch = make_train_batch(LENGTHS)
     old, returns, values = (torch.randn(6, 7, generator=generator) for _ in range(3))
     critic_batch = CriticBatch(
-        tokens=batch.tokens, response_mask=batch.response_mask, old_values=old, returns=returns, batch_size=[6]
+        tokens=batch.tokens,
+        response_mask=batch.response_mask,
+        old_values=old,
+        returns=returns,
+        batch_size=[6],
     )
     config = small_run_config(Path("unused"), "critic.cliprange_value=0.4").critic
     total = 0.0
@@ -128,7 +146,12 @@ def test_value_loss_equals_a_float64_loop() -> None:
 
 
 KL_COV: Mapping[str, object] = {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}
-CLIP_COV: Mapping[str, object] = {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0}
+CLIP_COV: Mapping[str, object] = {
+    "loss_mode": "clip_cov",
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": 0.0,
+    "clip_cov_ub": 9.0,
+}
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 1], [0, 4, 2, 3]]]
 
 
@@ -160,7 +183,9 @@ def expected_kl_cov(batch: TrainBatch) -> tuple[float, float, set[tuple[int, int
     assert len(tokens) == 16
     advantage = sum(float(batch.advantages[at]) for at in tokens) / 16
     log_prob = sum(float(log_probs[at]) for at in tokens) / 16
-    by_covariance = sorted(tokens, key=lambda at: (float(batch.advantages[at]) - advantage) * (float(log_probs[at]) - log_prob))
+    by_covariance = sorted(
+        tokens, key=lambda at: (float(batch.advantages[at]) - advantage) * (float(log_probs[at]) - log_prob)
+    )
     return advantage, log_prob, set(by_covariance[-3:])
 
 
@@ -170,7 +195,9 @@ def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[li
     config, batch = actor(KL_COV), make_train_batch(LENGTHS, REJECTED)
     found = statistics_of(config, batch, split)
     advantage, log_prob, expected = expected_kl_cov(batch)
-    assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx([advantage, log_prob], rel=1e-5)
+    assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx(
+        [advantage, log_prob], rel=1e-5
+    )
     inputs = covariance_inputs(batch, current(batch), config)
     scores = selection_scores("kl_cov", inputs, found.advantage_mean, found.log_prob_mean)
     assert {(row, t) for row, t in (scores >= found.score_threshold).nonzero().tolist()} == expected
@@ -179,19 +206,25 @@ def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[li
 
 @pytest.mark.parametrize("split", SPLITS, ids=len)
 @pytest.mark.parametrize("advantage", [0.0, 0.1])
-def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(advantage: float, split: list[list[int]]) -> None:
+def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(
+    advantage: float, split: list[list[int]]
+) -> None:
     config, batch = actor(KL_COV), make_train_batch(LENGTHS, REJECTED)
     batch.advantages = torch.full_like(batch.advantages, advantage)
     whole, cut = statistics_of(config, batch, SPLITS[0]), statistics_of(config, batch, split)
     assert cut.advantage_mean == torch.tensor(advantage)
     assert (cut.score_threshold, cut.share_at_threshold) == (whole.score_threshold, whole.share_at_threshold)
-    scores = selection_scores("kl_cov", covariance_inputs(batch, current(batch), config), cut.advantage_mean, cut.log_prob_mean)
+    scores = selection_scores(
+        "kl_cov", covariance_inputs(batch, current(batch), config), cut.advantage_mean, cut.log_prob_mean
+    )
     assert (scores >= cut.score_threshold).sum() == 3
 
 
 @pytest.mark.parametrize("fields", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=len)
-def test_micro_batches_change_neither_loss_nor_gradient(fields: Mapping[str, object], split: list[list[int]]) -> None:
+def test_micro_batches_change_neither_loss_nor_gradient(
+    fields: Mapping[str, object], split: list[list[int]]
+) -> None:
     config, batch = actor(fields), make_train_batch(LENGTHS, REJECTED)
     totals = Aggregation("token-mean", num_tokens=21, num_sequences=5)
 
@@ -199,18 +232,27 @@ def test_micro_batches_change_neither_loss_nor_gradient(fields: Mapping[str, obj
         leaf, loss = current(batch).requires_grad_(), torch.zeros(())
         for rows in parts:
             scores = TokenScores(leaf[rows], None)
-            loss = loss + policy_objective(scores, batch[rows], config, RolloutCorrectionConfig(), totals, statistics).loss
+            loss = (
+                loss
+                + policy_objective(
+                    scores, batch[rows], config, RolloutCorrectionConfig(), totals, statistics
+                ).loss
+            )
         return float(loss.detach()), torch.autograd.grad(loss, leaf)[0]
 
     whole, whole_gradient = loss_and_gradient(SPLITS[0], statistics_of(config, batch, SPLITS[0]))
     cut, cut_gradient = loss_and_gradient(split, statistics_of(config, batch, split))
     assert cut == pytest.approx(whole, rel=1e-5)
     torch.testing.assert_close(cut_gradient, whole_gradient, rtol=1e-5, atol=1e-8)
-    vanilla = policy_objective(TokenScores(current(batch), None), batch, actor({}), RolloutCorrectionConfig(), totals).loss
+    vanilla = policy_objective(
+        TokenScores(current(batch), None), batch, actor({}), RolloutCorrectionConfig(), totals
+    ).loss
     assert abs(whole - float(vanilla)) > 1e-3
 
 
-def over_two_ranks(name: str, shares: list[list[PolicyLossInputs]]) -> tuple[CovarianceStatistics, CovarianceStatistics]:
+def over_two_ranks(
+    name: str, shares: list[list[PolicyLossInputs]]
+) -> tuple[CovarianceStatistics, CovarianceStatistics]:
     """Two ranks in two threads, which wait for each other where ranks would."""
     barrier = Barrier(2, timeout=60)
     sent: dict[int, Tensor] = {}
@@ -242,7 +284,8 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
         batch.advantages = torch.full_like(batch.advantages, advantage)
     log_probs = current(batch)
     shares = [
-        [covariance_inputs(batch[rows], log_probs[rows], config) for rows in of_rank] for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
+        [covariance_inputs(batch[rows], log_probs[rows], config) for rows in of_rank]
+        for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
     ]
     name = covariance_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
@@ -259,7 +302,9 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     corrected = correct_current(batch, log_probs.detach(), config, statistics)
     counts = kept_counts(statistics)
-    totals = Aggregation(case["loss_agg_mode"], num_tokens=counts.num_tokens, num_sequences=counts.num_sequences)
+    totals = Aggregation(
+        case["loss_agg_mode"], num_tokens=counts.num_tokens, num_sequences=counts.num_sequences
+    )
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
     objective = policy_objective(TokenScores(log_probs, None), corrected, actor, config, totals)
     objective.loss.backward()
@@ -271,18 +316,26 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_mini_batch_are_normalised_by_all_of_it() -> None:
-    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True)
+    config = RolloutCorrectionConfig(
+        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True
+    )
     assert needs_statistics_first(config)
     batch = make_train_batch([7, 2, 5, 1])
     log_probs = batch.rollout_log_probs + 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(2))
     whole = measure_current(batch, log_probs, config, 0)
     parts = [measure_current(batch[rows], log_probs[rows], config, 0) for rows in (slice(0, 1), slice(1, 4))]
     merged = parts[0].merge(parts[1])
-    mean = torch.minimum((log_probs - batch.rollout_log_probs).exp(), torch.tensor(2.0))[batch.response_mask].double().mean()
+    mean = (
+        torch.minimum((log_probs - batch.rollout_log_probs).exp(), torch.tensor(2.0))[batch.response_mask]
+        .double()
+        .mean()
+    )
     for statistics in (whole, merged):
         weights = correct_current(batch[1:], log_probs[1:], config, statistics).rollout_is_weights
         ratio = (log_probs - batch.rollout_log_probs)[1:].exp().clamp(max=2.0)
-        torch.testing.assert_close(weights[batch.response_mask[1:]], (ratio / mean).float()[batch.response_mask[1:]])
+        torch.testing.assert_close(
+            weights[batch.response_mask[1:]], (ratio / mean).float()[batch.response_mask[1:]]
+        )
 
 
 def test_ppo_clip_takes_no_weights() -> None:
@@ -299,14 +352,18 @@ def versions_from(batch: TrainBatch, oldest: int) -> Tensor:
 
 
 def test_versions_of_interpolation_count_updates() -> None:
-    """Three of five updates after version 6: a token of version v is 5 (6 - v) updates older than the proximal policy."""
+    """Three of five updates after version 6: a token of version v is 5 (6 - v) updates older than the
+    proximal policy."""
     batch = make_train_batch(LENGTHS)
     batch.policy_versions = versions_from(batch, oldest=3)
     log_probs = batch.rollout_log_probs + torch.randn(6, 7, generator=torch.Generator().manual_seed(3))
     batch.rollout_log_probs[2, 1] = -torch.inf
     found = with_interpolated_proximal(batch, log_probs, policy_version=6, updates=3, updates_per_step=5)
     for row, column in batch.response_mask.nonzero().tolist():
-        version, rollout = int(batch.policy_versions[row, column]), float(batch.rollout_log_probs[row, column])
+        version, rollout = (
+            int(batch.policy_versions[row, column]),
+            float(batch.rollout_log_probs[row, column]),
+        )
         share = (30 - 5 * version) / (33 - 5 * version)
         expected = rollout + share * (float(log_probs[row, column]) - rollout)
         expected = expected if math.isfinite(rollout) else float(log_probs[row, column])
@@ -326,7 +383,9 @@ def test_an_interpolated_policy_is_weighted_against_the_rollout_policy() -> None
     proximal = batch.rollout_log_probs + 0.5
     corrected = correct_current(batch, proximal, config, measure_current(batch, proximal, config, 0))
     assert corrected.rollout_is_weights is not None
-    torch.testing.assert_close(corrected.rollout_is_weights[batch.response_mask], torch.full((5,), math.exp(0.5)))
+    torch.testing.assert_close(
+        corrected.rollout_is_weights[batch.response_mask], torch.full((5,), math.exp(0.5))
+    )
 
 
 def test_token_ages_count_from_the_version_given() -> None:

@@ -1,4 +1,5 @@
-"""Which groups make a batch: small cases by hand, and all interleavings of small runs, in which no group may grow too old."""
+"""Which groups make a batch: small cases by hand, and all interleavings of small runs, in which no group may
+grow too old."""
 
 import math
 from collections import Counter
@@ -24,7 +25,10 @@ READY = ReplayRule("ready", batch=2, oldest=2)
 def test_in_order_of_admission_every_lower_number_is_decided_first() -> None:
     waiting = groups((7, 1, True), (4, 0, True), (5, 0, False), (6, 1, True))
     assert next_batch(waiting, 2, IN_ORDER) == NextBatch(awaited=(5,))
-    assert next_batch([one for one in waiting if one.number != 5], 2, IN_ORDER).numbers == (4, 6)  # 5 was filtered
+    assert next_batch([one for one in waiting if one.number != 5], 2, IN_ORDER).numbers == (
+        4,
+        6,
+    )  # 5 was filtered
     assert next_batch(groups((4, 0, True)), 2, IN_ORDER) == NextBatch()
 
 
@@ -49,7 +53,8 @@ def test_all_that_must_still_fit_count_and_not_the_oldest_alone() -> None:
 
 
 def test_decided_groups_left_behind_count_too() -> None:
-    """Step 3 is the last for version 0, and two of the decided ones and number 5 would be left for its two places."""
+    """Step 3 is the last for version 0, and two of the decided ones and number 5 would be left for its two
+    places."""
     waiting = groups((1, 0, True), (2, 0, True), (3, 0, True), (4, 0, True), (5, 0, False))
     assert next_batch(waiting, 2, READY) == NextBatch(awaited=(5,))
     assert next_batch(waiting[1:], 2, READY).numbers == (2, 3)
@@ -78,13 +83,16 @@ State = tuple[int, tuple[tuple[int, bool], ...]]
 class Run:
     """A run in every state that any engines could bring it to; versions count from the last publication."""
 
-    def __init__(self, order: str, every: int, ahead: Fraction, hard: int, batch: int, late: str = "wait") -> None:
+    def __init__(
+        self, order: str, every: int, ahead: Fraction, hard: int, batch: int, late: str = "wait"
+    ) -> None:
         bound = ahead if order == "admitted" else hard
         self.rule = ReplayRule(order, batch, math.ceil(every * (1 + bound)) - 1, late)
         self.admission = Admission(batch, every, ahead)
 
     def state(self, steps: int, known: Iterable[tuple[int, bool]]) -> State:
-        """With all that may be admitted now. In order of completion, which of several like groups is which does not matter."""
+        """With all that may be admitted now. In order of completion, which of several like groups is which
+        does not matter."""
         open_groups = list(known)
         counts = AdmissionState(0, steps * self.rule.batch + len(open_groups), 0, ())
         open_groups += [(0, False)] * self.admission.resumed(counts).allowance()
@@ -110,7 +118,9 @@ class Run:
     def after_drops(self, state: State) -> Iterator[State]:
         """Those that are too old are replaced."""
         steps, known = state
-        decision = next_batch([OpenGroup(place, *one) for place, one in enumerate(known)], steps + 1, self.rule)
+        decision = next_batch(
+            [OpenGroup(place, *one) for place, one in enumerate(known)], steps + 1, self.rule
+        )
         if decision.dropped:
             yield self.state(steps, [one for place, one in enumerate(known) if place not in decision.dropped])
 
@@ -124,7 +134,9 @@ class Run:
     def after_step(self, state: State, decide: Decide) -> tuple[State, list[int]] | None:
         """A step is trained, and published if it is its turn; also the ages of its groups. None: it waits."""
         steps, known = state
-        numbers = decide([OpenGroup(place, *one) for place, one in enumerate(known)], steps + 1, self.rule).numbers
+        numbers = decide(
+            [OpenGroup(place, *one) for place, one in enumerate(known)], steps + 1, self.rule
+        ).numbers
         if not numbers:
             return None
         assert len(set(numbers)) == self.rule.batch
@@ -136,7 +148,8 @@ class Run:
         return self.state(0, [(version - self.admission.every, decided) for version, decided in left]), ages
 
     def after_just_enough_engines(self, state: State) -> Iterator[State]:
-        """B groups end: any of those that are open, or the lowest numbers where nothing else makes a batch."""
+        """B groups end: any of those that are open, or the lowest numbers where nothing else makes a
+        batch."""
         steps, known = state
         versions = [version for version, _ in known]
         if self.rule.order == "admitted":
@@ -184,14 +197,16 @@ def oldest_over_all_interleavings(
 
 SMALL = [
     (order, every, Fraction(ahead), hard, batch)
-    for order, every, ahead, hard, batch in product(("admitted", "ready"), (1, 2, 3), range(4), range(4), (1, 2, 3))
+    for order, every, ahead, hard, batch in product(
+        ("admitted", "ready"), (1, 2, 3), range(4), range(4), (1, 2, 3)
+    )
     if hard >= ahead and (order == "ready" or hard == ahead)
 ]
 
 
 def oldest_over_all_batches(run: Run) -> int:
-    """The same, where every group ends just before the step that trains on it: those left behind count, decided or not, so it
-    makes no difference to any batch when they end. Far fewer states."""
+    """The same, where every group ends just before the step that trains on it: those left behind count,
+    decided or not, so it makes no difference to any batch when they end. Far fewer states."""
     start = run.state(0, [])
     seen, todo, oldest = {start}, [start], 0
     while todo:
@@ -213,7 +228,8 @@ def places(settings: tuple[str, int, Fraction, int, int]) -> int:
 
 @pytest.mark.parametrize("settings", SMALL, ids=str)
 def test_the_bound_is_reached_and_never_exceeded(settings: tuple[str, int, Fraction, int, int]) -> None:
-    """T19, for M, k, K and B up to 3 in both orders; every event of every order of events where that is feasible."""
+    """T19, for M, k, K and B up to 3 in both orders; every event of every order of events where that is
+    feasible."""
     run = Run(*settings)
     # Without a lead everything is trained before the next publication, whatever the hard bound.
     bound = run.rule.oldest if settings[2] else run.admission.every - 1
@@ -232,13 +248,18 @@ FRACTIONS = [
 
 
 @pytest.mark.parametrize("settings", [*(one for one in SMALL if places(one) <= 5), *FRACTIONS], ids=str)
-def test_filters_failures_and_resumed_runs_keep_the_bound(settings: tuple[str, int, Fraction, int, int]) -> None:
-    """T19, T3: a failed group is younger than its number, and a resumed run may publish between two publications."""
+def test_filters_failures_and_resumed_runs_keep_the_bound(
+    settings: tuple[str, int, Fraction, int, int],
+) -> None:
+    """T19, T3: a failed group is younger than its number, and a resumed run may publish between two
+    publications."""
     run = Run(*settings)
     assert oldest_over_all_interleavings(run, filters=True, disturbed=True) <= run.rule.oldest
 
 
-@pytest.mark.parametrize("settings", [one for one in [*SMALL, *FRACTIONS] if one[0] == "ready" and places(one) <= 5], ids=str)
+@pytest.mark.parametrize(
+    "settings", [one for one in [*SMALL, *FRACTIONS] if one[0] == "ready" and places(one) <= 5], ids=str
+)
 def test_dropping_keeps_the_bound_and_never_sticks(settings: tuple[str, int, Fraction, int, int]) -> None:
     run = Run(*settings, late="drop")
     bound = run.rule.oldest if settings[2] else run.admission.every - 1
@@ -258,7 +279,9 @@ def looks_at_the_oldest_alone(open_groups: Iterable[OpenGroup], step: int, rule:
     return NextBatch(tuple(one.number for one in batch))
 
 
-@pytest.mark.parametrize("settings", [("ready", 1, Fraction(2), 2, 1), ("ready", 2, Fraction(1), 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [("ready", 1, Fraction(2), 2, 1), ("ready", 2, Fraction(1), 1, 1)], ids=str
+)
 def test_the_oldest_alone_exceeds_the_bound(settings: tuple[str, int, Fraction, int, int]) -> None:
     run = Run(*settings)
     assert oldest_over_all_interleavings(run, looks_at_the_oldest_alone) > run.rule.oldest

@@ -1,15 +1,24 @@
-"""The books of a run: every number has exactly one fate or is in flight, every token one account or is in the balance."""
+"""The books of a run: every number has exactly one fate or is in flight, every token one account or is in the
+balance."""
 
 import pytest
 from pydantic import TypeAdapter
 
 from verl_rc.metrics.catalog.samples import ACCOUNTING
 from verl_rc.ppo.admission import PlainRanges
-from verl_rc.ppo.ledger import FATES, RUN_TOKEN_ACCOUNTS, TOKEN_ACCOUNTS, LedgerError, LedgerState, RunningLedger
+from verl_rc.ppo.ledger import (
+    FATES,
+    RUN_TOKEN_ACCOUNTS,
+    TOKEN_ACCOUNTS,
+    LedgerError,
+    LedgerState,
+    RunningLedger,
+)
 
 
 def after_a_step() -> RunningLedger:
-    """Six groups of 10 tokens each: two trained, one filtered, one dropped, two open, one of which has only 4 tokens so far."""
+    """Six groups of 10 tokens each: two trained, one filtered, one dropped, two open, one of which has only 4
+    tokens so far."""
     ledger = RunningLedger().admit(6).end("trained", [0, 3]).end("filtered", [1]).end("stale", [2])
     accounts = {"trained": 15, "rejected": 5, "filtered": 10, "stale": 10}
     return ledger.close_step(54, accounts, {4: 10, 5: 4})
@@ -38,7 +47,9 @@ def test_a_step_balances_with_what_is_open() -> None:
         (16, {"trained": 10, "eaten": 10}, {6: 10}),
     ],
 )
-def test_tokens_that_do_not_balance(sampled: int, accounts: dict[str, int], open_tokens: dict[int, int]) -> None:
+def test_tokens_that_do_not_balance(
+    sampled: int, accounts: dict[str, int], open_tokens: dict[int, int]
+) -> None:
     ledger = after_a_step().admit(1).end("trained", [4, 5])
     with pytest.raises(LedgerError, match="opening balance 14"):
         ledger.close_step(sampled, accounts, open_tokens)
@@ -50,7 +61,9 @@ def test_a_group_that_was_lost_or_is_open_though_it_ended(open_groups: list[int]
         after_a_step().close_step(0, {}, dict.fromkeys(open_groups, 0))
 
 
-@pytest.mark.parametrize(("fate", "numbers"), [("trained", [0]), ("trained", [6]), ("stale", [4, 4]), ("eaten", [4])])
+@pytest.mark.parametrize(
+    ("fate", "numbers"), [("trained", [0]), ("trained", [6]), ("stale", [4, 4]), ("eaten", [4])]
+)
 def test_a_group_ends_once_and_in_a_known_way(fate: str, numbers: list[int]) -> None:
     with pytest.raises(LedgerError, match="groups in flight, each once, must get one of the fates"):
         after_a_step().end(fate, numbers)
@@ -67,7 +80,9 @@ def test_a_checkpoint_holds_all_of_it() -> None:
     assert RunningLedger.from_state(states.validate_json(states.dump_json(ledger.state()))) == ledger
 
 
-@pytest.mark.parametrize("ended", [{"trained": ((0, 2),), "stale": ((1, 2),)}, {"trained": ((5, 7),)}, {"eaten": ((0, 1),)}])
+@pytest.mark.parametrize(
+    "ended", [{"trained": ((0, 2),), "stale": ((1, 2),)}, {"trained": ((5, 7),)}, {"eaten": ((0, 1),)}]
+)
 def test_a_checkpoint_that_contradicts_itself_is_refused(ended: dict[str, PlainRanges]) -> None:
     with pytest.raises(LedgerError, match="every number below 6 must have at most one of the fates"):
         RunningLedger.from_state(LedgerState(6, ended, 0))

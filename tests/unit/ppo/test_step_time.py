@@ -1,4 +1,5 @@
-"""What an asynchronous step takes, from sides that were measured apart; and whether a larger staleness bound helps."""
+"""What an asynchronous step takes, from sides that were measured apart; and whether a larger staleness bound
+helps."""
 
 import pytest
 
@@ -7,7 +8,9 @@ from verl_rc.ppo.step_time import MeasuredStep
 
 
 def options(k: float, *, partial: bool = False, every: int = 1) -> AsyncTrainingConfig:
-    return AsyncTrainingConfig(staleness_threshold=k, partial_rollout=partial, trigger_parameter_sync_step=every)
+    return AsyncTrainingConfig(
+        staleness_threshold=k, partial_rollout=partial, trigger_parameter_sync_step=every
+    )
 
 
 @pytest.mark.parametrize(
@@ -17,12 +20,18 @@ def options(k: float, *, partial: bool = False, every: int = 1) -> AsyncTraining
         (MeasuredStep(10, 10), options(0, every=4), (10, 20)),
         (MeasuredStep(12, 10), options(1), (12, 12)),
         (MeasuredStep(12, 10), options(3), (12, 12)),
-        (MeasuredStep(30, 10), options(1, partial=True), (40 / 3, 30)),  # at most two steps old: trained on in the third step
+        (
+            MeasuredStep(30, 10),
+            options(1, partial=True),
+            (40 / 3, 30),
+        ),  # at most two steps old: trained on in the third step
         (MeasuredStep(30, 10), options(2, partial=True), (10, 30)),
         (MeasuredStep(30, 10), options(5, partial=True), (10, 30)),
     ],
 )
-def test_the_bounds_of_a_step(measured: MeasuredStep, given: AsyncTrainingConfig, expected: tuple[float, float]) -> None:
+def test_the_bounds_of_a_step(
+    measured: MeasuredStep, given: AsyncTrainingConfig, expected: tuple[float, float]
+) -> None:
     assert (measured.fastest(given), measured.slowest(given)) == expected
 
 

@@ -42,7 +42,9 @@ def run_step(
     asynchrony: AsyncTrainingConfig | None = None,
 ) -> ScoredStep:
     control = Control.from_config(config)
-    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, control, current_version, asynchrony)
+    return build_train_batch(
+        Samples(rollouts, SCORES), evaluations, config, control, current_version, asynchrony
+    )
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -73,7 +75,11 @@ def test_rejecting_the_last_token_loses_no_reward() -> None:
 @pytest.mark.parametrize(("baseline", "other_advantage"), [("include", -0.5), ("exclude", 0.0)])
 def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: float) -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
-    rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
+    rule = {
+        "rollout_rs": "seq_sum_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+        "rejected_in_group_baseline": baseline,
+    }
     step = run_step(rollouts, evaluations, algorithm(**rule))
     batch = step.batch
     assert not batch.loss_mask[0].any()
@@ -94,7 +100,11 @@ def test_sequence_weights_are_products_of_token_ratios() -> None:
 def test_a_batch_that_is_wholly_a_step_old_has_age_1(baseline: str) -> None:
     rollouts, evaluations = make_rollouts()
     rollouts.policy_versions = torch.where(rollouts.response_mask, 4, -1)
-    rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
+    rule = {
+        "rollout_rs": "seq_sum_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+        "rejected_in_group_baseline": baseline,
+    }
     step = run_step(rollouts, evaluations, algorithm(diagnostics="full", **rule), current_version=5)
     assert step.correction is not None
     metrics = step.correction.metrics()
@@ -111,7 +121,9 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
         step = run_step(rollouts, evaluations, config, current_version=5, asynchrony=asynchrony)
         statistics = step.statistics
         if bypass:
-            statistics = measure_current(step.batch, step.batch.old_log_probs, config.rollout_correction, policy_version=5)
+            statistics = measure_current(
+                step.batch, step.batch.old_log_probs, config.rollout_correction, policy_version=5
+            )
         assert statistics is not None
         assert statistics.metrics(config.rollout_correction).get("rollout_corr/token_age_mean") == ages
 
@@ -130,7 +142,13 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
     assert metrics["full"]["rollout_corr/logit_noise"] == pytest.approx(1 / 6)
     assert {"rollout_corr/temperature_slope", "rollout_corr/surprisal_excess_bound"} <= metrics["full"].keys()
     assert not {"rollout_corr/logit_noise", "rollout_corr/missing_mass"} & metrics["core"].keys()
-    assert sum(metrics["full"].get(f"rollout_corr/engine_{n}_logit_noise", 0.0) > 0 for n in range(len(rollouts.engines))) == 1
+    assert (
+        sum(
+            metrics["full"].get(f"rollout_corr/engine_{n}_logit_noise", 0.0) > 0
+            for n in range(len(rollouts.engines))
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("diagnostics", ["core", "full"])
@@ -145,7 +163,10 @@ def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> Non
     rollouts, evaluations = make_rollouts()
     evaluations.ref_log_prob = evaluations.old_log_probs - torch.tensor([[0.4], [0.0], [0.2], [0.0]])
     config = AlgorithmConfig(
-        adv_estimator="grpo", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.5), norm_adv_by_std_in_grpo=False
+        adv_estimator="grpo",
+        use_kl_in_reward=True,
+        kl_ctrl=KlControlConfig(kl_coef=0.5),
+        norm_adv_by_std_in_grpo=False,
     )
     step = run_step(rollouts, evaluations, config)
     assert step.rewards[0].tolist() == pytest.approx([-0.2, -0.2, 0.8])
@@ -173,7 +194,9 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     assert torch.equal(rows.old_values, evaluations.critic_values)
 
 
-def estimated(name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object) -> ScoredStep:
+def estimated(
+    name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
+) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
     return build_train_batch(samples, evaluations, config, Control.from_config(config), current_version=0)
 
@@ -198,7 +221,8 @@ def test_gdpo_adds_up_what_is_normalised_part_by_part() -> None:
 
 @pytest.mark.parametrize("opsm", [None, 0.01])
 def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: float | None) -> None:
-    """Equal probabilities: the weights of a group's rows at the first token are their squared importance weights.
+    """Equal probabilities: the weights of a group's rows at the first token are their squared importance
+    weights.
 
     The importance weight of row 0 is e^0.5 at its first token, that of row 1 is 1; returns are 1 and 0.
     """

@@ -1,4 +1,5 @@
-"""``doctor --gpu``: a stage that fails, hangs or dies does not end the others, and ranks and lent memory are really tried."""
+"""``doctor --gpu``: a stage that fails, hangs or dies does not end the others, and ranks and lent memory are
+really tried."""
 
 import json
 import subprocess
@@ -22,7 +23,8 @@ def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: py
 
     def answer(self: run.OtherProcess, timeout_seconds: float | None = None) -> object:
         waits.append(timeout_seconds)
-        # Only the call of the stage that hangs is cut short: a busy machine may take long to start the others.
+        # Only the call of the stage that hangs is cut short: a busy machine may take long to start the
+        # others.
         return whole(self, 1.0 if len(waits) == 4 else timeout_seconds)
 
     whole = run.OtherProcess.answer
@@ -30,7 +32,10 @@ def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: py
     started, config = time.perf_counter(), small_run_config(tmp_path, f"trainer.default_local_dir={tmp_path}")
     found = {finding.subject: finding for finding in bring_up(config, tmp_path / "found.json", limits)}
     assert time.perf_counter() - started < 300
-    assert {name: finding.status for name, finding in found.items()} == {**dict.fromkeys(limits, "failed"), "fine": "ok"}
+    assert {name: finding.status for name, finding in found.items()} == {
+        **dict.fromkeys(limits, "failed"),
+        "fine": "ok",
+    }
     assert found["raising"].found.endswith("ValueError: the link is down")
     assert "no answer after" in found["hanging"].found
     assert found["dying"].found == "the process ended with status 9"
@@ -71,10 +76,17 @@ def test_the_trainers_half_needs_neither_ray_nor_vllm() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [(["--only=ring,"], "--only must name one of machine, ring"), (["--gpu", "trainer.device=auto"], "trainer.device=cpu")],
+    [
+        (["--only=ring,"], "--only must name one of machine, ring"),
+        (["--gpu", "trainer.device=auto"], "trainer.device=cpu"),
+    ],
 )
 def test_a_mistake_is_one_sentence(
-    arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = ("actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v", ROWS)

@@ -1,4 +1,5 @@
-"""What a run reads is looked at before it starts: each fault planted here is found, and what is right passes."""
+"""What a run reads is looked at before it starts: each fault planted here is found, and what is right
+passes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,11 @@ from verl_rc.report.doctor import Inputs, check_data, check_models, check_reward
 from verl_rc.report.preflight_machine import Finding
 
 ROWS = [
-    {"prompt": [{"role": "user", "content": "21"}], "data_source": "digits", "reward_model": {"ground_truth": "12"}}
+    {
+        "prompt": [{"role": "user", "content": "21"}],
+        "data_source": "digits",
+        "reward_model": {"ground_truth": "12"},
+    }
     for _ in range(25)
 ]
 
@@ -58,8 +63,18 @@ def test_steps_that_the_prompts_give_are_not_called_too_few(model: str, tmp_path
         (ROWS[:9], {}, "data.train_files, size", "9 prompts"),
         ([{"question": "21"}], {}, "data.train_files", "lacks ['prompt', 'data_source', 'reward_model']"),
         ([{**ROWS[0], "prompt": "21"}] * 10, {}, "data.train_files", "must hold a list of chat messages"),
-        ([{**ROWS[0], "data_source": "ghost"}] * 10, {}, "reward", "data_source must be one that has a scorer, got 'ghost'"),
-        (ROWS, {"reward__custom_reward_function__path": "nowhere.py"}, "reward", "must be an existing Python file"),
+        (
+            [{**ROWS[0], "data_source": "ghost"}] * 10,
+            {},
+            "reward",
+            "data_source must be one that has a scorer, got 'ghost'",
+        ),
+        (
+            ROWS,
+            {"reward__custom_reward_function__path": "nowhere.py"},
+            "reward",
+            "must be an existing Python file",
+        ),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -76,9 +91,14 @@ def test_a_reward_file_is_looked_at_where_there_are_no_rows(model: str, tmp_path
     key = "reward__custom_reward_function__path"
     assert by_subject(findings("/nowhere", tmp_path, **{key: "nowhere.py"}))["reward"].status == "failed"
     mine = tmp_path / "mine.py"
-    mine.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    mine.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
     found = by_subject(findings("/nowhere", tmp_path, **{key: str(mine)}))["reward"]
-    assert (found.status, found.found) == ("note", f"compute_score of {mine} is there, and was not tried: there are no rows")
+    assert (found.status, found.found) == (
+        "note",
+        f"compute_score of {mine} is there, and was not tried: there are no rows",
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +108,9 @@ def test_a_reward_file_is_looked_at_where_there_are_no_rows(model: str, tmp_path
         ("import sys; sys.exit(0)", 600, "SystemExit: 0"),
     ],
 )
-def test_a_reward_that_hangs_or_leaves_is_found(model: str, tmp_path: Path, body: str, seconds: float, message: str) -> None:
+def test_a_reward_that_hangs_or_leaves_is_found(
+    model: str, tmp_path: Path, body: str, seconds: float, message: str
+) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     given = {"reward__custom_reward_function__path": str(mine), "reward__timeout_seconds": seconds}

@@ -8,7 +8,14 @@ from planned_runs import Given, config_of
 
 from verl_rc.cli import main
 from verl_rc.config.algorithms import AGGREGATIONS, LOSS_MODES
-from verl_rc.report.explain import divisors_of, parameter_values, plan_text, policy_formula, total_formula, write_plan
+from verl_rc.report.explain import (
+    divisors_of,
+    parameter_values,
+    plan_text,
+    policy_formula,
+    total_formula,
+    write_plan,
+)
 from verl_rc.report.plan import plan_of
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -81,7 +88,8 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "take longer than 60 s is sampled once more",
             "after every 2 steps and the last one",
             "only a step that publishes is validated and saved: trainer.save_freq=3 is rounded up to 4",
-            "max_off_policy_threshold, async_training.max_off_policy_strategy: responses end before the next publication",
+            "max_off_policy_threshold, async_training.max_off_policy_strategy: responses end before the next "
+            "publication",
         ],
         ["drop throws sampled tokens away"],
     ),
@@ -114,13 +122,18 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
             "actor_rollout_ref.rollout.checkpoint_engine.stage_updates": True,
         },
-        ["engines finish what they have first", "pause only to load them", "at one that canaries prove, and where it saves"],
+        [
+            "engines finish what they have first",
+            "pause only to load them",
+            "at one that canaries prove, and where it saves",
+        ],
         ["as long as the slower of both sides", "tokens get older, steps no shorter"],
     ),
     (
         {"async_training.trigger_parameter_sync_step": 2, **TOKEN_WEIGHTS},
         [
-            "engines share the trainer's devices: all that a version admits is sampled before its first step is trained",
+            "engines share the trainer's devices: all that a version admits is sampled before its first step "
+            "is trained",
             "a response has one version of the weights",
             "without a lead all that is admitted is trained on before the next publication",
         ],
@@ -128,8 +141,15 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     ({}, ["async_training.partial_rollout", "the run is synchronous"], []),
     (
-        {**AHEAD, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01"},
-        ["rollout_rs=seq_mean_k1 rejects whole rows outside a band that is made for two implementations of one policy"],
+        {
+            **AHEAD,
+            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+            f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01",
+        },
+        [
+            "rollout_rs=seq_mean_k1 rejects whole rows outside a band that is made for two implementations "
+            "of one policy"
+        ],
         [],
     ),
     ({**AHEAD, **REJECTION}, [], ["rejects whole rows outside a band", "corrects nothing"]),
@@ -145,12 +165,20 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "algorithm.adv_estimator": "reinforce_plus_plus",
             **TOKEN_WEIGHTS,
         },
-        ["whitens over the batch, which is that of one step: 10 prompts, not those of all 2 steps of a publication"],
+        [
+            "whitens over the batch, which is that of one step: 10 prompts, not those of all 2 steps of a "
+            "publication"
+        ],
         [],
     ),
     (
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},
-        ["π / π_roll, with π detached", "no ratio, no clip", "current over rollout policy", "updates per step without a clip"],
+        [
+            "π / π_roll, with π detached",
+            "no ratio, no clip",
+            "current over rollout policy",
+            "updates per step without a clip",
+        ],
         ["old_log_prob actor", "ε_low"],
     ),
     (
@@ -164,13 +192,23 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     (
         {**REJECTION, f"{CORRECTION}.rejection_denominator": "kept"},
-        ["N = kept tokens of the mini-batch, over all ranks", "rejection token_k1 within 0.5_3.0", "loss_mask"],
+        [
+            "N = kept tokens of the mini-batch, over all ranks",
+            "rejection token_k1 within 0.5_3.0",
+            "loss_mask",
+        ],
         ["kept or not"],
     ),
     (REJECTION, ["N = response tokens (kept or not) of the mini-batch, over all ranks"], ["N = kept tokens"]),
     (
         {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5},
-        ["Critic", "c = 0.5", "baseline the critic's values", "the first 4 do not update the actor", "from step 5"],
+        [
+            "Critic",
+            "c = 0.5",
+            "baseline the critic's values",
+            "the first 4 do not update the actor",
+            "from step 5",
+        ],
         ["samples of one prompt"],
     ),
     (
@@ -180,7 +218,10 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     (
         {"algorithm.lam": 0.9, "critic.optim.lr": 1e-4},
-        ["Set, and without effect here algorithm.lam: the estimator grpo does not read it critic.*: no critic"],
+        [
+            "Set, and without effect here algorithm.lam: the estimator grpo does not read it critic.*: no "
+            "critic"
+        ],
         [],
     ),
     (
@@ -194,7 +235,14 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["minus 0.001 (fixed) x kl(proximal, π_ref) of each token", "ref reference forward, 40 rows"],
         [],
     ),
-    ({}, ["the gap is measured (rollout_corr/*), and nothing is corrected", "10 prompts x 4 samples = 40 rows a step"], []),
+    (
+        {},
+        [
+            "the gap is measured (rollout_corr/*), and nothing is corrected",
+            "10 prompts x 4 samples = 40 rows a step",
+        ],
+        [],
+    ),
 ]
 
 
@@ -245,11 +293,17 @@ def test_the_command_predicts_a_step_from_what_was_measured(capsys: pytest.Captu
     assert main(["explain", *given]) == 0
     assert "predicted" not in capsys.readouterr().out
     assert main(["explain", *given, "--sampling-seconds=95", "--training-seconds=5"]) == 0
-    assert "no staleness_threshold helps: sampling takes 95% of a step" in " ".join(capsys.readouterr().out.split())
+    assert "no staleness_threshold helps: sampling takes 95% of a step" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
-@pytest.mark.parametrize("seconds", [["--sampling-seconds=12"], ["--sampling-seconds=x", "--training-seconds=1"]])
-def test_seconds_that_are_missing_or_no_numbers(seconds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "seconds", [["--sampling-seconds=12"], ["--sampling-seconds=x", "--training-seconds=1"]]
+)
+def test_seconds_that_are_missing_or_no_numbers(
+    seconds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["explain", *overrides(), *seconds])
     assert ended.value.code == 2
@@ -269,7 +323,12 @@ def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_takes_groups_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "task=digits", "hardware=cpu", "correction=bypass_pg_is", "data.train_batch_size=16"]) == 0
+    assert (
+        main(
+            ["explain", "task=digits", "hardware=cpu", "correction=bypass_pg_is", "data.train_batch_size=16"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "16 prompts x 8 samples = 128 rows a step" in printed
     assert "bypass" in printed
@@ -286,7 +345,9 @@ def test_the_command_takes_groups_as_a_run_does(capsys: pytest.CaptureFixture[st
         (["data.train_batch_size=7"], "must be a multiple of"),
     ],
 )
-def test_contradictions_are_errors(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_errors(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", *overrides(), *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -295,9 +356,14 @@ def test_contradictions_are_errors(arguments: list[str], said: str, capsys: pyte
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["a=1", "-h"], 0)])
 @pytest.mark.parametrize("subcommand", ["explain", "doctor"])
-def test_usage(subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(
+    subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([subcommand, *arguments]) == status
-    assert f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]" in capsys.readouterr().out
+    assert (
+        f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -343,4 +409,6 @@ def test_weights_appear_where_they_are_applied() -> None:
     weighted: Given = {f"{correction}.rollout_is": "token"}
     assert " w · [" in policy_formula(plan_of(config_of(weighted)).policy)
     assert " w · [" not in policy_formula(plan_of(config_of({})).policy)
-    assert " w · [" not in policy_formula(plan_of(config_of({**weighted, f"{correction}.bypass_mode": True})).policy)
+    assert " w · [" not in policy_formula(
+        plan_of(config_of({**weighted, f"{correction}.bypass_mode": True})).policy
+    )

@@ -53,7 +53,9 @@ def points(panel, line: int = 0) -> list[tuple[float, float]]:
 
 
 def words(panel) -> str:
-    return " ".join([panel.get_title(loc="left") or panel.get_title(), *(text.get_text() for text in panel.texts)])
+    return " ".join(
+        [panel.get_title(loc="left") or panel.get_title(), *(text.get_text() for text in panel.texts)]
+    )
 
 
 def test_each_panel_shows_its_metric_by_step(tmp_path):
@@ -82,7 +84,9 @@ def test_axes_say_what_they_show_and_in_which_unit(tmp_path):
 
 def test_a_long_run_has_a_running_mean_over_every_step(tmp_path):
     values = [float(step % 2) for step in range(1, 61)]
-    panel = panels_of(write_run(tmp_path, {step: {SCORE: value} for step, value in enumerate(values, 1)}))[REWARD]
+    panel = panels_of(write_run(tmp_path, {step: {SCORE: value} for step, value in enumerate(values, 1)}))[
+        REWARD
+    ]
     assert points(panel, 0) == list(zip(range(1, 61), values, strict=True))
     means = [value for _, value in points(panel, 1)]
     assert means[0] == 1.0
@@ -96,7 +100,9 @@ def test_a_running_mean_looks_back_only():
 
 
 def test_every_data_source_has_its_line(tmp_path):
-    panel = panels_of(write_run(tmp_path, {0: {"val-core/a/b/acc/mean@4": 0.1, "val-core/c/acc/mean@4": 0.2}}))[ACCURACY]
+    panel = panels_of(
+        write_run(tmp_path, {0: {"val-core/a/b/acc/mean@4": 0.1, "val-core/c/acc/mean@4": 0.2}})
+    )[ACCURACY]
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["a/b", "c"]
     assert [points(panel, line) for line in (0, 1)] == [[(0, 0.1)], [(0, 0.2)]]
 
@@ -114,7 +120,11 @@ def test_what_a_run_did_not_measure_is_said(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
-    panels = panels_of(write_run(tmp_path, {1: {SCORE: 0.5}, 2: {SCORE: float("nan")}, 3: {SCORE: float("inf")}, 4: {SCORE: 1}}))
+    panels = panels_of(
+        write_run(
+            tmp_path, {1: {SCORE: 0.5}, 2: {SCORE: float("nan")}, 3: {SCORE: float("inf")}, 4: {SCORE: 1}}
+        )
+    )
     assert points(panels[REWARD]) == [(1, 0.5), (4, 1.0)]
 
 
@@ -146,7 +156,9 @@ def test_the_picture_is_a_png_of_readable_size_and_no_background(tmp_path):
 
 
 def test_no_display_and_no_interactive_backend_is_needed(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")
+    }
     environment |= {"MPLBACKEND": "module://window_of_some_notebook", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "verl_rc.cli", "plot", str(small_run(tmp_path))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -167,7 +179,9 @@ def test_a_run_goes_on_when_the_picture_cannot_be_written(tmp_path):
 
 def test_a_run_goes_on_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert picture.picture_line(small_run(tmp_path)).startswith("training curves: not drawn (ModuleNotFoundError: ")
+    assert picture.picture_line(small_run(tmp_path)).startswith(
+        "training curves: not drawn (ModuleNotFoundError: "
+    )
 
 
 def test_importing_the_module_loads_no_matplotlib():
@@ -175,7 +189,9 @@ def test_importing_the_module_loads_no_matplotlib():
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "must be the folder of a run"), ("", "must hold at least one step")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "must be the folder of a run"), ("", "must hold at least one step")]
+)
 def test_a_folder_without_steps_is_refused_by_the_command(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)

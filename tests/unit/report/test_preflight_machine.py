@@ -1,4 +1,5 @@
-"""Every check of the machine sees a fault planted in front of it; a failed finding says what must hold and what to do."""
+"""Every check of the machine sees a fault planted in front of it; a failed finding says what must hold and
+what to do."""
 
 import re
 import socket
@@ -35,7 +36,8 @@ def failed(findings: Iterable[Finding]) -> Finding:
 
 def test_packages_are_those_of_the_project() -> None:
     names = [
-        re.split(r"[<>=]", line)[0] for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        re.split(r"[<>=]", line)[0]
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     ]
     assert set(machine.PACKAGES) <= set(names)
     assert set(names) - set(machine.PACKAGES) <= {
@@ -70,9 +72,12 @@ def test_cores_for_ranks_and_engines(cores: int, status: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("gpus", "shared", "status"), [(2, True, "ok"), (1, True, "failed"), (3, False, "failed"), (4, False, "ok")]
+    ("gpus", "shared", "status"),
+    [(2, True, "ok"), (1, True, "failed"), (3, False, "failed"), (4, False, "ok")],
 )
-def test_gpus_for_ranks_and_engines(gpus: int, shared: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_for_ranks_and_engines(
+    gpus: int, shared: bool, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(machine.torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     given: Given = {
@@ -106,7 +111,11 @@ def test_a_machine_without_memory_for_the_libraries_is_refused(
 ) -> None:
     # one rank and one engine: 440 + 650 MiB
     monkeypatch.setattr(machine, "available_memory", lambda: mebibytes << 20)
-    context = nullcontext() if starts else pytest.raises(ConfigError, match=r"1.06 GiB of memory must be free.*got 1.06 GiB")
+    context = (
+        nullcontext()
+        if starts
+        else pytest.raises(ConfigError, match=r"1.06 GiB of memory must be free.*got 1.06 GiB")
+    )
     with context:
         machine.refuse_too_little_memory(config_of({}))
     machine.refuse_too_little_memory(config_of({"ray_kwargs.ray_init.address": "auto"}))
@@ -115,7 +124,11 @@ def test_a_machine_without_memory_for_the_libraries_is_refused(
 @pytest.mark.parametrize(("kibibytes", "starts"), [(1023, False), (1024, True)])
 def test_full_shared_memory_is_refused(kibibytes: int, starts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=kibibytes << 10))
-    context = nullcontext() if starts else pytest.raises(ConfigError, match=r"/dev/shm must have 1 MiB free.*got 1023 KiB")
+    context = (
+        nullcontext()
+        if starts
+        else pytest.raises(ConfigError, match=r"/dev/shm must have 1 MiB free.*got 1023 KiB")
+    )
     with context:
         machine.refuse_too_little_memory(config_of({}))
 
@@ -141,17 +154,33 @@ def test_a_container_limits_memory() -> None:
     [
         ({"trainer.save_freq": 5, "trainer.total_training_steps": 20}, 4),
         ({"trainer.save_freq": 5, "trainer.total_training_steps": 21}, 5),
-        ({"trainer.save_freq": 5, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 1}, 2),
-        ({"trainer.save_freq": 20, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 3}, 1),
+        (
+            {"trainer.save_freq": 5, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 1},
+            2,
+        ),
+        (
+            {
+                "trainer.save_freq": 20,
+                "trainer.total_training_steps": 20,
+                "trainer.max_actor_ckpt_to_keep": 3,
+            },
+            1,
+        ),
         ({"trainer.save_freq": 5, "trainer.max_actor_ckpt_to_keep": 2}, 3),
     ],
 )
-def test_room_for_checkpoints(given: Given, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_checkpoints(
+    given: Given, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(given)
     shapes = dict.fromkeys(model_paths(config), SHAPE)
     for free, status in ((checkpoints * 12 * 10**9, "ok"), (checkpoints * 12 * 10**9 - 1, "failed")):
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        assert statuses(machine.check_disk(config, shapes, tmp_path / "new" / "run")) == {"checkpoints": status}
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free)
+        )
+        assert statuses(machine.check_disk(config, shapes, tmp_path / "new" / "run")) == {
+            "checkpoints": status
+        }
     assert statuses(machine.check_disk(config_of({}), shapes, tmp_path)) == {"checkpoints": "note"}
 
 
@@ -180,7 +209,10 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     ],
 )
 def test_a_condition_that_holds_or_not(holds: bool, expected: list[str]) -> None:
-    assert Finding.from_condition(holds, "cores", "2", "4 cores must be there", "ask for less").lines() == expected
+    assert (
+        Finding.from_condition(holds, "cores", "2", "4 cores must be there", "ask for less").lines()
+        == expected
+    )
 
 
 def test_a_note_is_one_line() -> None:
@@ -202,7 +234,9 @@ def test_the_verdict_counts() -> None:
         ("14.1", "580.65.06", "ok"),
     ],
 )
-def test_a_driver_that_is_too_old_for_pytorchs_cuda(cuda: str, driver: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_too_old_for_pytorchs_cuda(
+    cuda: str, driver: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A3."""
     monkeypatch.setattr(machine.torch.version, "cuda", cuda)
     monkeypatch.setattr(machine, "_driver_version", lambda: driver)
@@ -216,7 +250,11 @@ def test_kernels_for_new_gpus_are_compiled_at_first_use(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
     monkeypatch.setattr(machine, "_driver_version", lambda: "580.65.06")
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
-    for capability, nvcc, expected in (((9, 0), None, {}), ((10, 0), "/usr/bin/nvcc", {}), ((10, 0), None, {"nvcc": "failed"})):
+    for capability, nvcc, expected in (
+        ((9, 0), None, {}),
+        ((10, 0), "/usr/bin/nvcc", {}),
+        ((10, 0), None, {"nvcc": "failed"}),
+    ):
         monkeypatch.setattr(machine.torch.cuda, "get_device_capability", lambda _, found=capability: found)
         monkeypatch.setattr(machine.shutil, "which", lambda _, found=nvcc: found)
         assert statuses(machine.check_driver()) == {"driver": "ok", **expected}

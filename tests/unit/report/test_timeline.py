@@ -16,16 +16,38 @@ ENGINE_CLOCK = 100.0
 
 
 def write_trace(folder: Path) -> Path:
-    """Two steps of 10 s. The driver waits 4 s in the first and 2 s in the second; the engine works 3 s of each, the rank 5 s."""
+    """Two steps of 10 s. The driver waits 4 s in the first and 2 s in the second; the engine works 3 s of
+    each, the rank 5 s."""
     trace = Trace()
     with trace.writing(folder / TRACE_FILE):
-        trace.span("rollout engine 0", "start", 990.0 + ENGINE_CLOCK, 999.0 + ENGINE_CLOCK, sent=990.0, received=999.0)
+        trace.span(
+            "rollout engine 0",
+            "start",
+            990.0 + ENGINE_CLOCK,
+            999.0 + ENGINE_CLOCK,
+            sent=990.0,
+            received=999.0,
+        )
         for step, (begin, wait) in enumerate(((1000.0, 4.0), (1010.0, 2.0)), start=1):
             first = begin + 1 + ENGINE_CLOCK
-            trace.span("rollout engine 0", "generate", first - 0.5, first + 3.5, sent=begin + 0.5, received=begin + 4.5)
+            trace.span(
+                "rollout engine 0",
+                "generate",
+                first - 0.5,
+                first + 3.5,
+                sent=begin + 0.5,
+                received=begin + 4.5,
+            )
             trace.span("rollout engine 0", "decode", first, first + 3)
             trace.span("driver", "gen", begin, begin + wait, numbers=[8 * step, 8 * step + 1])
-            trace.span("trainer rank 0", "update", begin + wait, begin + wait + 5, sent=begin + wait, received=begin + wait + 5)
+            trace.span(
+                "trainer rank 0",
+                "update",
+                begin + wait,
+                begin + wait + 5,
+                sent=begin + wait,
+                received=begin + wait + 5,
+            )
             trace.span("driver", "step", begin, begin + 10, step=step)
     return folder
 
@@ -42,7 +64,8 @@ def test_shares_of_the_steps_time_and_the_longest_waits(tmp_path):
 
 def test_spans_of_another_host_are_on_the_drivers_clock(tmp_path):
     spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.what == "decode"]
-    # The trace begins at 990, when the engine's start was sent; step 1 begins 10 s later, and sampling 1 s after that.
+    # The trace begins at 990, when the engine's start was sent; step 1 begins 10 s later, and sampling 1 s
+    # after that.
     assert [(span.begin, span.end) for span in spans] == [(11.0, 14.0), (21.0, 24.0)]
 
 
@@ -54,7 +77,15 @@ def test_a_clocks_offset_is_found_as_exactly_as_the_fastest_calls_allow(offset, 
     spans, before, after = [], [], []
     for sent, out, seconds, back in calls:
         begin = sent + out + offset
-        spans.append(Span("engine", "call", begin, begin + seconds, {"sent": sent, "received": sent + out + seconds + back}))
+        spans.append(
+            Span(
+                "engine",
+                "call",
+                begin,
+                begin + seconds,
+                {"sent": sent, "received": sent + out + seconds + back},
+            )
+        )
         before.append(out)
         after.append(back)
     found = clock_offset(spans)
@@ -90,7 +121,11 @@ def test_the_perfetto_file_has_every_span_in_microseconds(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {0: "steps", 1: "rollout engine 0", 2: "driver", 3: "trainer rank 0"}
-    drawn = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    drawn = [
+        (names[event["tid"]], event["name"], event["ts"], event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
     assert ("rollout engine 0", "decode", 11e6, 3e6) in drawn
     assert ("steps", "step 2", 20e6, 10e6) in drawn
     assert len(drawn) == 7 + 2
@@ -99,7 +134,9 @@ def test_the_perfetto_file_has_every_span_in_microseconds(tmp_path):
 def test_a_killed_and_resumed_run_counts_a_repeated_step_once(tmp_path):
     write_trace(tmp_path)
     with (tmp_path / TRACE_FILE).open("a") as file:
-        file.write(json.dumps({"who": "driver", "what": "step", "begin": 1050.0, "end": 1055.0, "step": 2}) + "\n")
+        file.write(
+            json.dumps({"who": "driver", "what": "step", "begin": 1050.0, "end": 1055.0, "step": 2}) + "\n"
+        )
         file.write('{"who": "driver", "wh')
     assert describe(read_timeline(tmp_path)).startswith("steps 1 to 2: 15.0 s, 7.50 s each\n")
 

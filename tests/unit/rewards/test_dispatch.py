@@ -60,9 +60,17 @@ def test_async_functions_run_to_their_end(path):
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("missing", {}, r"must name a function of .*mine.py, got 'missing'; its functions are \['catch_all', 'compute"),
+        (
+            "missing",
+            {},
+            r"must name a function of .*mine.py, got 'missing'; its functions are \['catch_all', 'compute",
+        ),
         ("LIMIT", {}, "must name a function"),
-        ("too_narrow", {}, r"too_narrow of .* must accept the keyword arguments data_source.*too_narrow\(solution_str"),
+        (
+            "too_narrow",
+            {},
+            r"too_narrow of .* must accept the keyword arguments data_source.*too_narrow\(solution_str",
+        ),
         ("compute_score", {"wieght": 2}, r"reward_kwargs \(\['wieght'\]\)"),
     ],
 )
@@ -106,7 +114,9 @@ def test_known_sources(source, scorer):
 
 
 def test_an_unknown_source_lists_known_ones_and_the_way_out():
-    with pytest.raises(ValueError, match=r"got 'gsm8k'; known are .*'digits'.*'openai/gsm8k'.*custom_reward_function.path"):
+    with pytest.raises(
+        ValueError, match=r"got 'gsm8k'; known are .*'digits'.*'openai/gsm8k'.*custom_reward_function.path"
+    ):
         find_scorer("gsm8k")
 
 
@@ -140,33 +150,48 @@ def test_a_function_of_ones_own_goes_before_the_builtin_one(tmp_path):
 
 
 def test_a_function_of_ones_own_gets_the_score_of_the_reward_model(tmp_path):
-    (tmp_path / "mine.py").write_text("def compute_score(reward_model_score, **_):\n    return 2 * reward_model_score\n")
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(reward_model_score, **_):\n    return 2 * reward_model_score\n"
+    )
     sections = {"custom_reward_function": {"path": str(tmp_path / "mine.py")}}
     model = {"enable": True, "model_path": "unused"}
     judged = RewardSample(5, "anything", None, {}, "text", reward_model_score=0.25)
     output = build_reward(RewardConfig.model_validate({**sections, "reward_model": model}))(judged)
     assert (output.score, dict(output.extras)) == (0.5, {"acc": 0.5, "reward_model_score": 0.25})
-    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
-    with pytest.raises(ValueError, match=r"must accept the keyword arguments .*extra_info, reward_model_score"):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"must accept the keyword arguments .*extra_info, reward_model_score"
+    ):
         build_reward(RewardConfig.model_validate({**sections, "reward_model": model}))
 
 
 def test_every_unknown_source_of_the_data_is_named_with_its_place():
     check_data_sources({"digits": "row 0 of a", "aime2025": "row 1 of a"})
-    with pytest.raises(ValueError, match=r"row 3 of a.parquet: .*got 'riddles'[\s\S]*\nrow 8 of b.parquet: .*got 'chess'"):
-        check_data_sources({"riddles": "row 3 of a.parquet", "digits": "row 0", "chess": "row 8 of b.parquet"})
+    with pytest.raises(
+        ValueError, match=r"row 3 of a.parquet: .*got 'riddles'[\s\S]*\nrow 8 of b.parquet: .*got 'chess'"
+    ):
+        check_data_sources(
+            {"riddles": "row 3 of a.parquet", "digits": "row 0", "chess": "row 8 of b.parquet"}
+        )
 
 
 def test_only_algebra_may_stay_undecided_and_is_wrong_then():
     assert [score_on_timeout(source) for source in ("digits", "openai/gsm8k")] == [None, None]
     for source in ("lighteval/MATH", "aime2024"):
         wrong = find_scorer(source)(r"Answer: \boxed{3}", "4")
-        assert (score_on_timeout(source).score, score_on_timeout(source).acc) == (wrong["score"], wrong["acc"])
+        assert (score_on_timeout(source).score, score_on_timeout(source).acc) == (
+            wrong["score"],
+            wrong["acc"],
+        )
 
 
 def test_errors_name_the_row(tmp_path):
     place = r"row 5 \(data_source 'openai/gsm8k', response '#### 4'\)"
-    with pytest.raises(RewardError, match=rf"raised ValueError: the ground truth of .*scorers.py:\d+, in gsm8k\) for {place}"):
+    with pytest.raises(
+        RewardError, match=rf"raised ValueError: the ground truth of .*scorers.py:\d+, in gsm8k\) for {place}"
+    ):
         build_reward(RewardConfig())(sample("openai/gsm8k", "#### 4", "no number"))
     (tmp_path / "mine.py").write_text("def compute_score(**_):\n    return 'good'\n")
     section = {"path": str(tmp_path / "mine.py")}

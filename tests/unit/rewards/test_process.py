@@ -49,7 +49,8 @@ def serve_until_told_all(ours, theirs, received, count):
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def compute_score(solution_str, **_):\n    return {'score': 1 / float(solution_str), 'text': solution_str}\n"
+        "def compute_score(solution_str, **_):\n    return {'score': 1 / float(solution_str), 'text': "
+        "solution_str}\n"
     )
     section = {"custom_reward_function": {"path": str(tmp_path / "mine.py")}, "timeout_seconds": 2.5}
     return RewardConfig.model_validate(section)

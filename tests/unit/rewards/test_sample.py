@@ -53,7 +53,13 @@ def test_anything_else_is_refused_and_names_the_sample(returned, message):
 
 def test_extras_become_plain_values():
     output = as_reward_output(
-        {"score": np.array(0.5), "flag": np.bool_(True), "count": np.int64(3), "list": (np.float32(0.5), None)}, "row 0"
+        {
+            "score": np.array(0.5),
+            "flag": np.bool_(True),
+            "count": np.int64(3),
+            "list": (np.float32(0.5), None),
+        },
+        "row 0",
     )
     assert output == RewardOutput(0.5, {"flag": True, "count": 3, "list": [0.5, None]})
     assert [type(output.extras[name]) for name in ("flag", "count")] == [bool, int]
@@ -61,5 +67,8 @@ def test_extras_become_plain_values():
 
 @pytest.mark.parametrize("value", [object(), np.zeros(2), b"text", {"deep": [{1, 2}]}])
 def test_extras_that_cannot_be_written_are_refused(value):
-    with pytest.raises(RewardError, match=r"numbers, texts, None, or lists and dicts of those, got .* under 'extra' for row 7"):
+    with pytest.raises(
+        RewardError,
+        match=r"numbers, texts, None, or lists and dicts of those, got .* under 'extra' for row 7",
+    ):
         as_reward_output({"score": 1.0, "extra": value}, "row 7")

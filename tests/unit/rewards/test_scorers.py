@@ -133,7 +133,8 @@ def test_dapo_math(response, score, accuracy, answer):
 
 PAIRS = json.loads((Path(__file__).parents[2] / "golden" / "math_answers.json").read_text())["pairs"]
 PERCENT_IS_A_FACTOR = [("50", "0.5"), ("0.5", "50"), (r"10\%", "0.1"), ("0.1", r"10\%"), (r"5\%", "0.05")]
-"""verl's prime_math takes a number for a hundredth of itself, with and without a percent sign; its other scorers do not."""
+"""verl's prime_math takes a number for a hundredth of itself, with and without a percent sign; its other
+scorers do not."""
 TEXT_CUT_OFF = (r"50\text{ and }3", "50")
 """verl cuts what follows \\text, whether or not it is a unit; here these are the two numbers 50 and 3."""
 
@@ -146,7 +147,9 @@ def test_signs_and_units_count_as_in_the_scorers_of_verl(pair):
     assert dapo_math(f"Answer: {answer}", truth)["acc"] == right
 
 
-@pytest.mark.parametrize(("answer", "truth", "right"), [("50°", "50", 1.0), ("true", "true", 1.0), ("false", "true", 0.0)])
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"), [("50°", "50", 1.0), ("true", "true", 1.0), ("false", "true", 0.0)]
+)
 def test_further_answers(answer, truth, right):
     assert math_answer(f"\\boxed{{{answer}}}", truth)["acc"] == right
 
@@ -155,5 +158,7 @@ def test_further_answers(answer, truth, right):
 @pytest.mark.parametrize("response", [r"\boxed{3}", "Answer: 3", "no answer"])
 def test_a_ground_truth_that_is_not_mathematics_is_refused_for_every_answer(response, truth):
     for scorer in (math_answer, dapo_math):
-        with pytest.raises(ValueError, match="ground truth of a math problem must be something math-verify can read"):
+        with pytest.raises(
+            ValueError, match="ground truth of a math problem must be something math-verify can read"
+        ):
             scorer(response, truth)

@@ -48,6 +48,8 @@ def test_an_empty_response_names_its_row() -> None:
 
 def test_a_token_of_other_weights_is_refused() -> None:
     rollouts = build(make_completions(policy_versions=torch.tensor([[4, 4, -1], [4, 3, 3]])))
-    with pytest.raises(RuntimeError, match=r"version 4, but 2 tokens come from version \[3\] \(first in row 1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"version 4, but 2 tokens come from version \[3\] \(first in row 1\)"
+    ):
         check_versions(rollouts, expected_version=4)
     check_versions(build(make_completions()), expected_version=4)

@@ -1,4 +1,5 @@
-"""Conversations with tools on a scripted sampler: which tokens are asked with, kept, masked and counted, and where they end."""
+"""Conversations with tools on a scripted sampler: which tokens are asked with, kept, masked and counted, and
+where they end."""
 
 import threading
 from collections.abc import Sequence
@@ -28,12 +29,17 @@ PATIENCE = 10.0
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when it is sampled."""
+    """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when
+    it is sampled."""
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
-    bpe = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")]))
+    bpe = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")])
+    )
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
 
 
 def ids(tokenizer: Any, *pieces: str) -> list[int]:
@@ -51,7 +57,8 @@ class Flat(SimpleNamespace):
 class ScriptedSampler:
     """Each step ends a turn of every running conversation, with the next token ids of its script.
 
-    The log-prob of a token is -(turn + 1) / 8 and its version ``10 + turn``. A turn longer than its request allows is cut.
+    The log-prob of a token is -(turn + 1) / 8 and its version ``10 + turn``. A turn longer than its request
+    allows is cut.
     """
 
     capacity = 8
@@ -83,11 +90,15 @@ class ScriptedSampler:
         for key, asked in list(self._running.items()):
             del self._running[key]
             row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
-            log_probs = Flat(start_indices=range(len(row)), token_ids=row, logprobs=[-(asked.turn + 1) / 8] * len(row))
+            log_probs = Flat(
+                start_indices=range(len(row)), token_ids=row, logprobs=[-(asked.turn + 1) / 8] * len(row)
+            )
             version = 10 + asked.turn
             span = SimpleNamespace(version=str(version), start=0, end=len(row))
             reason = "stop" if row[-1] == self.end else "length"
-            output = SimpleNamespace(token_ids=row, logprobs=log_probs, weight_versions=[span], finish_reason=reason)
+            output = SimpleNamespace(
+                token_ids=row, logprobs=log_probs, weight_versions=[span], finish_reason=reason
+            )
             ended.append((key, self._open.end_turn(key, Ended(self._open[key], output, (version, version)))))
         return ended
 
@@ -123,7 +134,11 @@ def waiting_tool(answer: Any) -> tuple[Tool, threading.Event, threading.Event]:
 
 
 def talk(
-    tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, tools: dict[str, Tool] | None = None, **config: Any
+    tokenizer: Any,
+    scripts: list[list[list[int]]],
+    max_tokens: int = 60,
+    tools: dict[str, Tool] | None = None,
+    **config: Any,
 ) -> tuple[ScriptedSampler, "StepLoop[ScriptedSampler]", Box]:
     """Begin conversations whose prompt is one token, their number."""
     limit = config.pop("limit", None)
@@ -139,14 +154,16 @@ def talk(
 
 
 def converse(tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, **config: Any) -> Any:
-    """Conversations whose prompt is one token, their number; returns what the sampler was asked, and the responses."""
+    """Conversations whose prompt is one token, their number; returns what the sampler was asked, and the
+    responses."""
     sampler, loop, box = talk(tokenizer, scripts, max_tokens, **config)
     responses = dict(loop.take(box, len(scripts), PATIENCE))
     return sampler.calls, [responses[number].whole(number) for number in range(len(scripts))]
 
 
 def test_a_call_its_answer_and_the_turn_after_it(tokenizer: Any) -> None:
-    """The call writes 12 as two tokens, which tokenising its text would make one: the next prompt keeps the two."""
+    """The call writes 12 as two tokens, which tokenising its text would make one: the next prompt keeps the
+    two."""
     call = ids(tokenizer, "<tool>1", "2+3</tool>", END)
     assert call != ids(tokenizer, "<tool>12+3</tool>", END)
     said = ids(tokenizer, "15", END)
@@ -172,7 +189,9 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
         return "2"
 
     tool = Tool("calculator", "adds", {"expression": "what"}, function)
-    _, loop, box = talk(tokenizer, [[slow_call, said], [call, call, call, said]], 200, tools={"calculator": tool})
+    _, loop, box = talk(
+        tokenizer, [[slow_call, said], [call, call, call, said]], 200, tools={"calculator": tool}
+    )
     ((first, response),) = loop.take(box, 1, PATIENCE)
     assert (first, response.tool_turns) == (1, 3)
     go_on.set()
@@ -219,7 +238,8 @@ def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(toke
 
 
 def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -> None:
-    """As on another engine, after one was lost: behind an answer, inside a turn, and while tools were at work."""
+    """As on another engine, after one was lost: behind an answer, inside a turn, and while tools were at
+    work."""
     call, said = ids(tokenizer, "<tool>1", "2+3</tool>", END), ids(tokenizer, "15", END)
     answer = ids(tokenizer, "15=")
     calls, _ = converse(tokenizer, [[call, said]])
@@ -227,10 +247,15 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
     def part(token_ids: list[int]) -> Part:
         return Part(torch.tensor(token_ids, dtype=torch.int32), torch.full((len(token_ids),), -1 / 8), 10)
 
-    for parts in ([part(call), Answer(torch.tensor(answer, dtype=torch.int32))], [part(call[:3]), part(call[3:])]):
+    for parts in (
+        [part(call), Answer(torch.tensor(answer, dtype=torch.int32))],
+        [part(call[:3]), part(call[3:])],
+    ):
         sampler, loop, box = talk(tokenizer, [])
         sampler.scripts = {0: [call, said]}
-        request = GenerationRequest([0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0)
+        request = GenerationRequest(
+            [0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0
+        )
         loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
         assert response.token_ids == call + answer + said
@@ -263,7 +288,9 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     ended = dict(loop.take(box, 3, PATIENCE))
     for number in (0, 1):
         assert isinstance(ended[number], ToolFailedError)
-        assert str(ended[number]).startswith("the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with")
+        assert str(ended[number]).startswith(
+            "the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with"
+        )
     assert ended[2].whole(2).tool_calls == 1
     assert sampler._open.get("0") is None  # nothing is kept of it
     loop.submit([QueuedSample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
@@ -273,7 +300,9 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     hanging.set()
 
 
-def test_what_follows_from_an_error_of_the_program_ends_the_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_from_an_error_of_the_program_ends_the_engine(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = ids(tokenizer, "<tool>1+1</tool>", END)
     monkeypatch.setattr("verl_rc.rollout.conversation.truncated", lambda text, limit, side: 1 / 0)
     _, loop, box = talk(tokenizer, [[call]])
@@ -315,7 +344,9 @@ def test_a_turn_cut_off_inside_or_behind_a_call_is_not_answered(tokenizer: Any) 
     assert [(response.tool_calls, response.stopped) for response in responses] == [(0, False), (0, False)]
 
 
-@pytest.mark.parametrize(("limit", "turns"), [({"max_assistant_turns": 2}, 2), ({"max_user_turns": 2}, 3), ({}, 4)])
+@pytest.mark.parametrize(
+    ("limit", "turns"), [({"max_assistant_turns": 2}, 2), ({"max_user_turns": 2}, 3), ({}, 4)]
+)
 def test_limits_of_turns(limit: dict[str, int], turns: int, tokenizer: Any) -> None:
     call, said = ids(tokenizer, "<tool>1</tool>", END), ids(tokenizer, "2", END)
     calls, (response,) = converse(tokenizer, [[call, call, call, said]], max_tokens=200, **limit)
@@ -344,7 +375,9 @@ def test_long_answers_are_cut_and_errors_are_answers(tokenizer: Any) -> None:
 
 
 def test_hermes_calls(tokenizer: Any) -> None:
-    call = ids(tokenizer, '<tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>', END)
+    call = ids(
+        tokenizer, '<tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>', END
+    )
     calls, _ = converse(tokenizer, [[call, ids(tokenizer, "4", END)]], max_tokens=200, format="hermes")
     assert calls[1].prompt_token_ids == [0, *call, *ids(tokenizer, "4=")]
 

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from verl_rc.rollout import fp8_products
-from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, Fp8Timings, SlowFp8Error, require_fp8_cache, time_fp8_products
+from verl_rc.rollout.fp8_products import (
+    IMPLEMENTATIONS,
+    Fp8Timings,
+    SlowFp8Error,
+    require_fp8_cache,
+    time_fp8_products,
+)
 
 CHOICE, EMULATION = IMPLEMENTATIONS
 
@@ -31,7 +37,9 @@ def test_the_way_taken(bf16: float, choice: float, emulation: float, taken: str)
 
 
 def test_a_cpu_without_a_fast_way_is_refused() -> None:
-    with pytest.raises(SlowFp8Error, match=r"at most 20 times.*4520.00 ms, .*impossible, bf16 0.30 ms.*quantization=null"):
+    with pytest.raises(
+        SlowFp8Error, match=r"at most 20 times.*4520.00 ms, .*impossible, bf16 0.30 ms.*quantization=null"
+    ):
         _ = Fp8Timings(0.3, {CHOICE: 4520.0, EMULATION: inf}).implementation
     with pytest.raises(SlowFp8Error):
         _ = Fp8Timings(0.1, {CHOICE: 2.1, EMULATION: 2.1}).implementation
@@ -43,7 +51,9 @@ def test_every_way_computes_the_same_to_the_last_bits() -> None:
     exact = left.double() @ right.double().t()
     for context in IMPLEMENTATIONS.values():
         with context():
-            torch.testing.assert_close(fp8_products._product(left, right).double(), exact, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                fp8_products._product(left, right).double(), exact, rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("fault", ["slow", "refused"])
@@ -66,12 +76,16 @@ def test_what_onednn_cannot_do_is_noticed(fault: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("has_avx512", "has_amx"), [(False, False), (True, False), (False, True)])
-def test_a_cache_in_fp8_needs_wide_vectors(has_avx512: bool, has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_in_fp8_needs_wide_vectors(
+    has_avx512: bool, has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As vLLM's attention on a CPU does, which would end in a traceback."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     if has_avx512 or has_amx:
         require_fp8_cache()
     else:
-        with pytest.raises(ValueError, match=r"needs a CPU with AVX-512 or AMX, .*; pass .*kv_cache_dtype=auto"):
+        with pytest.raises(
+            ValueError, match=r"needs a CPU with AVX-512 or AMX, .*; pass .*kv_cache_dtype=auto"
+        ):
             require_fp8_cache()

@@ -1,4 +1,5 @@
-"""A child dies with its parent, even when it is stopped and the parent is killed; shared memory goes with its last user."""
+"""A child dies with its parent, even when it is stopped and the parent is killed; shared memory goes with its
+last user."""
 
 import os
 import signal
@@ -67,5 +68,7 @@ def test_memory_without_a_name_lasts_as_long_as_it_is_used() -> None:
     assert bytes(both.buf[:3]) == b"yes"
     both.close()
     ours.close()
-    resource_tracker.unregister(f"/{path.name}", "shared_memory")  # else it misses the name when pytest ends, and says so
+    resource_tracker.unregister(
+        f"/{path.name}", "shared_memory"
+    )  # else it misses the name when pytest ends, and says so
     unlink_shared_memory()  # none left: nothing happens

@@ -21,9 +21,13 @@ class Flat(SimpleNamespace):
 
 def output(tokens: Sequence[int], *spans: tuple[str, int, int], reason: str = "abort") -> Any:
     """The log-prob of a token is minus a tenth of its id."""
-    log_probs = Flat(start_indices=range(len(tokens)), token_ids=list(tokens), logprobs=[token / -10 for token in tokens])
+    log_probs = Flat(
+        start_indices=range(len(tokens)), token_ids=list(tokens), logprobs=[token / -10 for token in tokens]
+    )
     versions = [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
-    return SimpleNamespace(token_ids=list(tokens), logprobs=log_probs, weight_versions=versions, finish_reason=reason)
+    return SimpleNamespace(
+        token_ids=list(tokens), logprobs=log_probs, weight_versions=versions, finish_reason=reason
+    )
 
 
 def test_requests_make_one_response() -> None:
@@ -62,7 +66,9 @@ def test_an_engine_without_an_update_knows_no_version() -> None:
         ([], (4, 4)),
     ],
 )
-def test_tokens_of_weights_that_the_engine_does_not_hold_are_refused(spans: list[Any], held: tuple[int, int]) -> None:
+def test_tokens_of_weights_that_the_engine_does_not_hold_are_refused(
+    spans: list[Any], held: tuple[int, int]
+) -> None:
     with pytest.raises(RuntimeError, match=r"the tokens of request 17 must come from versions"):
         Response().with_output(output([5, 6], *spans), held, 17)
 
@@ -73,5 +79,7 @@ def test_every_token_needs_its_own_log_prob() -> None:
     with pytest.raises(ValueError, match="the log-probs of request 3 must belong to its sampled tokens"):
         Response().with_output(wrong, (4, 4), 3)
     wrong.logprobs = None
-    with pytest.raises(ValueError, match="every one of the 2 tokens of request 3 needs a log-prob, the engine returned none"):
+    with pytest.raises(
+        ValueError, match="every one of the 2 tokens of request 3 needs a log-prob, the engine returned none"
+    ):
         Response().with_output(wrong, (4, 4), 3)

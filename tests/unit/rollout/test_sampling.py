@@ -6,7 +6,10 @@ from verl_rc.rollout.sampling import part_seed, request_seed
 
 
 def test_every_entry_matters_and_order_does_not() -> None:
-    seeds = {request_seed({"seed": a, "step": b, "row": c, "sample": d}) for a, b, c, d in product(range(4), repeat=4)}
+    seeds = {
+        request_seed({"seed": a, "step": b, "row": c, "sample": d})
+        for a, b, c, d in product(range(4), repeat=4)
+    }
     assert len(seeds) == 4**4
     assert request_seed({"seed": 1, "row": 2}) == request_seed({"row": 2, "seed": 1})
 
@@ -16,7 +19,8 @@ def test_seeds_fit_a_signed_64_bit_integer() -> None:
 
 
 def test_a_known_value_never_changes() -> None:
-    # blake2b-8 of "row=3,seed=1", shifted right once: seeds must survive releases, or resumed runs would differ.
+    # blake2b-8 of "row=3,seed=1", shifted right once: seeds must survive releases, or resumed runs would
+    # differ.
     assert request_seed({"seed": 1, "row": 3}) == 5208355718854699039
 
 

@@ -18,7 +18,8 @@ PATIENCE = 10.0
 
 
 class Countdown:
-    """A response has as many tokens as its request's ``max_tokens``. Every step waits until the test allows it."""
+    """A response has as many tokens as its request's ``max_tokens``. Every step waits until the test allows
+    it."""
 
     def __init__(self, capacity: int, steps: threading.Semaphore) -> None:
         self.capacity, self.steps = capacity, steps
@@ -88,7 +89,9 @@ def steps() -> threading.Semaphore:
 
 @pytest.fixture
 def loops(steps: threading.Semaphore) -> Iterator[Callable[..., StepLoop[Countdown]]]:
-    def make(capacity: int = 8, kind: type[Countdown] = Countdown, limit: int | None = None) -> StepLoop[Countdown]:
+    def make(
+        capacity: int = 8, kind: type[Countdown] = Countdown, limit: int | None = None
+    ) -> StepLoop[Countdown]:
         return StepLoop(partial(kind, capacity, steps), limit)
 
     yield make
@@ -108,7 +111,9 @@ def log_of(loop: StepLoop[Countdown]) -> list[Any]:
     return loop.call(lambda sampler: list(sampler.log))
 
 
-def test_what_is_handed_over_is_sampled_to_its_end_and_fetched_once(loops: Any, steps: threading.Semaphore) -> None:
+def test_what_is_handed_over_is_sampled_to_its_end_and_fetched_once(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(), []
     loop.submit([sample(0, 3), sample(1, 1), sample(2, 2)], box)
     steps.release(3)
@@ -129,19 +134,28 @@ def test_samples_that_come_later_join_the_others(loops: Any, steps: threading.Se
     assert log_of(loop).count("step") == 3
 
 
-def test_no_more_than_fit_are_under_way_and_the_lowest_number_begins_first(loops: Any, steps: threading.Semaphore) -> None:
+def test_no_more_than_fit_are_under_way_and_the_lowest_number_begins_first(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(capacity=2), []
     loop.call(lambda _: None, hold="test")
     loop.submit([sample(7, 1), sample(3, 2), sample(5, 1)], box)
     loop.submit([sample(4, 1)], box)
     loop.call(lambda _: None, release="test")
     steps.release(3)
-    assert sorted(loop.take(box, at_least=4, wait_seconds=PATIENCE)) == [(3, (2, 0)), (4, (1, 0)), (5, (1, 0)), (7, (1, 0))]
+    assert sorted(loop.take(box, at_least=4, wait_seconds=PATIENCE)) == [
+        (3, (2, 0)),
+        (4, (1, 0)),
+        (5, (1, 0)),
+        (7, (1, 0)),
+    ]
     begun = [("begin", 3), ("begin", 4), "step", ("begin", 5), "step", ("begin", 7), "step"]
     assert log_of(loop) == begun
 
 
-def test_new_samples_wait_for_the_end_of_others_and_what_was_cut_does_not(loops: Any, steps: threading.Semaphore) -> None:
+def test_new_samples_wait_for_the_end_of_others_and_what_was_cut_does_not(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     """Nor do samples with priority. A lower number that comes later begins next."""
     loop, box, other = loops(limit=2), [], []
     steps.release(1000)
@@ -157,7 +171,9 @@ def test_new_samples_wait_for_the_end_of_others_and_what_was_cut_does_not(loops:
     assert begun == [4, 5, 0, 4, 5, 3, 6]
 
 
-def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(loops: Any, steps: threading.Semaphore) -> None:
+def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, training, validation = loops(capacity=2), [], []
     loop.submit([sample(number, 3) for number in range(3)], training)
     allow(steps, 1)
@@ -167,7 +183,9 @@ def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(loops: An
     assert len(loop.take(training, at_least=3, wait_seconds=PATIENCE)) == 3
     log = log_of(loop)
     assert [number for _, number in (item for item in log if item != "step")] == [0, 1, 90, 91, 2]
-    assert log[: log.index(("begin", 2))].count("step") == 6  # three of those that had begun, three of the longest one ahead
+    assert (
+        log[: log.index(("begin", 2))].count("step") == 6
+    )  # three of those that had begun, three of the longest one ahead
 
 
 def test_a_call_is_carried_out_between_two_steps(loops: Any, steps: threading.Semaphore) -> None:
@@ -188,7 +206,8 @@ def test_a_call_is_carried_out_between_two_steps(loops: Any, steps: threading.Se
 def test_a_call_that_wants_it_empty_waits_for_all_before_it_and_holds_back_all_after_it(
     loops: Any, steps: threading.Semaphore
 ) -> None:
-    """16 under way and 4 that wait for room, then a new version, then 3 more: none is lost, and each has one version."""
+    """16 under way and 4 that wait for room, then a new version, then 3 more: none is lost, and each has one
+    version."""
     loop, box = loops(capacity=16), []
     loop.submit([sample(number, 1 + number % 5) for number in range(20)], box)
     allow(steps, 1)
@@ -209,7 +228,9 @@ def test_a_call_that_wants_it_empty_waits_for_all_before_it_and_holds_back_all_a
     assert all(length == 1 + number % 5 for number, (length, _) in ended.items() if number < 20)
 
 
-def test_no_step_is_made_between_the_beginning_and_the_end_of_an_update(loops: Any, steps: threading.Semaphore) -> None:
+def test_no_step_is_made_between_the_beginning_and_the_end_of_an_update(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(), []
     steps.release(100)
     loop.call(lambda _: None, after="all", hold="weights")
@@ -224,7 +245,9 @@ def test_no_step_is_made_between_the_beginning_and_the_end_of_an_update(loops: A
     assert loop.take(box, wait_seconds=PATIENCE) == [(0, (1, 0))]
 
 
-def test_an_action_that_fails_is_its_callers_error_and_the_loop_goes_on(loops: Any, steps: threading.Semaphore) -> None:
+def test_an_action_that_fails_is_its_callers_error_and_the_loop_goes_on(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(), []
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda _: 1 // 0)
@@ -233,7 +256,9 @@ def test_an_action_that_fails_is_its_callers_error_and_the_loop_goes_on(loops: A
     assert loop.take(box, wait_seconds=PATIENCE) == [(0, (1, 0))]
 
 
-def test_a_step_that_fails_is_the_error_of_every_call_from_then_on(loops: Any, steps: threading.Semaphore) -> None:
+def test_a_step_that_fails_is_the_error_of_every_call_from_then_on(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(), []
     loop.call(lambda sampler: setattr(sampler, "broken", True))
     loop.submit([sample(0, 1)], box)
@@ -326,7 +351,8 @@ def after_steps(loop: StepLoop[Countdown], count: int) -> None:
 
 
 def test_an_update_cuts_what_runs_and_loses_nothing(loops: Any, steps: threading.Semaphore) -> None:
-    """T7: 16 under way, 4 wait for room; each is as long as it was to be, with tokens of both versions in order."""
+    """T7: 16 under way, 4 wait for room; each is as long as it was to be, with tokens of both versions in
+    order."""
     loop, box = loops(16, Labelled), []
     steps.release(1000)
     loop.call(lambda _: loop.limit(0))
@@ -335,7 +361,9 @@ def test_an_update_cuts_what_runs_and_loses_nothing(loops: Any, steps: threading
     assert cut_and_publish(loop, 1) == dict.fromkeys(range(16), (0, 0, 0))
     after_steps(loop, 100)
     ended = dict(loop.take(box, at_least=20, wait_seconds=PATIENCE))
-    assert ended == {n: (0,) * (3 if n < 16 else 0) + (1,) * (4 + n % 5 - (3 if n < 16 else 0)) for n in range(20)}
+    assert ended == {
+        n: (0,) * (3 if n < 16 else 0) + (1,) * (4 + n % 5 - (3 if n < 16 else 0)) for n in range(20)
+    }
     begun = [item[1] for item in log_of(loop) if item != "step"]
     assert begun[:32] == [*range(16), *range(16)]  # what was cut goes on in its order, before others begin
 
@@ -352,14 +380,19 @@ def test_samples_with_priority_are_not_cut(loops: Any, steps: threading.Semaphor
     while not any(command.after == "priority" for command in list(loop._commands)):
         time.sleep(0.001)
     steps.release(1000)
-    assert sorted(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == [(0, (0, 0, 0, 0)), (1, (0, 0))]
+    assert sorted(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == [
+        (0, (0, 0, 0, 0)),
+        (1, (0, 0)),
+    ]
     publishing.join(PATIENCE)
     after_steps(loop, 100)
     expected = (0,) * 5 + (1,) * 4  # one step by themselves, four beside the others
     assert loop.take(training, at_least=2, wait_seconds=PATIENCE) == [(0, expected), (1, expected)]
 
 
-def test_a_sample_that_ends_before_an_update_is_not_among_those_it_cuts(loops: Any, steps: threading.Semaphore) -> None:
+def test_a_sample_that_ends_before_an_update_is_not_among_those_it_cuts(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(4, Labelled), []
     steps.release(1000)
     loop.call(lambda _: loop.limit(0))
@@ -389,12 +422,16 @@ def test_two_hundred_updates_under_load_interrupt_nothing(loops: Any, steps: thr
     assert {version for _, versions in ended for version in versions} == set(range(201))
 
 
-def test_steps_are_limited_and_what_is_required_is_sampled_to_its_end(loops: Any, steps: threading.Semaphore) -> None:
+def test_steps_are_limited_and_what_is_required_is_sampled_to_its_end(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box = loops(8, Labelled), []
     steps.release(1000)
     loop.call(lambda _: loop.limit(3))
     loop.submit([sample(number, 2 + 3 * number) for number in range(4)], box)  # 2, 5, 8, 11 tokens
-    assert loop.call(lambda sampler: sampler.log.count("step"), after="all") == 3  # waits for the steps, not for the samples
+    assert (
+        loop.call(lambda sampler: sampler.log.count("step"), after="all") == 3
+    )  # waits for the steps, not for the samples
     assert loop.take(box, wait_seconds=PATIENCE) == [(0, (0, 0))]
     loop.call(lambda _: loop.require([0, 2]))  # 0 has ended
     assert [number for number, _ in loop.take(box, at_least=2, wait_seconds=PATIENCE)] == [1, 2]
@@ -406,7 +443,9 @@ def test_steps_are_limited_and_what_is_required_is_sampled_to_its_end(loops: Any
     assert log_of(loop).count("step") == 10
 
 
-def test_samples_with_priority_are_sampled_beyond_the_limit_and_by_themselves(loops: Any, steps: threading.Semaphore) -> None:
+def test_samples_with_priority_are_sampled_beyond_the_limit_and_by_themselves(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, training, validation = loops(8, Labelled), [], []
     steps.release(1000)
     loop.call(lambda _: loop.limit(0))
@@ -420,7 +459,8 @@ def test_samples_with_priority_are_sampled_beyond_the_limit_and_by_themselves(lo
 
 
 def limited_run(loop: StepLoop[Countdown], wait: Callable[[], None]) -> list[Any]:
-    """Five versions of seven steps each; ``wait`` passes time between commands. Returns what was cut, and what ended, of each."""
+    """Five versions of seven steps each; ``wait`` passes time between commands. Returns what was cut, and
+    what ended, of each."""
     box: Box = []
     found = []
     loop.call(lambda _: loop.limit(0))
@@ -448,7 +488,9 @@ def test_with_a_limit_of_steps_it_does_not_matter_when_commands_come(
     assert any(len(set(versions)) > 1 for _, ended in found for _, versions in ended)
 
 
-def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(loops: Any, steps: threading.Semaphore) -> None:
+def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     loop, box, validation = loops(3, Labelled), [], []
     steps.release(1000)
     loop.call(lambda _: loop.limit(0))
@@ -459,13 +501,19 @@ def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(loops: Any,
     loop.submit([sample(1, 2, ahead=True)], validation)  # of another caller, with a number of its own
     loop.call(lambda sampler: loop.cancel(sampler, [1, 2, 4, 99]))  # 0, 1, 2 run, 3, 4, 5 wait
     after_steps(loop, 10)
-    assert sorted(loop.take(box, at_least=3, wait_seconds=PATIENCE)) == [(0, (0, 1, 1)), (3, (1,) * 3), (5, (1,) * 3)]
+    assert sorted(loop.take(box, at_least=3, wait_seconds=PATIENCE)) == [
+        (0, (0, 1, 1)),
+        (3, (1,) * 3),
+        (5, (1,) * 3),
+    ]
     assert loop.take(validation, wait_seconds=PATIENCE) == [(1, (1, 1))]
     assert not loop.call(lambda sampler: sampler.left or sampler.versions)
     assert not loop._waiting
 
 
-def test_what_is_cancelled_does_not_wait_for_an_update_that_waits_for_it(loops: Any, steps: threading.Semaphore) -> None:
+def test_what_is_cancelled_does_not_wait_for_an_update_that_waits_for_it(
+    loops: Any, steps: threading.Semaphore
+) -> None:
     """Also when it was submitted behind the update, and is not in the loop yet."""
     loop, box = loops(4, Labelled), []
     loop.submit([sample(0, 1), sample(1, 1000)], box)
@@ -483,6 +531,8 @@ def test_what_is_cancelled_does_not_wait_for_an_update_that_waits_for_it(loops: 
     cancelled.result(PATIENCE)
     published.result(PATIENCE)
     assert loop.take(box, wait_seconds=PATIENCE) == [(3, (1, 1))]
-    loop.submit([sample(2, 1)], box)  # nothing is queued any more: a number that comes again is another sample
+    loop.submit(
+        [sample(2, 1)], box
+    )  # nothing is queued any more: a number that comes again is another sample
     assert loop.take(box, wait_seconds=PATIENCE) == [(2, (1,))]
     assert not loop.call(lambda sampler: sampler.left)

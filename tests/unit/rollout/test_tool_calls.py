@@ -3,7 +3,15 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rollout.conversation import MalformedCall, ToolCall, answer_call, choose_parser, parse_hermes, tag_parser, truncated
+from verl_rc.rollout.conversation import (
+    MalformedCall,
+    ToolCall,
+    answer_call,
+    choose_parser,
+    parse_hermes,
+    tag_parser,
+    truncated,
+)
 from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller
 
 TOOLS = {"calculator": CALCULATOR}
@@ -19,7 +27,9 @@ def test_hermes_calls_in_order() -> None:
     assert parse_hermes("no call </tool_call>") == []
 
 
-@pytest.mark.parametrize("body", ["1+2", "[]", '{"name": 3, "arguments": {}}', '{"name": "calculator", "arguments": "1+2"}', ""])
+@pytest.mark.parametrize(
+    "body", ["1+2", "[]", '{"name": 3, "arguments": {}}', '{"name": "calculator", "arguments": "1+2"}', ""]
+)
 def test_a_malformed_call_is_answered(body: str) -> None:
     (call,) = parse_hermes(f"<tool_call>{body}</tool_call>")
     assert isinstance(call, MalformedCall)
@@ -42,7 +52,9 @@ def test_answers() -> None:
 
 def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:
     assert choose_parser(MultiTurnConfig(), TOOLS) is parse_hermes
-    assert choose_parser(MultiTurnConfig(format="tag"), TOOLS)("<tool>1</tool>") == [ToolCall("calculator", {"expression": "1"})]
+    assert choose_parser(MultiTurnConfig(format="tag"), TOOLS)("<tool>1</tool>") == [
+        ToolCall("calculator", {"expression": "1"})
+    ]
     two = Tool("two", "", {"a": "", "b": ""}, lambda a, b: a + b)
     for tools in ({}, {"two": two}, {"two": two, **TOOLS}):
         with pytest.raises(ValueError, match="format=tag needs one tool with one argument"):

@@ -1,4 +1,5 @@
-"""Tools: what they answer, the calculator's arithmetic, one that fails or hangs is named, and finding them by name."""
+"""Tools: what they answer, the calculator's arithmetic, one that fails or hangs is named, and finding them by
+name."""
 
 import sys
 import threading
@@ -9,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller, ToolError, ToolFailedError, evaluate_expression, find_tools
+from verl_rc.rollout.tools import (
+    CALCULATOR,
+    Tool,
+    ToolCaller,
+    ToolError,
+    ToolFailedError,
+    evaluate_expression,
+    find_tools,
+)
 
 
 def joined(left: str, right: str) -> str:
@@ -106,9 +115,37 @@ def test_values(expression: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "  ", "1+", "x", "1 2", "print(1)", "__import__('os')", "'a'*3", "[1]", "1 if 1 else 2", "True+1", "1<2", "1j", "~1",
-     "1|2", "1<<9", "(lambda: 1)()", "f'{1}'", "1,2", "...", "None", "a.b", "½+1", "7\x00", "(" * 150, "007", "x:=1", "1 and 2"],
-)  # fmt: skip
+    [
+        "",
+        "  ",
+        "1+",
+        "x",
+        "1 2",
+        "print(1)",
+        "__import__('os')",
+        "'a'*3",
+        "[1]",
+        "1 if 1 else 2",
+        "True+1",
+        "1<2",
+        "1j",
+        "~1",
+        "1|2",
+        "1<<9",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "1,2",
+        "...",
+        "None",
+        "a.b",
+        "½+1",
+        "7\x00",
+        "(" * 150,
+        "007",
+        "x:=1",
+        "1 and 2",
+    ],
+)
 def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
     with pytest.raises(ToolError, match="not an arithmetic expression"):
         evaluate_expression(expression)
@@ -182,7 +219,10 @@ def test_answers_come_from_one_thread_that_is_not_the_callers() -> None:
     ],
 )
 def test_a_failure_names_the_tool_and_its_call(how: str, message: str) -> None:
-    with pytest.raises(ToolFailedError, match=f"the tool 'odd' of .*multi_turn.tools, called with {{'how': '{how}'}}, {message}"):
+    with pytest.raises(
+        ToolFailedError,
+        match=f"the tool 'odd' of .*multi_turn.tools, called with {{'how': '{how}'}}, {message}",
+    ):
         ToolCaller(0.2 if how == "hang" else 600).call(SLOW_TOOL, {"how": how})
 
 

@@ -1,4 +1,5 @@
-"""The images: pinned public bases, the project's own install script, nobody is root. (Syntax and style: hadolint, by hand.)"""
+"""The images: pinned public bases, the project's own install script, nobody is root. (Syntax and style:
+hadolint, by hand.)"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The studies of scripts/evidence: every arm is a valid run, an interrupted study goes on, results of two kinds never mix."""
+"""The studies of scripts/evidence: every arm is a valid run, an interrupted study goes on, results of two
+kinds never mix."""
 
 import json
 import os
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 from evidence import machine
 from evidence.machine import cores_of, refused
-from evidence.runs import MixedResultsError, NotStartedError, Run, known_runs, missing, prepare, quick, run_all, run_in
+from evidence.runs import (
+    MixedResultsError,
+    NotStartedError,
+    Run,
+    known_runs,
+    missing,
+    prepare,
+    quick,
+    run_all,
+    run_in,
+)
 from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, headline, interval, minutes_of, section, steps_of_collapse
 from recipe_arguments import ROOT, arguments_of
@@ -20,7 +31,9 @@ from recipe_arguments import ROOT, arguments_of
 from verl_rc.config.load import load_run_config
 from verl_rc.rollout.fp8_products import Fp8Timings
 
-STUDY = Study("why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",))
+STUDY = Study(
+    "why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",)
+)
 
 
 class Trainer:
@@ -42,7 +55,11 @@ class Trainer:
 
 def finish(folder: Path, start: Trainer, *words: str) -> list[Run]:
     results = folder / "s.jsonl"
-    return list(run_all(STUDY, missing(STUDY, known_runs(results, STUDY), words), folder / f"{start.ends}", results, start))
+    return list(
+        run_all(
+            STUDY, missing(STUDY, known_runs(results, STUDY), words), folder / f"{start.ends}", results, start
+        )
+    )
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -104,7 +121,9 @@ def test_cores_that_a_run_cannot_be_kept_on_are_refused(monkeypatch: pytest.Monk
 
 def test_a_run_on_one_core_has_a_ray_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = min(os.sched_getaffinity(0))
-    (tmp_path / "says.py").write_text("import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('RAY_TMPDIR'))")
+    (tmp_path / "says.py").write_text(
+        "import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('RAY_TMPDIR'))"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/mine")
     before = os.sched_getaffinity(0)
@@ -122,7 +141,9 @@ def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
     assert (failed.arm, failed.exit_status) == ("b", 1)
     assert has_collapsed(failed)
     assert failed.curves == {ACCURACY: [(0, 0.25), (1, 0.5)]}
-    assert "| b | 0.500, 0.500 | 0.500 |" in "\n".join(section("s", STUDY, known_runs(tmp_path / "s.jsonl", STUDY)))
+    assert "| b | 0.500, 0.500 | 0.500 |" in "\n".join(
+        section("s", STUDY, known_runs(tmp_path / "s.jsonl", STUDY))
+    )
 
 
 def test_a_run_that_ended_is_kept_when_another_one_fails(tmp_path: Path) -> None:
@@ -160,18 +181,25 @@ def test_quick_and_words_choose_arms(tmp_path: Path) -> None:
 def test_results_of_another_configuration_are_refused(tmp_path: Path) -> None:
     finish(tmp_path, Trainer())
     changed = replace(STUDY, arms={"a": ("x=1",), "b": ("x=3",)})
-    with pytest.raises(MixedResultsError, match=r"holds 'b', seed 1, .*: x=2, x=3 differ\. Move the file away"):
+    with pytest.raises(
+        MixedResultsError, match=r"holds 'b', seed 1, .*: x=2, x=3 differ\. Move the file away"
+    ):
         known_runs(tmp_path / "s.jsonl", changed)
 
 
 def test_the_interval_covers_seeds_and_prompts() -> None:
-    """One seed: the quantiles of a binomial share, by its normal limit. Many prompts: those of seeds drawn with replacement."""
+    """One seed: the quantiles of a binomial share, by its normal limit. Many prompts: those of seeds drawn
+    with replacement."""
     low, high = interval([0.3], prompts=4000)
-    assert (low, high) == pytest.approx((0.3 - 1.645 * np.sqrt(0.21 / 4000), 0.3 + 1.645 * np.sqrt(0.21 / 4000)), abs=6e-4)
+    assert (low, high) == pytest.approx(
+        (0.3 - 1.645 * np.sqrt(0.21 / 4000), 0.3 + 1.645 * np.sqrt(0.21 / 4000)), abs=6e-4
+    )
     assert interval([0.0, 1.0], prompts=10) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("values", "fell"), [([0.2, 0.6, 0.55], False), ([0.2, 0.6, 0.45], True), ([], True)])
+@pytest.mark.parametrize(
+    ("values", "fell"), [([0.2, 0.6, 0.55], False), ([0.2, 0.6, 0.45], True), ([], True)]
+)
 def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) -> None:
     assert has_collapsed(Run("a", 1, [], 0, 1.0, {ACCURACY: list(enumerate(values))})) is fell
 
@@ -179,7 +207,10 @@ def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) ->
 def test_a_collapse_is_told_with_its_step() -> None:
     """From the validation on after which the run never came back."""
     values = {"fell": [0.2, 0.6, 0.4, 0.55, 0.45, 0.3], "rose": [0.2, 0.3], "failed": []}
-    runs = [Run("a", seed, [], 1, 1.0, {ACCURACY: list(enumerate(of_run))}) for seed, of_run in enumerate(values.values())]
+    runs = [
+        Run("a", seed, [], 1, 1.0, {ACCURACY: list(enumerate(of_run))})
+        for seed, of_run in enumerate(values.values())
+    ]
     assert steps_of_collapse(runs) == {0: 4}
 
 
@@ -214,15 +245,20 @@ def test_arms_that_this_machine_cannot_run_are_left_out(monkeypatch: pytest.Monk
     """A CPU without fast fp8 products refuses: such a run would count as a collapse otherwise."""
     timings = Fp8Timings(bf16=1.0, fp8={"PyTorch's choice": 1e4})
     monkeypatch.setattr(machine, "time_fp8_products", lambda: timings)
-    study = replace(STUDY, arms={"bf16": (), "weights": ("actor_rollout_ref.rollout.quantization=fp8_per_channel",)})
+    study = replace(
+        STUDY, arms={"bf16": (), "weights": ("actor_rollout_ref.rollout.quantization=fp8_per_channel",)}
+    )
     found = refused(study, list(study.arms))
     assert set(found) == {"weights"}
     assert "fp8" in found["weights"]
 
 
 def test_a_study_says_how_long_it_takes_on_two_cores() -> None:
-    """Two runs at a time, but for those that need both cores; a run beside other work does not count for all."""
-    ended = {("a", seed): Run("a", seed, [], 0, seconds, {}) for seed, seconds in enumerate((60.0, 120.0, 3000.0))}
+    """Two runs at a time, but for those that need both cores; a run beside other work does not count for
+    all."""
+    ended = {
+        ("a", seed): Run("a", seed, [], 0, seconds, {}) for seed, seconds in enumerate((60.0, 120.0, 3000.0))
+    }
     assert minutes_of(STUDY, {}) == (1.0, 2.0)
     assert minutes_of(STUDY, ended) == (2.0, 4.0)
     assert minutes_of(replace(STUDY, common=("async=one_step_off",)), ended) == (2.0, 8.0)
@@ -245,7 +281,10 @@ def test_the_headline_has_every_seed_and_waits_for_both_arms() -> None:
     (told,) = headline(STUDIES["staleness"], runs)
     assert "from 0.250 to 0.100, 0.200, 0.300 (one" in told.replace("\n", " ")
     assert "to 0.600, 0.700, 0.800 with sequence" in told.replace("\n", " ")
-    assert headline(STUDIES["staleness"], {key: run for key, run in runs.items() if key[0] == "k8 disabled lr1"}) == []
+    assert (
+        headline(STUDIES["staleness"], {key: run for key, run in runs.items() if key[0] == "k8 disabled lr1"})
+        == []
+    )
 
 
 def test_a_partial_study_says_so_and_has_no_empty_column(tmp_path: Path) -> None:

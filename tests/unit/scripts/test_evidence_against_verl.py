@@ -1,4 +1,5 @@
-"""Recorded batches through verl and through this project: what is read, asked, compared and said; verl is played by hand."""
+"""Recorded batches through verl and through this project: what is read, asked, compared and said; verl is
+played by hand."""
 
 import json
 import math
@@ -52,7 +53,8 @@ def compared(
     metrics: Mapping[str, float] | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Compared, Tensor]:
-    """A case on the one batch with what verl is made to answer; also returns the mask that it was asked about."""
+    """A case on the one batch with what verl is made to answer; also returns the mask that it was asked
+    about."""
     masks = list[Tensor]()
 
     def ask(batches: Sequence[Batch], questions: Sequence[Question]) -> Sequence[Mapping[str, Any]]:
@@ -91,7 +93,8 @@ def test_every_case_is_one_that_both_sides_have() -> None:
 
 
 def test_tokens_that_one_side_keeps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ratios 0.3, 3, 1, 1, 0.6, 1 and 1 the band 0.5 to 4 keeps all but 0.3, and its inverse 0.25 to 2 all but 3."""
+    """Of the ratios 0.3, 3, 1, 1, 0.6, 1 and 1 the band 0.5 to 4 keeps all but 0.3, and its inverse 0.25 to 2
+    all but 3."""
     executed = MASK & (RATIOS < 2)
     line, _ = compared(monkeypatch, "a", TOKEN_BAND, mask=executed)
     assert (line.rows, line.tokens, line.kept, line.kept_by_verl, line.kept_otherwise) == (4, 7, 6, 6, 2)
@@ -139,7 +142,9 @@ def test_a_weight_that_verl_alone_has_at_0_is_infinitely_off() -> None:
 
 
 def test_fractions_of_k1_have_the_other_name() -> None:
-    high, low, other = (f"rollout_rs_token_{name}" for name in ("k1_fraction_high", "k1_fraction_low", "k2_fraction_high"))
+    high, low, other = (
+        f"rollout_rs_token_{name}" for name in ("k1_fraction_high", "k1_fraction_low", "k2_fraction_high")
+    )
     here = {f"rollout_corr/{high}": 1.0, f"rollout_corr/{low}": 2.0, f"rollout_corr/{other}": 3.0}
     pairs = pairs_of_metrics(here, {f"rollout_corr/{high}": 9.0, f"rollout_corr/{other}": 8.0})
     assert pairs == {low: (2.0, 9.0), other: (3.0, 8.0)}
@@ -157,7 +162,9 @@ class Helper:
     def compute_rollout_correction_and_rejection_mask(
         train: Tensor, rollout: Tensor, mask: Tensor, **fields: Any
     ) -> tuple[Any, Tensor, dict[str, Any]]:
-        weights = fields.get("rollout_is") and SimpleNamespace(batch={"rollout_is_weights": (train - rollout).exp()})
+        weights = fields.get("rollout_is") and SimpleNamespace(
+            batch={"rollout_is_weights": (train - rollout).exp()}
+        )
         return weights, mask * (train > -1.5).long(), {"dtype": train.dtype, **fields}
 
 
@@ -172,7 +179,9 @@ def test_verl_is_asked_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["metrics"] == {"dtype": torch.float64, **dict.fromkeys(in_verl.FIELDS)}
 
 
-def line(group: str, kept: tuple[int, int, int], differing: dict[str, list[float]], step: int = 5) -> Compared:
+def line(
+    group: str, kept: tuple[int, int, int], differing: dict[str, list[float]], step: int = 5
+) -> Compared:
     return Compared("k4 fp8", step, group, f"of {group}", 20, 100, 2e-7, *kept, 10, differing)
 
 
@@ -193,7 +202,10 @@ def test_the_page_says_what_differs() -> None:
     assert f"| ess | 1 | 2e-07 | 0 of 200 | 3 of 20 | `{ess}` 0.5, in verl 0.25 (of rows;" in text
     assert "`zzz` 1, in verl 2 |" in text
     # Both keep 50 tokens: (60 + 80 - 40) / 2. Of verl's 80 that leaves 30.
-    assert "40 of 100 | 1 of 10 | verl keeps 80% of the tokens, this project 60%; of what verl keeps, so much is outside" in text
+    assert (
+        "40 of 100 | 1 of 10 | verl keeps 80% of the tokens, this project 60%; of what verl keeps, so much "
+        "is outside" in text
+    )
     assert "band of train/rollout: k4 fp8 38% |" in text
     assert "everywhere. Where they do" in " ".join("\n".join(section(lines[:1])).split())
 

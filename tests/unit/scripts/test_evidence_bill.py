@@ -1,4 +1,5 @@
-"""The bill of corrections against outcomes: ranks by hand, whose records count, and what the page says of them."""
+"""The bill of corrections against outcomes: ranks by hand, whose records count, and what the page says of
+them."""
 
 from pathlib import Path
 
@@ -48,14 +49,18 @@ RUNS = {
 }
 
 
-def bill(errors: tuple[float, ...], arm: str = "k4 disabled lr1", recommended: str = "decoupled_token_is") -> Bill:
+def bill(
+    errors: tuple[float, ...], arm: str = "k4 disabled lr1", recommended: str = "decoupled_token_is"
+) -> Bill:
     return Bill(arm, 1, 100, dict(zip(CORRECTIONS, errors, strict=True)), recommended)
 
 
 def test_small_errors_and_high_accuracies_agree() -> None:
     learned = outcomes(RUNS)
     assert learned["k4 lr1"] == pytest.approx({name: value + 0.02 for name, value in LEARNED.items()})
-    assert correlations([bill((4.0, 2.0, 3.0, 1.0)), bill((1.0, 3.0, 2.0, 4.0))], learned) == pytest.approx([1.0, -1.0])
+    assert correlations([bill((4.0, 2.0, 3.0, 1.0)), bill((1.0, 3.0, 2.0, 4.0))], learned) == pytest.approx(
+        [1.0, -1.0]
+    )
 
 
 def test_the_page_counts_old_samples_alone() -> None:
@@ -64,7 +69,10 @@ def test_the_page_counts_old_samples_alone() -> None:
     assert "of 1 runs with old samples the mean rank correlation is 1.00" in text
     assert "learned 0.320 on average and the most in 0 of the runs; no correction learned 0.120" in text
     assert "clip everywhere 0.420" in text
-    assert "| k4 lr1 | 1 | 4.0000, 0.120 | 2.0000, 0.320 | 3.0000, 0.220 | 1.0000, 0.420 | 1.00 | 0.320 |" in text
+    assert (
+        "| k4 lr1 | 1 | 4.0000, 0.120 | 2.0000, 0.320 | 3.0000, 0.220 | 1.0000, 0.420 | 1.00 | 0.320 |"
+        in text
+    )
     assert text.index("| k0 lr1 |") < text.index("| k4 lr1 |")
 
 
@@ -81,7 +89,9 @@ def test_only_runs_with_records_have_a_bill(tmp_path: Path) -> None:
         folder.mkdir()
         write_tokens(folder, [token_record(1, [3, 2] * 4, gap=0.02)])
     found = list(bills_of(tmp_path, RUNS))
-    assert [(one.arm, one.seed, sorted(one.errors)) for one in found] == [("k4 disabled lr1", 1, sorted(CORRECTIONS))]
+    assert [(one.arm, one.seed, sorted(one.errors)) for one in found] == [
+        ("k4 disabled lr1", 1, sorted(CORRECTIONS))
+    ]
     write_bills(tmp_path / "bill.jsonl", found)
     write_bills(tmp_path / "bill.jsonl", [])
     assert read_bills(tmp_path / "bill.jsonl") == found

@@ -22,7 +22,9 @@ def expected_score(logits):
     total = 0.0
     for response in PROBLEM.responses:
         places = zip(exactness.states_of(response.tokens), response.tokens, strict=True)
-        total += response.score * math.prod(exactness.softmax(logits[state])[token] for state, token in places)
+        total += response.score * math.prod(
+            exactness.softmax(logits[state])[token] for state, token in places
+        )
     return total
 
 
@@ -107,7 +109,9 @@ def test_an_inverse_ratio_is_found(name):
 
 
 def test_a_wrong_bias_stops_the_table(monkeypatch):
-    monkeypatch.setattr(exactness, "enumerated_bias", lambda *_: [0.0] * (len(exactness.STATES) * exactness.VOCABULARY))
+    monkeypatch.setattr(
+        exactness, "enumerated_bias", lambda *_: [0.0] * (len(exactness.STATES) * exactness.VOCABULARY)
+    )
     with pytest.raises(ArithmeticError, match="no correction"):
         exactness.correction_table([PROBLEM])
 

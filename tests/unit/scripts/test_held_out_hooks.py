@@ -1,10 +1,18 @@
-"""What held-out faults change in the engine and in what it gets: each its own thing, and nothing without it."""
+"""What held-out faults change in the engine and in what it gets: each its own thing, and nothing without
+it."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from planted_faults.held_out_hooks import in_fp8, in_int8, misses_update, other_parameters, with_prefix, without_adapters
+from planted_faults.held_out_hooks import (
+    in_fp8,
+    in_int8,
+    misses_update,
+    other_parameters,
+    with_prefix,
+    without_adapters,
+)
 from torch import nn
 
 from verl_rc.config.models import ModelConfig
@@ -63,11 +71,15 @@ def test_updates_that_an_engine_misses(planted: dict[str, str], first_rank: int,
 
 
 def test_int8_has_255_values_a_channel_and_is_off_by_half_a_step_at_most() -> None:
-    weight = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-3], [0.1], [1.0], [40.0]])
+    weight = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+        [[1e-3], [0.1], [1.0], [40.0]]
+    )
     weight[0, :4] = torch.tensor([0.0127, -0.0127, 0.00424, 0.00426])  # the first row has steps of 1e-4
     weight[0].clamp_(-0.0127, 0.0127)
     rounded = in_int8(weight)
-    torch.testing.assert_close(rounded[0, :4], torch.tensor([0.0127, -0.0127, 0.0042, 0.0043]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rounded[0, :4], torch.tensor([0.0127, -0.0127, 0.0042, 0.0043]), rtol=1e-6, atol=0
+    )
     for row, of_row in zip(rounded, weight, strict=True):
         step = float(of_row.abs().max()) / 127
         assert len(row.unique()) <= 255
@@ -97,14 +109,18 @@ class Adapted(nn.Module):
 
 def test_adapters_are_sent_or_left_out() -> None:
     config, model = ModelConfig(path="m", lora_rank=1, lora_alpha=4), Adapted()
-    sent = {make: make(model, config).gather(["q_proj.weight"], torch.float32)[0] for make in (MergedWeights, without_adapters)}
+    sent = {
+        make: make(model, config).gather(["q_proj.weight"], torch.float32)[0]
+        for make in (MergedWeights, without_adapters)
+    }
     assert torch.equal(sent[MergedWeights], torch.full((2, 3), 5.0))
     assert torch.equal(sent[without_adapters], torch.ones(2, 3))
     assert without_adapters(model, config).shapes() == MergedWeights(model, config).shapes()
 
 
 def test_a_rounded_cache_holds_what_fp8_can_say() -> None:
-    """e4m3 has three bits behind the first one, a smallest number of 2^-9 and a largest of 448; ties go to the even one."""
+    """e4m3 has three bits behind the first one, a smallest number of 2^-9 and a largest of 448; ties go to
+    the even one."""
     given = torch.tensor([1.0625, 1.07, -0.3, 500.0, -1e4, 2.0**-9, 2.0**-11], dtype=torch.bfloat16)
     assert in_fp8(given).tolist() == [1.0, 1.125, -0.3125, 448.0, -448.0, 2.0**-9, 0.0]
     assert in_fp8(given).dtype == torch.bfloat16

@@ -13,7 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from verl_rc.data.tokenize import load_tokenizer
 
-SMALL = ["--num_layers", "1", "--hidden_size", "16", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "32"]
+SMALL = [
+    "--num_layers",
+    "1",
+    "--hidden_size",
+    "16",
+    "--num_heads",
+    "2",
+    "--num_kv_heads",
+    "1",
+    "--intermediate_size",
+    "32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +67,9 @@ def test_special_tokens(folder, tokenizers):
 def test_chat_template(tokenizers):
     conversation = [{"role": "user", "content": "4071835926"}, {"role": "assistant", "content": "0123456789"}]
     for tokenizer in tokenizers:
-        assert tokenizer.apply_chat_template(conversation, tokenize=False) == "4071835926=0123456789<|im_end|>"
+        assert (
+            tokenizer.apply_chat_template(conversation, tokenize=False) == "4071835926=0123456789<|im_end|>"
+        )
         prompt = tokenizer.apply_chat_template(conversation[:1], tokenize=False, add_generation_prompt=True)
         assert prompt == "4071835926="
 
@@ -65,7 +78,8 @@ def test_equal_seeds_give_equal_weights(folder, tmp_path):
     make_tiny_model.main(["--output_dir", str(tmp_path / "same"), "--seed", "3", *SMALL])
     make_tiny_model.main(["--output_dir", str(tmp_path / "other"), "--seed", "4", *SMALL])
     one, same, other = [
-        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "same", tmp_path / "other")
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (folder, tmp_path / "same", tmp_path / "other")
     ]
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])

@@ -13,13 +13,17 @@ def package(tmp_path: Path) -> Package:
     folder = tmp_path / "verl_rc" / "correction"
     folder.mkdir(parents=True)
     block = "".join(f"    number_{i} = values['key_{i}'] + {i}\n" for i in range(8))
-    (folder / "low.py").write_text(f'"""Low."""\n\n\ndef low(values):  # a comment\n    """Say so."""\n{block}')
+    (folder / "low.py").write_text(
+        f'"""Low."""\n\n\ndef low(values):  # a comment\n    """Say so."""\n{block}'
+    )
     (folder / "middle.py").write_text(
         "from verl_rc.correction.low import low\n\n\n"
         f"def middle(values):\n{block}\n"
         "    try:\n        low(values[f'{values}'])\n    except Exception:\n        raise\n"
     )
-    (folder / "high.py").write_text("from verl_rc.correction import middle\n\nkpop: Literal['x'] = middle  # kpops\n")
+    (folder / "high.py").write_text(
+        "from verl_rc.correction import middle\n\nkpop: Literal['x'] = middle  # kpops\n"
+    )
     return Package(folder)
 
 
@@ -52,7 +56,13 @@ def test_a_name_is_a_whole_word(package: Package) -> None:
 
 
 def test_every_patch_of_contributing_is_counted() -> None:
-    assert list(patched_files(ROOT)) == ["policy loss", "advantage estimator", "rejection rule", "metric", "stage"]
+    assert list(patched_files(ROOT)) == [
+        "policy loss",
+        "advantage estimator",
+        "rejection rule",
+        "metric",
+        "stage",
+    ]
     assert set(ADDITIONS) == set(patched_files(ROOT))
 
 

@@ -1,4 +1,5 @@
-"""Pictures of a report for the documents: they show the section that they are named after, are small, and stand there."""
+"""Pictures of a report for the documents: they show the section that they are named after, are small, and
+stand there."""
 
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def test_the_documents_have_every_picture(name: str) -> None:
     assert f"images/{name}.png" in (ROOT / "docs" / "see_why.md").read_text()
 
 
-def test_without_a_browser_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_browser_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(page_pictures, "CHROMIUM", None)
     monkeypatch.setattr("sys.argv", ["page_pictures", "run"])
     assert page_pictures.main() == 1

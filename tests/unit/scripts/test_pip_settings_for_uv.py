@@ -20,7 +20,10 @@ def test_the_environment_wins_over_files_and_the_install_section_over_global():
 
 
 def test_lists_become_repeated_options(tmp_path):
-    settings = {"extra-index-url": "https://a.example https://b.example", "find-links": f"{tmp_path}\n/no/such/folder"}
+    settings = {
+        "extra-index-url": "https://a.example https://b.example",
+        "find-links": f"{tmp_path}\n/no/such/folder",
+    }
     assert uv_arguments(settings) == [
         *("--index", "https://a.example", "--index", "https://b.example"),
         *("--find-links", str(tmp_path)),

@@ -1,4 +1,5 @@
-"""The matrix of planted faults: every arm is a run that can start, what was run is not run again, and outcomes are honest."""
+"""The matrix of planted faults: every arm is a run that can start, what was run is not run again, and
+outcomes are honest."""
 
 import json
 from collections.abc import Sequence
@@ -74,7 +75,9 @@ def test_a_run_of_other_overrides_is_not_taken_for_this_one(tmp_path: Path) -> N
 
 
 def run_of(**signs: float) -> RunData:
-    return planted_run({f"rollout_corr/{name}": wave(value) for name, value in (SIGNS | signs).items()}, SETTINGS)
+    return planted_run(
+        {f"rollout_corr/{name}": wave(value) for name, value in (SIGNS | signs).items()}, SETTINGS
+    )
 
 
 FAULT = Fault(1, ("temperature",))
@@ -102,7 +105,9 @@ def test_a_run_that_its_own_checks_end_has_named_the_fault() -> None:
 
 def test_the_table_and_its_sums(tmp_path: Path) -> None:
     arm = "prompt token missing"
-    folder = write_run(folder_of(tmp_path, arm, 1), {"actor/grad_norm": wave(1.0), "rollout_corr/k3_kl": wave(1e-3)})
+    folder = write_run(
+        folder_of(tmp_path, arm, 1), {"actor/grad_norm": wave(1.0), "rollout_corr/k3_kl": wave(1e-3)}
+    )
     record = ReplayedRecord(9, 8, 700, 0.25, {"trainer": Part(0.25123456, 0.97)}, {8: 0.01}, {"noise": 0.0})
     (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
     done = {"exit_status": 0, "seconds": 9.0, "overrides": [*COMMON, *ARMS[arm].overrides, "trainer.seed=1"]}
@@ -112,7 +117,11 @@ def test_the_table_and_its_sums(tmp_path: Path) -> None:
     row = row_of(run)
     assert row["replayed"][0]["parts"]["trainer"]["size"] == 0.2512
     lines = lines_of([row])
-    assert lines[2] == "| prompt token missing | 1 | not seen: rounding | right: the trainer scores other inputs or with noise |"
+    assert (
+        lines[2]
+        == "| prompt token missing | 1 | not seen: rounding | right: the trainer scores other inputs or with "
+        "noise |"
+    )
     assert lines[3].startswith("without replays: 0 right, 0 not separable, 1 not seen, 0 wrong of 1")
     assert lines[4].startswith("with replays: 1 right")
 
@@ -128,5 +137,9 @@ def test_a_matrix_keeps_the_rows_of_runs_whose_folders_are_gone(tmp_path: Path) 
     old[-1]["made_by"] = "other overrides"
     write_matrix(path, (*others, "age 4"), old)
     found = write_matrix(path, table, [row("age 4", 2, 1), row("age 1", 2, 2)])
-    assert [(one["seed"], one["arm"], one["x"]) for one in found] == [(1, "age 4", 0), (2, "age 1", 2), (2, "age 4", 1)]
+    assert [(one["seed"], one["arm"], one["x"]) for one in found] == [
+        (1, "age 4", 0),
+        (2, "age 1", 2),
+        (2, "age 4", 1),
+    ]
     assert json.loads(path.read_text())["rows"] == found

@@ -1,4 +1,5 @@
-"""Every recipe is a valid configuration, does what it is called after, and sets nothing that has no effect."""
+"""Every recipe is a valid configuration, does what it is called after, and sets nothing that has no
+effect."""
 
 import re
 import subprocess
@@ -16,8 +17,14 @@ CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 
 MEANT = {
-    "math_qwen2.5_7b_token_is_8gpu": {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0},
-    "math_qwen2.5_7b_seq_is_rs_8gpu": {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_rs": "seq_sum_k1"},
+    "math_qwen2.5_7b_token_is_8gpu": {
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_is_threshold": 2.0,
+    },
+    "math_qwen2.5_7b_seq_is_rs_8gpu": {
+        f"{CORRECTION}.rollout_is": "sequence",
+        f"{CORRECTION}.rollout_rs": "seq_sum_k1",
+    },
     "math_qwen2.5_7b_multi_rs_8gpu": {
         f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2",
         f"{CORRECTION}.rollout_rs_threshold": "0.6_1.6,2.5",
@@ -93,7 +100,11 @@ def test_settings_and_further_overrides_arrive(recipe):
     config = load_run_config(overrides)
     assert config.actor_rollout_ref.model.path == "/models/a b"
     assert config.data.train_files == ["/data/train.parquet"]
-    assert (config.trainer.default_local_dir, config.trainer.seed, config.trainer.total_training_steps) == ("/runs/1", 7, 3)
+    assert (config.trainer.default_local_dir, config.trainer.seed, config.trainer.total_training_steps) == (
+        "/runs/1",
+        7,
+        3,
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -160,7 +171,10 @@ def test_a_recipe_fits_smaller_gpus_as_its_head_says(name, room, expected):
     recipe = ROOT / "recipes" / name
     smaller = re.search(rf"{room} pass\n# (.*)\.\n", recipe.read_text())[1].split()
     actor_rollout = load_run_config(arguments_of(recipe, *smaller)[2:]).actor_rollout_ref
-    assert (actor_rollout.actor.ppo_max_token_len_per_gpu, actor_rollout.rollout.gpu_memory_utilization) == expected
+    assert (
+        actor_rollout.actor.ppo_max_token_len_per_gpu,
+        actor_rollout.rollout.gpu_memory_utilization,
+    ) == expected
 
 
 def test_a_recipe_with_a_wrong_key_would_be_caught():
@@ -189,7 +203,10 @@ SHAPES = {
 def test_a_recipe_fits_on_its_gpus_and_says_how_much_of_them_it_takes(recipe: Path) -> None:
     """In the estimate of memory; one that did not would have to be withdrawn."""
     config = load_run_config(arguments_of(recipe)[2:])
-    shapes = {path: next(shape for size, shape in SHAPES.items() if size in path.lower()) for path in model_paths(config)}
+    shapes = {
+        path: next(shape for size, shape in SHAPES.items() if size in path.lower())
+        for path in model_paths(config)
+    }
     gpu_bytes = int((39.4 if recipe.stem.endswith("_1gpu") else 79.1) * (1 << 30))
     decided, _ = choose_gradient_sums(config, shapes, gpu_bytes)
     peaks = gpu_peaks(decided, estimate_roles(decided, shapes, gpu_bytes))
@@ -199,4 +216,6 @@ def test_a_recipe_fits_on_its_gpus_and_says_how_much_of_them_it_takes(recipe: Pa
     if stated is None:
         assert "as recipes/" in header or "of recipes/" in header  # which it calls
     else:
-        assert [int(number) for number in stated.groups()] == [round(peak / (1 << 30)) for peak in peaks.values()]
+        assert [int(number) for number in stated.groups()] == [
+            round(peak / (1 << 30)) for peak in peaks.values()
+        ]

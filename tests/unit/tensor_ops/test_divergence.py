@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_rc.tensor_ops import KL_KINDS, binary_kl, bound_log_ratio, k1_estimate, k2_estimate, k3_estimate, kl_penalty
+from verl_rc.tensor_ops import (
+    KL_KINDS,
+    binary_kl,
+    bound_log_ratio,
+    k1_estimate,
+    k2_estimate,
+    k3_estimate,
+    kl_penalty,
+)
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "kl_penalty.json").read_text())["cases"]
 
@@ -38,7 +46,8 @@ def distributions() -> tuple[Tensor, Tensor]:
 
 
 def expected_gradient(kind: str) -> Tensor:
-    """Gradient of the estimator averaged over tokens sampled from the policy, sampling itself not being differentiated."""
+    """Gradient of the estimator averaged over tokens sampled from the policy, sampling itself not being
+    differentiated."""
     logits, reference = distributions()
     log_probs = logits.log_softmax(-1)
     (log_probs.detach().exp() * kl_penalty(log_probs, reference, kind)).sum().backward()
@@ -69,7 +78,9 @@ def test_value_is_unbiased(kind: str) -> None:
     torch.testing.assert_close((log_probs.exp() * kl_penalty(log_probs, reference, kind)).sum(), kl)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("full", "whole distributions"), ("k4", "k3"), ("k1++", "k1"), ("", "k1")])
+@pytest.mark.parametrize(
+    ("kind", "says"), [("full", "whole distributions"), ("k4", "k3"), ("k1++", "k1"), ("", "k1")]
+)
 def test_refuses_what_it_cannot_estimate(kind: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind)
@@ -88,7 +99,8 @@ def test_estimates_and_binary_divergence_by_hand() -> None:
 
 
 def test_binary_divergence_keeps_its_digits_near_certainty() -> None:
-    """p = 1 - 1e-12, q = 1 - 2e-12: about 1e-12 (ln(1/2) + 1), where probabilities would leave four digits."""
+    """p = 1 - 1e-12, q = 1 - 2e-12: about 1e-12 (ln(1/2) + 1), where probabilities would leave four
+    digits."""
     first, second = (torch.tensor(-rest, dtype=torch.float64) for rest in (1e-12, 2e-12))
     assert float(binary_kl(first, second)) == pytest.approx(1e-12 * (math.log(0.5) + 1), rel=1e-3)
     certain = torch.tensor(0.0, dtype=torch.float64)
@@ -104,4 +116,6 @@ def test_half_precision_is_computed_in_float32(kind: str, dtype: torch.dtype) ->
     reference = torch.tensor([[-2.015625, -2.0, -3.015625]], dtype=dtype)
     value = kl_penalty(log_probs, reference, kind)
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value.double(), kl_penalty(log_probs.double(), reference.double(), kind), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(
+        value.double(), kl_penalty(log_probs.double(), reference.double(), kind), rtol=1e-3, atol=1e-9
+    )

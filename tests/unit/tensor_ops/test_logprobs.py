@@ -1,5 +1,5 @@
-"""Scores of tokens from hidden states: against float64 loops, finite differences, plain torch, and their memory; log-probs
-between policies."""
+"""Scores of tokens from hidden states: against float64 loops, finite differences, plain torch, and their
+memory; log-probs between policies."""
 
 import math
 
@@ -15,7 +15,8 @@ from verl_rc.tensor_ops.logprobs import interpolate_proximal
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 EVERYTHING = ScoreOptions(entropies=True, sum_pi_squared=True)
 CHUNKS = [1, 15, 21, 35]
-"""Elements at a time of the 5 x 7 logits: one of each, two tokens or three words, three tokens or four words, all at once."""
+"""Elements at a time of the 5 x 7 logits: one of each, two tokens or three words, three tokens or four words,
+all at once."""
 
 
 def logits(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -23,7 +24,9 @@ def logits(dtype: torch.dtype = torch.float64) -> Tensor:
     return (3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def scores_of(given: Tensor, options: ScoreOptions = EVERYTHING, tokens: Tensor = TOKENS) -> HiddenStateScores:
+def scores_of(
+    given: Tensor, options: ScoreOptions = EVERYTHING, tokens: Tensor = TOKENS
+) -> HiddenStateScores:
     """Scores under ``given`` logits: the hidden states of a head whose weights are the unit matrix."""
     return scores_from_hidden_states(given, torch.eye(given.shape[1], dtype=given.dtype), tokens, options)
 
@@ -35,16 +38,22 @@ def probabilities(row: list[float], temperature: float) -> list[float]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("elements", CHUNKS)
-def test_values_are_those_of_the_definition(temperature: float, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_those_of_the_definition(
+    temperature: float, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
     rows = [probabilities(row, temperature) for row in logits().tolist()]
     chosen = [math.log(row[token]) for row, token in zip(rows, TOKENS.tolist(), strict=True)]
     found = scores_of(logits(), ScoreOptions(temperature, entropies=True, sum_pi_squared=True))
     assert found.log_probs.tolist() == pytest.approx(chosen, rel=1e-12)
     assert found.entropies is not None
-    assert found.entropies.tolist() == pytest.approx([-sum(p * math.log(p) for p in row) for row in rows], rel=1e-12)
+    assert found.entropies.tolist() == pytest.approx(
+        [-sum(p * math.log(p) for p in row) for row in rows], rel=1e-12
+    )
     assert found.sum_pi_squared is not None
-    assert found.sum_pi_squared.tolist() == pytest.approx([sum(p * p for p in row) for row in rows], rel=1e-12)
+    assert found.sum_pi_squared.tolist() == pytest.approx(
+        [sum(p * p for p in row) for row in rows], rel=1e-12
+    )
     assert found.varentropies is not None
     means = [sum(p * math.log(p) for p in row) for row in rows]
     squares = [sum(p * (math.log(p) - mean) ** 2 for p in row) for row, mean in zip(rows, means, strict=True)]
@@ -52,7 +61,8 @@ def test_values_are_those_of_the_definition(temperature: float, elements: int, m
 
 
 def test_tokens_that_cannot_be_drawn_add_no_varentropy() -> None:
-    """Three tokens in equal parts have one log-prob; 1/3 and 2/3 have p (1 - p) (log 2)^2; a certain token has no variance."""
+    """Three tokens in equal parts have one log-prob; 1/3 and 2/3 have p (1 - p) (log 2)^2; a certain token
+    has no variance."""
     log2, never = math.log(2), -1000.0
     given = torch.tensor([[0.0, 0.0, 0.0, never], [0.0, log2, never, never], [0.0, -200.0, never, never]])
     found = scores_of(given, tokens=torch.zeros(3, dtype=torch.int64)).varentropies
@@ -75,7 +85,10 @@ def head(dtype: torch.dtype = torch.float64, tokens: int = 5, width: int = 4, wo
     """Random hidden states, weights and biases."""
     generator = torch.Generator().manual_seed(1)
     sizes = [(tokens, width), (words, width), (words,)]
-    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in sizes
+    ]
 
 
 @pytest.mark.parametrize("elements", CHUNKS)
@@ -88,7 +101,9 @@ def test_gradients_are_those_of_finite_differences(elements: int, monkeypatch: p
     assert torch.autograd.gradcheck(both, head())
 
 
-def plain_scores(hidden: Tensor, weight: Tensor, bias: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies with all logits at once."""
     table = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
     return table.gather(-1, tokens[:, None])[:, 0], -(table.exp() * table).sum(-1)
@@ -107,7 +122,9 @@ def test_gradients_equal_those_of_all_logits_at_once(
         given = head(torch.float32, tokens=64, width=32, words=301)
         if fused:
             options = ScoreOptions(0.8, entropies=True, entropy_gradient=entropy_weight != 0)
-            log_probs, entropies, *_ = scores_from_hidden_states(given[0], given[1], tokens, options, given[2])
+            log_probs, entropies, *_ = scores_from_hidden_states(
+                given[0], given[1], tokens, options, given[2]
+            )
             assert entropies is not None
             assert entropies.requires_grad == (entropy_weight != 0)
         else:
@@ -122,7 +139,9 @@ def test_gradients_equal_those_of_all_logits_at_once(
 
 def test_frozen_weights_get_no_gradient_and_hidden_states_theirs() -> None:
     hidden, weight, bias = head()
-    scores_from_hidden_states(hidden, weight.detach(), TOKENS, EVERYTHING, bias.detach()).log_probs.sum().backward()
+    scores_from_hidden_states(
+        hidden, weight.detach(), TOKENS, EVERYTHING, bias.detach()
+    ).log_probs.sum().backward()
     expected = torch.autograd.grad(plain_scores(hidden, weight, bias, TOKENS, 1.0)[0].sum(), hidden)[0]
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad, expected)
@@ -184,7 +203,9 @@ def test_memory_is_a_twentieth_of_what_all_logits_and_their_gradient_would_take(
         hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(words, width, dtype=torch.bfloat16, requires_grad=True)
         with LiveBytes() as live:
-            found = scores_from_hidden_states(hidden, weight, torch.empty(tokens, dtype=torch.int64), EVERYTHING)
+            found = scores_from_hidden_states(
+                hidden, weight, torch.empty(tokens, dtype=torch.int64), EVERYTHING
+            )
             assert found.entropies is not None
             (found.log_probs + found.entropies).sum().backward()
     assert live.peak - 2 * words * width < 2 * tokens * words * 2 / 20
@@ -238,7 +259,9 @@ def test_every_token_by_its_version_in_a_loop() -> None:
 def test_ends_of_the_range() -> None:
     rollout, current = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -5.0]], requires_grad=True)
     versions = torch.tensor([[4, 4]])
-    assert interpolate_proximal(rollout, current, versions, 4, 9).tolist() == [[-1.0, -2.0]]  # never older: bypass mode
+    assert interpolate_proximal(rollout, current, versions, 4, 9).tolist() == [
+        [-1.0, -2.0]
+    ]  # never older: bypass mode
     assert interpolate_proximal(rollout, current, versions, 9, 9).tolist() == [[-3.0, -5.0]]
     assert interpolate_proximal(rollout, current, versions, 4, 4).tolist() == [[-1.0, -2.0]]
     assert not interpolate_proximal(rollout, current, versions, 5, 9).requires_grad
@@ -246,7 +269,9 @@ def test_ends_of_the_range() -> None:
 
 def test_infinite_log_probs_of_unused_policies_do_not_spread() -> None:
     current = torch.tensor([[float("-inf")]])
-    assert interpolate_proximal(torch.tensor([[-1.0]]), current, torch.tensor([[3]]), 3, 5).tolist() == [[-1.0]]
+    assert interpolate_proximal(torch.tensor([[-1.0]]), current, torch.tensor([[3]]), 3, 5).tolist() == [
+        [-1.0]
+    ]
 
 
 def test_what_cannot_be_is_named() -> None:

@@ -1,4 +1,5 @@
-"""Masked sums and whitening against plain Python, with NaN where the mask is False; rows in blocks; groups by ids."""
+"""Masked sums and whitening against plain Python, with NaN where the mask is False; rows in blocks; groups by
+ids."""
 
 import math
 import statistics
@@ -52,7 +53,9 @@ def test_whitening_too_few_values_only_centres(count: int) -> None:
         (0, 3, 6, [(0, 0)]),
     ],
 )
-def test_slices_cover_the_rows_once(num_rows: int, width: int, elements: int, expected: list[tuple[int, int]]) -> None:
+def test_slices_cover_the_rows_once(
+    num_rows: int, width: int, elements: int, expected: list[tuple[int, int]]
+) -> None:
     assert [(rows.start, rows.stop) for rows in row_slices(num_rows, width, elements)] == expected
 
 

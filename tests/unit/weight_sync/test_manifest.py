@@ -30,7 +30,9 @@ def test_plain_form_round_trips() -> None:
     assert Manifest.from_plain(Manifest(SPECS).to_plain()) == Manifest(SPECS)
 
 
-@given(size=st.integers(1, 40), place=st.integers(0, 39), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    size=st.integers(1, 40), place=st.integers(0, 39), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+)
 def test_any_changed_element_changes_the_digest(size: int, place: int, dtype: torch.dtype) -> None:
     tensor = torch.arange(size).to(dtype)
     changed = tensor.clone()

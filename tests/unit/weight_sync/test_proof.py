@@ -40,7 +40,9 @@ def test_each_fault_is_named(sent: SendReceipt, received: LoadReceipt, message: 
 
 def test_gap_counts_masked_positions_only() -> None:
     gap = LogProbGap.between(
-        torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -2.0, float("nan")]]), torch.tensor([[True, True, False]])
+        torch.tensor([[-1.0, -2.0, 5.0]]),
+        torch.tensor([[-1.5, -2.0, float("nan")]]),
+        torch.tensor([[True, True, False]]),
     )
     assert gap == LogProbGap(mean=0.25, maximum=0.5)
 
@@ -55,7 +57,9 @@ def test_the_limit_is_calibrated_at_the_first_step() -> None:
     calibrated = limit.calibrate(LogProbGap(0.03, 1.4), None, "step 1")
     assert limit.limit(calibrated) == calibrated == pytest.approx(0.12)
     assert limit.calibrate(LogProbGap(0.11, 1.4), calibrated, "step 2") == calibrated
-    assert limit.calibrate(LogProbGap(1.19, 1.4), calibrated, "step 3") == calibrated  # unusual, and no fault yet
+    assert (
+        limit.calibrate(LogProbGap(1.19, 1.4), calibrated, "step 3") == calibrated
+    )  # unusual, and no fault yet
     with pytest.raises(SyncProofError, match=r"at most 1\.2 nats"):
         limit.calibrate(LogProbGap(1.21, 1.4), calibrated, "step 4")
 
@@ -72,14 +76,17 @@ def test_in_float32_nothing_but_a_fault_widens_the_gap() -> None:
 def stopped(limit: GapLimit, tokens: int, mean: float, seed: int) -> bool:
     """Whether a healthy run of 500 steps ends by the gap of its canary tokens, every 50 steps.
 
-    Gaps of tokens are lognormal, in bf16; their mean doubles over the run, as training sharpens the distribution.
+    Gaps of tokens are lognormal, in bf16; their mean doubles over the run, as training sharpens the
+    distribution.
     """
     generator, calibrated = torch.Generator().manual_seed(seed), None
     try:
         for step in range(0, 501, 50):
             scattered = torch.exp(1.5 * torch.randn(tokens, generator=generator) - 1.5**2 / 2)
             gaps = (mean * (1 + step / 500) * scattered).bfloat16().double()
-            calibrated = limit.calibrate(LogProbGap(float(gaps.mean()), float(gaps.max())), calibrated, f"step {step}")
+            calibrated = limit.calibrate(
+                LogProbGap(float(gaps.mean()), float(gaps.max())), calibrated, f"step {step}"
+            )
     except SyncProofError:
         return True
     return False
@@ -112,7 +119,9 @@ def test_not_a_number_is_refused() -> None:
 
 def test_precision_is_the_least_precise_part() -> None:
     assert least_precise("float32", None, "auto", "float32") == "float32"
-    assert least_precise("float32", None, "auto", "bfloat16") == "bfloat16"  # the default trainer beside a precise engine
+    assert (
+        least_precise("float32", None, "auto", "bfloat16") == "bfloat16"
+    )  # the default trainer beside a precise engine
     assert least_precise("float16", None, "auto", "bfloat16") == "bfloat16"
     assert least_precise("float16", None, "auto", "float32") == "float16"
     assert least_precise("bfloat16", None, "auto", "float32") == "bfloat16"

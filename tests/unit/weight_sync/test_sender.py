@@ -17,7 +17,9 @@ from verl_rc.weight_sync.transfer_group import TransferBrokenError
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
     """``linear_stack`` in bf16: tensors of 48, 8, 24 and 6 bytes make two buckets of at most 64."""
-    sender = WeightSender(ModelWeights(linear_stack()), rank=0, device=CPU, wire_dtype="bfloat16", bucket_bytes=64)
+    sender = WeightSender(
+        ModelWeights(linear_stack()), rank=0, device=CPU, wire_dtype="bfloat16", bucket_bytes=64
+    )
     with nothing_left_behind():
         yield sender
         sender.release()
@@ -58,7 +60,9 @@ def test_an_offer_follows_the_weights(sender: WeightSender) -> None:
     assert set(copy_bucket(sender.offer(1, share=True), CPU).tolist()) == {3.0}
 
 
-def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(
+    sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent, gathered = [], []
     gather = sender._weights.gather
 
@@ -84,7 +88,9 @@ def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(sender: WeightS
     assert sent == ["of the dead", "of the living", "of the living"]
 
 
-def test_an_update_is_sent_from_the_memory_of_one_bucket(sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_sent_from_the_memory_of_one_bucket(
+    sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D2, D4: what is sent is right, and lies where the bucket before lay."""
     sent: list[tuple[int, list[float]]] = []
 
@@ -100,14 +106,18 @@ def test_an_update_is_sent_from_the_memory_of_one_bucket(sender: WeightSender, m
 
 
 def test_memory_that_a_dead_engine_never_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: after an update that broke off, the bucket's memory is kept; before, it is freed with each update."""
+    """D4: after an update that broke off, the bucket's memory is kept; before, it is freed with each
+    update."""
     made: list[torch.Tensor] = []
     sender = WeightSender(ModelWeights(linear_stack()), 0, torch.device("cuda"), "bfloat16", bucket_bytes=64)
-    monkeypatch.setattr(sender, "_memory_of_a_bucket", lambda: made.append(torch.empty(64, dtype=torch.uint8)) or made[-1])
+    monkeypatch.setattr(
+        sender, "_memory_of_a_bucket", lambda: made.append(torch.empty(64, dtype=torch.uint8)) or made[-1]
+    )
     lent = SimpleNamespace(export=lambda: None, release=lambda: None)
     places: list[int] = []
     monkeypatch.setattr(
-        "verl_rc.weight_sync.sender.share_bucket", lambda _, parts, memory: places.append(id(memory)) or (list(parts) and lent)
+        "verl_rc.weight_sync.sender.share_bucket",
+        lambda _, parts, memory: places.append(id(memory)) or (list(parts) and lent),
     )
     monkeypatch.setattr("verl_rc.weight_sync.sender.device_key", lambda _: "gpu")
     for interrupted, count in ((False, 1), (True, 2), (False, 2), (False, 2)):

@@ -79,11 +79,18 @@ def test_a_borrower_that_dies_leaves_the_memory_to_the_lender() -> None:
 
 
 def test_a_lender_that_is_killed_leaves_no_segment() -> None:
-    code = "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); time.sleep(3600)"
+    code = (
+        "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); "
+        "time.sleep(3600)"
+    )
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as lender:
         assert lender.stdout is not None
         path = lender.stdout.readline().split("'")[1]
@@ -105,7 +112,9 @@ def test_no_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shared_bucket.os, "posix_fallocate", refuse)
-    with pytest.raises(ValueError, match=r"room for a bucket of .*No space left.*update_weights_bucket_megabytes, or"):
+    with pytest.raises(
+        ValueError, match=r"room for a bucket of .*No space left.*update_weights_bucket_megabytes, or"
+    ):
         share_bucket(SPECS, PARTS)
 
 
@@ -130,7 +139,9 @@ def test_offers_of_all_ranks_make_one_handle() -> None:
         (["cpu@x", "cpu@y", "cpu@y"], ["cpu@y"], [False, True, False]),
     ],
 )
-def test_one_rank_offers_on_every_engine_device(ranks: list[str], engines: list[str], expected: list[bool]) -> None:
+def test_one_rank_offers_on_every_engine_device(
+    ranks: list[str], engines: list[str], expected: list[bool]
+) -> None:
     assert choose_offering_ranks(ranks, engines) == expected
 
 

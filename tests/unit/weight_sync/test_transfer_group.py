@@ -1,4 +1,5 @@
-"""A broadcast ends at its deadline when a member does not take part, also where the transport itself waits longer."""
+"""A broadcast ends at its deadline when a member does not take part, also where the transport itself waits
+longer."""
 
 import time
 from typing import Any

@@ -45,7 +45,9 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else str(value),
 )
-def test_attention_that_is_not_built_is_refused_by_name(config: Any, longest: int, problem: str | None) -> None:
+def test_attention_that_is_not_built_is_refused_by_name(
+    config: Any, longest: int, problem: str | None
+) -> None:
     """E4."""
     found = attention_problem(config, longest)
     if problem is None:
@@ -86,7 +88,10 @@ HEADS, KEY_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.3
 def packed_parts(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in sizes
+    ]
 
 
 def attention_by_loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -144,7 +149,10 @@ def test_the_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: True)
     boundaries = torch.tensor([0, 3, 4, 11, 15], dtype=torch.int32)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = [torch.empty(part.shape, dtype=torch.bfloat16, requires_grad=True) for part in packed_parts(torch.bfloat16)]
+        parts = [
+            torch.empty(part.shape, dtype=torch.bfloat16, requires_grad=True)
+            for part in packed_parts(torch.bfloat16)
+        ]
         index = torch.empty(sum(LENGTHS), dtype=torch.int64)
         layout = PackedLayout(index, index, boundaries, len(LENGTHS), max(LENGTHS))
         output, _ = packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout)
@@ -153,6 +161,8 @@ def test_the_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> N
         assert [part.grad is not None and part.grad.shape == part.shape for part in parts] == [True] * 3
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float32), (12, torch.bfloat16), (8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(8, torch.float32), (12, torch.bfloat16), (8, torch.bfloat16)]
+)
 def test_without_a_gpu_the_grid_is_used(head_dim: int, dtype: torch.dtype) -> None:
     assert not attention.runs_flash_kernels(torch.empty(1, 1, 1, head_dim, dtype=dtype))

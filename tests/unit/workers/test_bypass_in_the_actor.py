@@ -1,4 +1,5 @@
-"""The golden bypass losses through the actor's own update code, cut into micro-batches; the interpolated proximal policy."""
+"""The golden bypass losses through the actor's own update code, cut into micro-batches; the interpolated
+proximal policy."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,9 @@ class TablePolicy(PolicyWorker):
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path) -> Iterator[TablePolicy]:
-    worker = TablePolicy(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1)
+    worker = TablePolicy(
+        small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1
+    )
     worker.asked_for_squares = []
     yield worker
     worker.close()
@@ -48,9 +51,13 @@ def numbered_batch(case: dict[str, Any]) -> TrainBatch:
     return batch
 
 
-@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3, 4, 5]], [[3, 0], [5], [1, 2, 4], []]], ids=["whole", "in_parts"])
+@pytest.mark.parametrize(
+    "micro_batches", [[[0, 1, 2, 3, 4, 5]], [[3, 0], [5], [1, 2, 4], []]], ids=["whole", "in_parts"]
+)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_golden_gradient_and_metrics(worker: TablePolicy, case: dict[str, Any], micro_batches: list[list[int]]) -> None:
+def test_golden_gradient_and_metrics(
+    worker: TablePolicy, case: dict[str, Any], micro_batches: list[list[int]]
+) -> None:
     batch, expected = numbered_batch(case), case["expected"]
     worker._correction = case_config(case)
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
@@ -67,9 +74,14 @@ def test_golden_gradient_and_metrics(worker: TablePolicy, case: dict[str, Any], 
             assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case["config"]["loss_type"] == "reinforce"], ids=case_id)
-def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(worker: TablePolicy, case: dict[str, Any]) -> None:
-    """What ``explain`` says where a step is one update: bypass_mode with loss_type=reinforce saves the forward pass."""
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case["config"]["loss_type"] == "reinforce"], ids=case_id
+)
+def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
+    worker: TablePolicy, case: dict[str, Any]
+) -> None:
+    """What ``explain`` says where a step is one update: bypass_mode with loss_type=reinforce saves the
+    forward pass."""
     batch, table = numbered_batch(case), torch.tensor(case["log_probs"])
     config = case_config(case).model_copy(update={"bypass_mode": False})
     corrected = compute_rollout_correction(table, batch.rollout_log_probs, batch.response_mask, config)
@@ -83,7 +95,9 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(worker: Ta
     rows = int(counted.any(dim=-1).sum())
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), None)
-    torch.testing.assert_close(worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
@@ -106,7 +120,9 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     config, batch = RolloutCorrectionConfig(bypass_mode=True, diagnostics="full"), case_batch(case)
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor(case["log_probs"])
-    entropies, squares, varentropies = torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
+    entropies, squares, varentropies = (
+        torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
+    )
     batch.engines = torch.arange(len(table)) % 2
     correction = ActorCorrection(UpdateRequest(config, 0), worker._mesh)
     for moved in (0.0, 0.7):  # the second one comes after an update
@@ -138,10 +154,14 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
 
 
 @pytest.mark.parametrize("diagnostics", ["core", "full"])
-def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alone(worker: TablePolicy, diagnostics: str) -> None:
+def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alone(
+    worker: TablePolicy, diagnostics: str
+) -> None:
     case = CASES[0]
     batch = numbered_batch(case)
-    worker._correction = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "diagnostics": diagnostics})
+    worker._correction = RolloutCorrectionConfig.model_validate(
+        {"bypass_mode": True, "diagnostics": diagnostics}
+    )
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
@@ -163,16 +183,21 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
 
 
 def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: TablePolicy) -> None:
-    """The current policy stays here; in the second of two updates tokens of the step before are at 2/3, newer ones at 0."""
+    """The current policy stays here; in the second of two updates tokens of the step before are at 2/3, newer
+    ones at 0."""
     batch = numbered_batch(CASES[0])
     worker._correction = RolloutCorrectionConfig(proximal="interpolate", rollout_is="token")
     worker.table = torch.tensor(CASES[0]["log_probs"]).requires_grad_()
     rows, width = batch.response_mask.shape
-    batch.policy_versions = torch.where(torch.arange(rows)[:, None] % 2 == 0, 6, 7).expand(rows, width).contiguous()
+    batch.policy_versions = (
+        torch.where(torch.arange(rows)[:, None] % 2 == 0, 6, 7).expand(rows, width).contiguous()
+    )
     batch.scores, batch.old_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
-    request = UpdateRequest(worker._correction, policy_version=7, mini_batches=[share, share], compares_proximal=True)
+    request = UpdateRequest(
+        worker._correction, policy_version=7, mini_batches=[share, share], compares_proximal=True
+    )
     report = worker.update(batch, request)
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():

@@ -1,4 +1,5 @@
-"""Every policy loss through the actor's own update code: the same gradient however it is cut, and another one than PPO's."""
+"""Every policy loss through the actor's own update code: the same gradient however it is cut, and another one
+than PPO's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +24,16 @@ ROWS = list(range(len(LENGTHS)))
 OF_ONES_OWN = """
 def log_prob_loss(inputs):
     return inputs.reduce(-inputs.advantages * inputs.log_probs), {"actor/ppo_kl": inputs.mean_over_tokens(inputs.log_ratio)}
-"""
+"""  # noqa: E501
 NUMBERS = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}
 
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path) -> Iterator[PolicyWorker]:
     config = small_run_config(
-        model_folder, "algorithm.adv_estimator=optimal_token_baseline", "actor_rollout_ref.actor.optim.lr=0.01"
+        model_folder,
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.actor.optim.lr=0.01",
     )
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
     yield worker
@@ -55,11 +58,15 @@ def choose(worker: PolicyWorker, loss_mode: str) -> None:
 
 def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShare:
     counted = batch.response_mask.sum(-1)
-    return MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
+    return MiniBatchShare(
+        micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
+    )
 
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
-    worker.accumulate(batch, share_of(batch, micro_batches), ObjectiveTotals("actor", num_updates=1), correction=None)
+    worker.accumulate(
+        batch, share_of(batch, micro_batches), ObjectiveTotals("actor", num_updates=1), correction=None
+    )
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.discard_gradients()
     return flat
@@ -89,11 +96,15 @@ def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch)
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
         report = worker.update(batch, UpdateRequest(worker._correction, 0, [share_of(batch, [ROWS])]))
-        seconds = [metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"]
+        seconds = [
+            metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"
+        ]
         assert (len(seconds), sum(seconds) > 0) == (int(is_timed), is_timed)
 
 
-def test_the_optimal_baseline_gets_the_sums_of_squared_probabilities(worker: PolicyWorker, batch: TrainBatch) -> None:
+def test_the_optimal_baseline_gets_the_sums_of_squared_probabilities(
+    worker: PolicyWorker, batch: TrainBatch
+) -> None:
     """By Jensen's inequality they are at least exp(-entropy); and at most 1."""
     log_probs, entropies, squares, _ = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
     assert log_probs.shape == squares.shape

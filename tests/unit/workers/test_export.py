@@ -29,12 +29,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full(base: Path, tmp_path_factory: pytest.TempPathFactory) -> SmallCheckpoint:
-    return write_checkpoint(small_run_config(base, *CRITIC), tmp_path_factory.mktemp("full") / f"global_step_{STEP}")
+    return write_checkpoint(
+        small_run_config(base, *CRITIC), tmp_path_factory.mktemp("full") / f"global_step_{STEP}"
+    )
 
 
 @pytest.fixture(scope="module")
 def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> SmallCheckpoint:
-    return write_checkpoint(small_run_config(base, *CRITIC, *LORA), tmp_path_factory.mktemp("lora") / f"global_step_{STEP}")
+    return write_checkpoint(
+        small_run_config(base, *CRITIC, *LORA), tmp_path_factory.mktemp("lora") / f"global_step_{STEP}"
+    )
 
 
 def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
@@ -55,7 +59,9 @@ def test_the_policy_is_the_trained_one(full: SmallCheckpoint, tmp_path: Path) ->
     torch.testing.assert_close(found, full.outputs["actor"], atol=1e-5, rtol=1e-5)
 
 
-def test_the_tokenizer_and_the_generation_settings_are_the_base_models(full: SmallCheckpoint, base: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_and_the_generation_settings_are_the_base_models(
+    full: SmallCheckpoint, base: Path, tmp_path: Path
+) -> None:
     export_checkpoint(ExportRequest(full.folder, tmp_path / "out"))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
@@ -74,11 +80,15 @@ def test_without_a_precision_it_is_the_base_models(full: SmallCheckpoint, base: 
     moved = shutil.copytree(base, tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert export_checkpoint(ExportRequest(full.folder, tmp_path / "out", model=str(moved))).endswith("bfloat16")
+    assert export_checkpoint(ExportRequest(full.folder, tmp_path / "out", model=str(moved))).endswith(
+        "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("run", ["full", "lora"])
-def test_the_critic_gives_the_trained_values(run: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_the_critic_gives_the_trained_values(
+    run: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     checkpoint: SmallCheckpoint = request.getfixturevalue(run)
     export_checkpoint(ExportRequest(checkpoint.folder, tmp_path / "out", "critic"))
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -107,7 +117,9 @@ def test_adapters_are_merged_in(lora: SmallCheckpoint, base: Path, tmp_path: Pat
     untrained = logits_of(AutoModelForCausalLM.from_pretrained(base))
     assert (untrained - lora.outputs["actor"]).abs().max() > 0.1
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
-    weights = {name.removeprefix(f"{prefix}."): tensor.double() for name, tensor in lora.weights["actor"].items()}
+    weights = {
+        name.removeprefix(f"{prefix}."): tensor.double() for name, tensor in lora.weights["actor"].items()
+    }
     product = weights["lora_B.default.weight"] @ weights["lora_A.default.weight"]
     expected = weights["base_layer.weight"] + 12 / 4 * product
     written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"]
@@ -120,7 +132,11 @@ def test_the_adapter_alone_is_one_that_peft_loads(lora: SmallCheckpoint, base: P
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 12, str(base))
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    trained = {name.replace(".default", ""): value for name, value in lora.weights["actor"].items() if ".lora_" in name}
+    trained = {
+        name.replace(".default", ""): value
+        for name, value in lora.weights["actor"].items()
+        if ".lora_" in name
+    }
     assert tensors.keys() == trained.keys()
     assert all(torch.equal(tensors[name], value) for name, value in trained.items())
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
@@ -156,7 +172,9 @@ def test_a_base_model_that_does_not_fit(
     assert not any((tmp_path / "new").iterdir() if (tmp_path / "new").exists() else ())
 
 
-def test_a_crash_leaves_no_folder_of_that_name(full: SmallCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_leaves_no_folder_of_that_name(
+    full: SmallCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(source: object, folder: Path) -> None:
         assert (folder / "model.safetensors").exists()
         raise OSError("No space left on device")

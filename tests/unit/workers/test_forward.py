@@ -37,10 +37,14 @@ def test_scores_equal_the_plain_models(model_folder: Path, remove_padding: bool,
     model = load_causal_lm(str(model_folder), torch.float32)
     options = ForwardOptions(temperature, remove_padding)
     with torch.no_grad():
-        scores = score_tokens(model, make_tokens(PROMPTS, RESPONSES), options, with_entropy=True, with_sum_pi_squared=True)
+        scores = score_tokens(
+            model, make_tokens(PROMPTS, RESPONSES), options, with_entropy=True, with_sum_pi_squared=True
+        )
         expected = expected_scores(model_folder, temperature)
     for found, values in zip(
-        (scores.log_probs, scores.entropies, scores.sum_pi_squared, scores.varentropies), expected, strict=True
+        (scores.log_probs, scores.entropies, scores.sum_pi_squared, scores.varentropies),
+        expected,
+        strict=True,
     ):
         assert found is not None
         torch.testing.assert_close(found.double(), values, rtol=0, atol=2e-5)
@@ -58,7 +62,9 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = load_causal_lm(str(model_folder), torch.float32, gradient_checkpointing=checkpointing).train()
-        score_tokens(model, make_tokens(PROMPTS, RESPONSES), ForwardOptions(1.0), False).log_probs.sum().backward()
+        score_tokens(
+            model, make_tokens(PROMPTS, RESPONSES), ForwardOptions(1.0), False
+        ).log_probs.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-6)
 

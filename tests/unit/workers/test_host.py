@@ -1,4 +1,5 @@
-"""Cores come from the affinity mask and the CPU limits of cgroups, memory from the kernel and their memory host."""
+"""Cores come from the affinity mask and the CPU limits of cgroups, memory from the kernel and their memory
+host."""
 
 import os
 from pathlib import Path
@@ -29,7 +30,8 @@ def test_without_a_limit_the_affinity_mask_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "expected"), [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64)]
+    ("quota", "expected"),
+    [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64)],
 )
 def test_version_2(machine: Path, quota: str, expected: int) -> None:
     write(machine / "own", "0::/service/job\n")

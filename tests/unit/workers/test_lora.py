@@ -18,7 +18,9 @@ MODEL = "actor_rollout_ref.model"
 
 
 def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_folder: Path) -> None:
-    config = small_run_config(model_folder, f"{MODEL}.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=True")
+    config = small_run_config(
+        model_folder, f"{MODEL}.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=True"
+    )
     tokens = make_tokens([3, 6], [7, 2])
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
     try:
@@ -35,7 +37,9 @@ def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_fol
         with torch.no_grad():
             log_probs = log_softmax(base(ids[None]).logits[0].double(), dim=-1)
         expected = [float(log_probs[place - 1, ids[place]]) for place in range(prompt, prompt + response)]
-        torch.testing.assert_close(reference[row, :response].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            reference[row, :response].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0
+        )
         assert (reference[row, response:] == 0).all()
         assert (current[row, :response] - reference[row, :response]).abs().max() > 0.1
 
@@ -44,7 +48,10 @@ def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_fol
     ("given", "adapted"),
     [
         ({"target_modules": ["q_proj", "up_proj"]}, {"q_proj", "up_proj"}),
-        ({"exclude_modules": ["o_proj", "gate_proj", "down_proj"]}, {"q_proj", "k_proj", "v_proj", "up_proj"}),
+        (
+            {"exclude_modules": ["o_proj", "gate_proj", "down_proj"]},
+            {"q_proj", "k_proj", "v_proj", "up_proj"},
+        ),
     ],
 )
 def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
@@ -52,6 +59,8 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
 ) -> None:
     config = ModelConfig.model_validate({"path": "m", "lora_rank": 2, "lora_alpha": 6, **given})
     model = add_adapters(AutoModelForCausalLM.from_pretrained(model_folder), config)
-    layers = {name.rpartition(".")[2]: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers = {
+        name.rpartition(".")[2]: module for name, module in model.named_modules() if hasattr(module, "lora_A")
+    }
     assert layers.keys() == adapted
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}

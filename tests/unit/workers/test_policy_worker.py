@@ -1,4 +1,5 @@
-"""The gradient of one actor rank does not depend on how its rows are cut, packed or padded; the memory it reports."""
+"""The gradient of one actor rank does not depend on how its rows are cut, packed or padded; the memory it
+reports."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -51,9 +52,13 @@ def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize(
-    "limit", [MicroBatchLimit(max_rows=1), MicroBatchLimit(max_rows=4), MicroBatchLimit(max_tokens=13)], ids=str
+    "limit",
+    [MicroBatchLimit(max_rows=1), MicroBatchLimit(max_rows=4), MicroBatchLimit(max_tokens=13)],
+    ids=str,
 )
-def test_micro_batches_do_not_change_the_gradient(worker: PolicyWorker, mode: str, limit: MicroBatchLimit) -> None:
+def test_micro_batches_do_not_change_the_gradient(
+    worker: PolicyWorker, mode: str, limit: MicroBatchLimit
+) -> None:
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode})
     batch = make_train_batch(LENGTHS, REJECTED)
     whole = gradient(worker, batch, [list(range(len(LENGTHS)))])
@@ -103,7 +108,9 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 
 def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS)
-    log_probs, entropies, squares, varentropies = worker.compute_log_probs(batch.tokens, [[0, 1], [2, 3, 4, 5]])
+    log_probs, entropies, squares, varentropies = worker.compute_log_probs(
+        batch.tokens, [[0, 1], [2, 3, 4, 5]]
+    )
     some = batch.response_mask
     assert bool((log_probs[some].exp().square() < squares[some]).all())
     assert bool((-squares[some].log() < entropies[some]).all())  # Renyi's entropies fall with their order
@@ -113,7 +120,9 @@ def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
-    report = worker.update(batch, UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
+    report = worker.update(
+        batch, UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)])
+    )
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
@@ -122,10 +131,13 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
 
 
 def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(worker: PolicyWorker) -> None:
-    """Each optimizer step reads its gradient norm, the update its metrics; each forward reads the sizes that it packs rows by."""
+    """Each optimizer step reads its gradient norm, the update its metrics; each forward reads the sizes that
+    it packs rows by."""
     batch = make_train_batch(LENGTHS, REJECTED)
     kept = batch.response_mask.sum(-1)
-    share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
+    share = MiniBatchShare(
+        [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
+    )
     request = UpdateRequest(worker._correction, policy_version=0, mini_batches=[share, share])
     with HostReads() as reads:
         worker.update(batch, request)
@@ -139,7 +151,11 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
 def test_the_machine_has_memory_and_uses_some(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = host_memory()
     assert 1 << 28 < memory["MemAvailable"] < memory["MemTotal"] < 1 << 50
-    used = {"MemTotal": 24 << 30, "MemAvailable": 21 << 30, "MemFree": 1 << 30}  # other processes would move the real numbers
+    used = {
+        "MemTotal": 24 << 30,
+        "MemAvailable": 21 << 30,
+        "MemFree": 1 << 30,
+    }  # other processes would move the real numbers
     monkeypatch.setattr("verl_rc.workers.policy_worker.host_memory", lambda: used)
     assert reduce_metrics(memory_metrics(torch.device("cpu"))) == {"perf/cpu_memory_used_gb": 3.0}
 

@@ -19,7 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worker(folder: Path, **fields: object) -> RewardModelWorker:
-    return RewardModelWorker(RewardModelConfig.model_validate({"enable": True, "model_path": str(folder), **fields}))
+    return RewardModelWorker(
+        RewardModelConfig.model_validate({"enable": True, "model_path": str(folder), **fields})
+    )
 
 
 def test_scores_are_the_models_logits_whatever_the_batch(folder: Path) -> None:
@@ -32,14 +34,17 @@ def test_scores_are_the_models_logits_whatever_the_batch(folder: Path) -> None:
         expected.append(float(model(torch.tensor([bytes_and_end])).logits[0, 0].detach()))
     assert len({round(value, 3) for value in expected}) == 4
     for size in (1, 3, 8):
-        assert worker(folder, micro_batch_size_per_gpu=size).score(conversations) == pytest.approx(expected, abs=1e-5)
+        assert worker(folder, micro_batch_size_per_gpu=size).score(conversations) == pytest.approx(
+            expected, abs=1e-5
+        )
 
 
 def test_long_conversations_get_a_reason_and_the_others_their_score(folder: Path) -> None:
     texts = [conversation("1", "2"), conversation("1", 30 * "23"), conversation("1", "2")]
     first, long, last = worker(folder, max_length=8).score(texts)
     assert long == (
-        "a conversation must have at most 8 tokens (reward.reward_model.max_length, or what the model's positions allow), got 63"
+        "a conversation must have at most 8 tokens (reward.reward_model.max_length, or what the model's "
+        "positions allow), got 63"
     )
     assert first == last == pytest.approx(worker(folder).score(texts[:1])[0], abs=1e-5)
     fits, is_over = worker(folder).score([texts[1], conversation("1", 31 * "23")])
@@ -60,15 +65,22 @@ def test_other_models_are_refused(tmp_path: Path, folder: Path) -> None:
         worker(two)
     policy = write_small_model(tmp_path / "policy")
     AutoTokenizer.from_pretrained(folder).save_pretrained(policy)
-    with pytest.raises(ValueError, match=r"must be a trained sequence classifier, but .* lacks the weights \['score.weight'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be a trained sequence classifier, but .* lacks the weights \['score.weight'\]",
+    ):
         worker(policy)
 
 
-def test_precision_device_and_code_of_its_own_are_as_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_device_and_code_of_its_own_are_as_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert worker(folder, dtype="bfloat16")._model.dtype == torch.bfloat16
     asked: list[object] = []
     monkeypatch.setattr(reward_model_worker, "load_tokenizer", lambda path, trust: asked.append(trust))
-    monkeypatch.setattr(reward_model_worker, "trainer_device", lambda kind: asked.append(kind) or torch.device("cpu"))
+    monkeypatch.setattr(
+        reward_model_worker, "trainer_device", lambda kind: asked.append(kind) or torch.device("cpu")
+    )
     for given in ({}, {"trust_remote_code": True, "n_gpus_per_node": 1}):
         with pytest.raises(AttributeError):  # of the tokenizer, which is None here
             worker(folder, **given)

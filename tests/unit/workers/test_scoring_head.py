@@ -1,4 +1,5 @@
-"""The forward pass that ends in scores: the plain model's scores and gradients; models with other output layers are refused."""
+"""The forward pass that ends in scores: the plain model's scores and gradients; models with other output
+layers are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,11 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
     ids=["plain", "tied", "divided", "multiplied and tied", "with bias"],
 )
 def test_scores_and_gradients_equal_those_of_all_logits_at_once(
-    config: PreTrainedConfig, remove_padding: bool, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PreTrainedConfig,
+    remove_padding: bool,
+    elements: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_causal_lm(write(config, tmp_path), torch.float32)
     log_probs, entropies = unfused_scores(model, 0.7)
@@ -108,18 +113,24 @@ def test_with_adapters_the_adapters_learn_and_without_them_it_is_the_base_model(
         if ".lora_" in name:
             nn.init.normal_(parameter, std=0.2)
     expected = gradients(model, unfused_scores(model, 1.0)[0].sum())
-    found = gradients(model, score_tokens(model, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs.sum())
+    found = gradients(
+        model, score_tokens(model, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs.sum()
+    )
     assert all(".lora_" in name for name in found)
     assert_same_gradients(found, expected)
     with torch.no_grad(), adapters_off(model):
         without = score_tokens(model, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs
         base = load_causal_lm(str(model_folder), torch.float32)
-        assert torch.equal(without, score_tokens(base, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs)
+        assert torch.equal(
+            without, score_tokens(base, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs
+        )
 
 
 def test_soft_caps_are_refused_by_name(tmp_path: Path) -> None:
     folder = write(Gemma2Config(**SIZES, head_dim=8), tmp_path)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes them .*'final_logit_softcapping': 30\.0"):
+    with pytest.raises(
+        ValueError, match=r"Gemma2ForCausalLM changes them .*'final_logit_softcapping': 30\.0"
+    ):
         load_causal_lm(folder, torch.float32)
 
 

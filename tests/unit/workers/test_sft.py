@@ -1,4 +1,5 @@
-"""The warm start: its loss and accuracy against plain loops, its invariances, its early stop and what it saves."""
+"""The warm start: its loss and accuracy against plain loops, its invariances, its early stop and what it
+saves."""
 
 import io
 import random
@@ -16,7 +17,18 @@ from verl_rc.config.sft import SftConfig
 from verl_rc.data.tokenize import WorkedExample
 from verl_rc.workers.sft import answer_logits, load_sft, train_sft, train_step, validate
 
-SMALL = ["--num_layers", "2", "--hidden_size", "32", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "64"]
+SMALL = [
+    "--num_layers",
+    "2",
+    "--hidden_size",
+    "32",
+    "--num_heads",
+    "2",
+    "--num_kv_heads",
+    "1",
+    "--intermediate_size",
+    "64",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +44,17 @@ def make_setup(model_folder, tmp_path):
 
     def make(num_examples=64, **changes):
         drawn = random.Random(0)
-        questions = ["".join(drawn.choices("0123456789", k=drawn.choice([1, 2, 3]))) for _ in range(num_examples)]
+        questions = [
+            "".join(drawn.choices("0123456789", k=drawn.choice([1, 2, 3]))) for _ in range(num_examples)
+        ]
         rows = [{"messages": [{"role": r, "content": q} for r in ("user", "assistant")]} for q in questions]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sft.parquet")
         tree = {
             "model": {"path": str(model_folder)},
-            "data": {"train_files": str(tmp_path / "sft.parquet"), "val_files": str(tmp_path / "sft.parquet")},
+            "data": {
+                "train_files": str(tmp_path / "sft.parquet"),
+                "val_files": str(tmp_path / "sft.parquet"),
+            },
             "trainer": {"output_dir": str(tmp_path / "trained")},
         }
         tree["data"]["train_batch_size"] = 16
@@ -54,7 +71,9 @@ def quiet() -> Console:
 
 
 def reference(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
 
 
 def mean_answer_loss(model: torch.nn.Module, examples: list[WorkedExample]) -> float:
@@ -63,7 +82,9 @@ def mean_answer_loss(model: torch.nn.Module, examples: list[WorkedExample]) -> f
     for example in examples:
         tokens = example.prompt_token_ids + example.answer_token_ids
         log_probs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        losses += [-float(log_probs[i - 1, tokens[i]]) for i in range(len(example.prompt_token_ids), len(tokens))]
+        losses += [
+            -float(log_probs[i - 1, tokens[i]]) for i in range(len(example.prompt_token_ids), len(tokens))
+        ]
     return sum(losses) / len(losses)
 
 
@@ -91,7 +112,10 @@ def test_accuracy_is_that_of_greedy_decoding(make_setup, model_folder):
         WorkedExample(e.prompt_token_ids, greedy(model, e.prompt_token_ids, 1 + index % 4))
         for index, e in enumerate(setup.held_out)
     ]
-    wrong = [WorkedExample(e.prompt_token_ids, [*e.answer_token_ids[:-1], (e.answer_token_ids[-1] + 1) % 258]) for e in right[:5]]
+    wrong = [
+        WorkedExample(e.prompt_token_ids, [*e.answer_token_ids[:-1], (e.answer_token_ids[-1] + 1) % 258])
+        for e in right[:5]
+    ]
     setup.held_out[:] = [*wrong, *right[5:]]
     assert validate(setup).accuracy == pytest.approx(11 / 16)
 
@@ -136,7 +160,10 @@ def test_it_learns_stops_early_and_saves_what_it_learnt(make_setup):
     assert f"held-out accuracy {result.validation.accuracy:.3f}" in lines[-1]
     saved = reference(result.folder)
     assert mean_answer_loss(saved, setup.held_out) == pytest.approx(result.validation.loss, rel=1e-4)
-    assert AutoTokenizer.from_pretrained(result.folder)("407=")["input_ids"] == setup.tokenizer("407=")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(result.folder)("407=")["input_ids"]
+        == setup.tokenizer("407=")["input_ids"]
+    )
     assert saved.generation_config.eos_token_id == setup.tokenizer.eos_token_id
 
 
@@ -152,7 +179,9 @@ def test_an_accuracy_that_is_not_reached_is_said(make_setup):
     setup = make_setup(trainer__total_training_steps=1, trainer__stop_at_accuracy=1.0)
     console = quiet()
     assert train_sft(setup, console).steps == 1
-    assert "below trainer.stop_at_accuracy=1.0: raise trainer.total_training_steps=1" in console.file.getvalue()
+    assert (
+        "below trainer.stop_at_accuracy=1.0: raise trainer.total_training_steps=1" in console.file.getvalue()
+    )
 
 
 def test_a_loss_that_is_no_number_stops_the_run(make_setup):

@@ -1,4 +1,5 @@
-"""Actor and critic, each alone: what is saved comes back, whether it was written at once or beside what changed meanwhile."""
+"""Actor and critic, each alone: what is saved comes back, whether it was written at once or beside what
+changed meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,9 @@ def weights(worker: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("kind", [PolicyWorker, CriticWorker])
-def test_what_is_saved_comes_back(model_folder: Path, tmp_path: Path, kind: type[Learner], async_save: bool) -> None:
+def test_what_is_saved_comes_back(
+    model_folder: Path, tmp_path: Path, kind: type[Learner], async_save: bool
+) -> None:
     own = f"actor_rollout_ref.actor.checkpoint.async_save={async_save}"
     config = small_run_config(model_folder, "algorithm.adv_estimator=gae", own)
     worker = kind(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)  # type: ignore[call-arg]
@@ -45,7 +48,9 @@ def test_what_is_saved_comes_back(model_folder: Path, tmp_path: Path, kind: type
 
 
 def test_shards_come_back_when_what_needed_whole_sizes_fails(model_folder: Path) -> None:
-    worker = PolicyWorker(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1)
+    worker = PolicyWorker(
+        small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1
+    )
     try:
         module = worker.model.module
         before = dict(module.named_parameters())
@@ -64,10 +69,13 @@ def test_shards_come_back_when_what_needed_whole_sizes_fails(model_folder: Path)
 def test_what_is_freed_is_given_back_after_every_use(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines and other roles on the same GPU are other processes; the device is a CPU that is taken for a GPU."""
+    """Engines and other roles on the same GPU are other processes; the device is a CPU that is taken for a
+    GPU."""
     given_back: list[str] = []
     monkeypatch.setattr(ShardedModel, "_rest", lambda model: given_back.append("loaded"))
-    worker = PolicyWorker(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
+    worker = PolicyWorker(
+        small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10
+    )
     try:
         assert given_back == ["loaded"]
         monkeypatch.undo()

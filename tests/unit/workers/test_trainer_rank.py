@@ -1,4 +1,5 @@
-"""Roles that share a process compute what each computes alone, to the bit: the process group is one, random numbers are not."""
+"""Roles that share a process compute what each computes alone, to the bit: the process group is one, random
+numbers are not."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,11 @@ class Alone:
 
 
 def start(folder: Path, *roles: str, more: Sequence[str] = ()) -> TrainerRank | Alone:
-    learns = ("critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=0.01")
+    learns = (
+        "critic.enable=True",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+    )
     precision = [f"{role}.fsdp_config.dtype=float32" for role in ("critic", "actor_rollout_ref.ref")]
     config = small_run_config(folder, *learns, *precision, *more)
     address = RankAddress(0, 1, "127.0.0.1", free_port())
@@ -77,7 +82,12 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     if role == "critic":
         values = torch.zeros_like(batch.returns)
         returns = torch.where(batch.response_mask, 1.0, 0.0)
-        rank.call("critic", "update", CriticBatch(batch.tokens, batch.response_mask, values, returns, batch_size=[4]), [share])
+        rank.call(
+            "critic",
+            "update",
+            CriticBatch(batch.tokens, batch.response_mask, values, returns, batch_size=[4]),
+            [share],
+        )
 
 
 def trained(folder: Path, *roles: str) -> dict[str, torch.Tensor]:
@@ -94,7 +104,9 @@ def trained(folder: Path, *roles: str) -> dict[str, torch.Tensor]:
             train(rank, role, batch)
     for role in roles:
         module = rank._workers[role].model.module
-        found[f"{role}'s weights"] = torch.cat([whole(parameter).flatten() for parameter in module.parameters()])
+        found[f"{role}'s weights"] = torch.cat(
+            [whole(parameter).flatten() for parameter in module.parameters()]
+        )
     rank.close()
     return found
 
@@ -108,7 +120,9 @@ def test_a_role_does_not_notice_the_others(with_dropout: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [(), ("actor_rollout_ref.model.enable_gradient_checkpointing=True",)])
-def test_a_cpu_recomputes_activations_only_where_it_is_told_to(model_folder: Path, told: Sequence[str]) -> None:
+def test_a_cpu_recomputes_activations_only_where_it_is_told_to(
+    model_folder: Path, told: Sequence[str]
+) -> None:
     rank = start(model_folder, "actor", "critic", more=told)
     modules = [rank._workers[role].model.module for role in ("actor", "critic")]
     assert [module.is_gradient_checkpointing for module in modules] == [bool(told)] * 2
@@ -118,7 +132,12 @@ def test_a_cpu_recomputes_activations_only_where_it_is_told_to(model_folder: Pat
 def test_the_seed_of_the_run_decides_how_adapters_start(model_folder: Path) -> None:
     def adapters(seed: int) -> torch.Tensor:
         torch.manual_seed(1234)  # a process may have drawn any number before
-        rank = start(model_folder, "actor", "critic", more=("actor_rollout_ref.model.lora_rank=2", f"trainer.seed={seed}"))
+        rank = start(
+            model_folder,
+            "actor",
+            "critic",
+            more=("actor_rollout_ref.model.lora_rank=2", f"trainer.seed={seed}"),
+        )
         named = rank._workers["actor"].model.module.named_parameters()
         found = torch.cat([whole(parameter).flatten() for name, parameter in named if ".lora_A." in name])
         rank.close()
@@ -128,7 +147,9 @@ def test_the_seed_of_the_run_decides_how_adapters_start(model_folder: Path) -> N
     assert not torch.equal(adapters(1), adapters(2))
 
 
-def test_a_role_that_is_resumed_goes_on_with_its_own_random_numbers(with_dropout: Path, tmp_path: Path) -> None:
+def test_a_role_that_is_resumed_goes_on_with_its_own_random_numbers(
+    with_dropout: Path, tmp_path: Path
+) -> None:
     """A checkpoint holds the generator of each; the critic's is loaded after the actor's."""
     batch = make_train_batch([7, 2, 5, 6])
     batch.ref_log_prob = batch.old_log_probs

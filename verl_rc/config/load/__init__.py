@@ -1,7 +1,7 @@
 """From command line and YAML to a valid configuration: the only package that knows Hydra and OmegaConf.
 
-Hydra composes what was *given* (files, groups and overrides, over an empty tree, so that nothing has two defaults); the
-schema adds the defaults and decides.
+Hydra composes what was *given* (files, groups and overrides, over an empty tree, so that nothing has two
+defaults); the schema adds the defaults and decides.
 """
 
 import sys
@@ -35,21 +35,23 @@ def load_run_config(arguments: Sequence[str]) -> RunConfig:
 
 
 def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
-    """Compose and validate any schema. ``arguments`` as on the command line: overrides, choices of groups, ``--config-name``,
-    ``--config-path`` and ``--config-dir``.
+    """Compose and validate any schema. ``arguments`` as on the command line: overrides, choices of groups,
+    ``--config-name``, ``--config-path`` and ``--config-dir``.
 
     Raises ``ConfigError`` for invalid arguments, unknown keys and invalid values.
     """
     given = parse(arguments)
     command = next((name for name in COMMANDS if getattr(given, name)), None)
     if command is not None:
-        raise ConfigError(f"--{command.replace('_', '-')} belongs to python -m verl_rc.main_ppo; drop it here.")
+        raise ConfigError(
+            f"--{command.replace('_', '-')} belongs to python -m verl_rc.main_ppo; drop it here."
+        )
     return _load(schema, given)
 
 
 def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
-    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for
-    Ctrl-C.
+    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130
+    for Ctrl-C.
     """
     try:
         given = parse(sys.argv[1:])
@@ -99,18 +101,23 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], given: Namespa
     configs = [_checked(config) for config in _in_folders_of_their_own(configs)]
     common = set.intersection(*map(set, sweep))
     for number, (overrides, config) in enumerate(zip(sweep, configs, strict=True), start=1):
-        chosen = [override_without_secrets(override).lstrip("+") for override in overrides if override not in common]
+        chosen = [
+            override_without_secrets(override).lstrip("+") for override in overrides if override not in common
+        ]
         sys.stderr.write(f"run {number} of {len(configs)}: {' '.join(chosen)}\n")
         run(config)
 
 
 def _in_folders_of_their_own(configs: Sequence[Schema]) -> list[Schema]:
-    """The configurations of a sweep; runs with the same folder get a subfolder each, so that none resumes from another."""
+    """The configurations of a sweep; runs with the same folder get a subfolder each, so that none resumes
+    from another."""
     leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"
     sections = [cast(Any, config).trainer for config in configs]
     taken = Counter(getattr(section, leaf) for section in sections)
     return [
-        config.model_copy(update={"trainer": section.model_copy(update={leaf: f"{getattr(section, leaf)}/{number}"})})
+        config.model_copy(
+            update={"trainer": section.model_copy(update={leaf: f"{getattr(section, leaf)}/{number}"})}
+        )
         if taken[getattr(section, leaf)] > 1
         else config
         for number, (config, section) in enumerate(zip(configs, sections, strict=True))

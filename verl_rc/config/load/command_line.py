@@ -1,4 +1,5 @@
-"""The command line: Hydra's options and overrides in any order, and the output of options that print instead of running."""
+"""The command line: Hydra's options and overrides in any order, and the output of options that print instead
+of running."""
 
 import sys
 import textwrap
@@ -40,7 +41,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
         raise ConfigError(f"at most one of {', '.join(named)} may be given; drop the others.")
     if given.experimental_rerun is not None:
         raise ConfigError(
-            "--experimental-rerun is refused: give a run's resolved_config.yaml with --config-dir and --config-name."
+            "--experimental-rerun is refused: give a run's resolved_config.yaml with --config-dir and "
+            "--config-name."
         )
     if (given.resolve or given.package is not None) and given.cfg is None:
         raise ConfigError("--resolve and --package belong to --cfg job|hydra|all; add it, or drop them.")
@@ -57,20 +59,27 @@ def parse(arguments: Sequence[str]) -> Namespace:
 def sources_of(given: Namespace) -> list[str]:
     """The options that name folders and files, as typed on a command line."""
     names = ("config_name", "config_path", "config_dir")
-    return [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names if getattr(given, name) is not None]
+    return [
+        f"--{name.replace('_', '-')}={getattr(given, name)}"
+        for name in names
+        if getattr(given, name) is not None
+    ]
 
 
 def _check_folder(option: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{option} must name an existing folder, got {shortened(str(folder))!r}.")
     if next(folder.rglob("*.yaml"), None) is None:
-        raise ConfigError(f"{option} must name a folder of .yaml files, but there is none in {shortened(str(folder))!r}.")
+        raise ConfigError(
+            f"{option} must name a folder of .yaml files, but there is none in {shortened(str(folder))!r}."
+        )
 
 
 def _refuse(message: str) -> NoReturn:
     what, _, unknown = message.partition("unrecognized arguments: ")
     raise ConfigError(
-        "options are --config-name, --config-dir, --config-path, --cfg, --info, --multirun and others that --help lists; "
+        "options are --config-name, --config-dir, --config-path, --cfg, --info, --multirun and others that "
+        "--help lists; "
         f"{what}{f'got {shortened(unknown)!r}' if unknown else ''}."
     )
 
@@ -86,7 +95,7 @@ Options, as in Hydra:
   --config-path DIR      look for them in DIR first
   --config-name NAME     begin with the file NAME.yaml
   --shell-completion install=bash, --hydra-help, --version
-"""
+"""  # noqa: E501
 
 
 def show(schema: type[BaseModel], given: Namespace, prog: str) -> bool:
@@ -115,7 +124,9 @@ def _show(schema: type[BaseModel], given: Namespace, prog: str) -> None:
     else:
         prepared = prepare(schema, composer, given.overrides)
         overrides = [*prepared.of_files, *prepared.keys]
-        loader.load_configuration(composer.primary, overrides, RunMode.RUN)  # raises where Hydra would print and exit with 1
+        loader.load_configuration(
+            composer.primary, overrides, RunMode.RUN
+        )  # raises where Hydra would print and exit with 1
         if given.cfg:
             hydra.show_cfg(composer.primary, overrides, given.cfg, given.package, given.resolve)
         else:
@@ -165,9 +176,11 @@ def _help(composer: Composer, prog: str, is_run: bool) -> str:
         parts += [_choices(group, composer.loader.get_group_options(group)) for group in groups]
     if is_run:
         parts.append(
-            f"\nFor example: python -m {prog} task=digits hardware=cpu correction=decoupled_seq_is trainer.seed=2\n"
+            f"\nFor example: python -m {prog} task=digits hardware=cpu correction=decoupled_seq_is "
+            "trainer.seed=2\n"
             f"Every key with its default and meaning: {CONFIGS.resolve() / 'reference.yaml'}\n"
-            "What presets of correction stand for: verl-rc presets. What a run will do: verl-rc explain, with the same arguments."
+            "What presets of correction stand for: verl-rc presets. What a run will do: verl-rc explain, "
+            "with the same arguments."
         )
     return "\n".join(parts) + "\n"
 

@@ -33,11 +33,14 @@ _VERL_TRAINERS = {
     f"ppo_{name}_trainer": f"{name} is not supported; drop --config-name for FSDP"
     for name in ("megatron", "veomni", "torchtitan", "automodel")
 }
-_UNDERSCORED = re.compile(r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-9._]+)\s*(?:#.*)?$", re.MULTILINE)
+_UNDERSCORED = re.compile(
+    r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-9._]+)\s*(?:#.*)?$", re.MULTILINE
+)
 
 
 class Composer:
-    """Hydra's composition over the folders of a command line and, with ``has_groups``, the package's groups."""
+    """Hydra's composition over the folders of a command line and, with ``has_groups``, the package's
+    groups."""
 
     def __init__(self, given: Namespace, has_groups: bool) -> None:
         name = given.config_name or (_PPO if has_groups else _EMPTY)
@@ -67,7 +70,8 @@ class Composer:
         return [group for group in self.hydra.list_all_config_groups() if not group.startswith("hydra")]
 
     def prepare_groups(self, overrides: Sequence[str]) -> list[str]:
-        """Group choices in Hydra's grammar: ``+`` for a group that is not in the defaults list, ``~`` for no choice.
+        """Group choices in Hydra's grammar: ``+`` for a group that is not in the defaults list, ``~`` for no
+        choice.
 
         Raises ``ConfigError`` for a choice that does not exist and for a group that is given twice.
         """
@@ -76,17 +80,26 @@ class Composer:
         for group, times in Counter(map(_key_of, overrides)).items():
             if times > 1:
                 given = " and ".join(override for override in overrides if _key_of(override) == group)
-                raise ConfigError(f"the group {group} must be given once, got {given}; drop one, or set single keys over it.")
+                raise ConfigError(
+                    f"the group {group} must be given once, got {given}; drop one, or set single keys over "
+                    "it."
+                )
         listed = self._listed_groups(self.primary)
-        return [self._prepare_group(override, listed) for override in OverridesParser.create().parse_overrides([*overrides])]
+        return [
+            self._prepare_group(override, listed)
+            for override in OverridesParser.create().parse_overrides([*overrides])
+        ]
 
     def _listed_groups(self, primary: str) -> list[str]:
         """The groups for which the defaults list of a primary configuration has a place, in its order."""
-        from_last_to_first = self.loader.compute_defaults_list(primary, [], RunMode.RUN).overrides.known_choices
+        from_last_to_first = self.loader.compute_defaults_list(
+            primary, [], RunMode.RUN
+        ).overrides.known_choices
         return [*reversed(from_last_to_first)]
 
     def _run_file_with_groups(self) -> str:
-        """A primary configuration of the run file and, over it, the package's groups that it has no place for.
+        """A primary configuration of the run file and, over it, the package's groups that it has no place
+        for.
 
         Over it, because the command line, which chooses from them, wins over files.
         """
@@ -108,13 +121,15 @@ class Composer:
             if not self.loader.repository.config_exists(f"{override.key_or_group}/{choice}"):
                 choices = self.loader.get_group_options(override.key_or_group)
                 raise ConfigError(
-                    f"{key} must be one of {', '.join(choices)}; got {shortened(str(choice))!r}, did you mean "
+                    f"{key} must be one of {', '.join(choices)}; got {shortened(str(choice))!r}, did you "
+                    "mean "
                     f"{nearest_key(str(choice), choices)}?"
                 )
         return text if key in listed else f"+{text}"
 
     def compose(self, of_files: Sequence[str], keys: Sequence[str]) -> DictConfig:
-        """The tree of files and groups chosen by the overrides ``of_files``, with the overrides ``keys`` applied to it."""
+        """The tree of files and groups chosen by the overrides ``of_files``, with the overrides ``keys``
+        applied to it."""
         parser = OverridesParser.create()
         for override in parser.parse_overrides([*of_files, *keys]):
             if override.is_sweep_override():
@@ -151,11 +166,17 @@ def _tree_of_package(primary: str, has_groups: bool, overrides: tuple[str, ...])
 
 
 def _search_path(given: Namespace, has_groups: bool) -> ConfigSearchPath:
-    """Where Hydra looks for files, in this order: --config-path, --config-dir, the package's folder, and the presets.
+    """Where Hydra looks for files, in this order: --config-path, --config-dir, the package's folder, and the
+    presets.
 
-    Hydra would let --config-path take the place of the package's folder; users of it want the groups all the same.
+    Hydra would let --config-path take the place of the package's folder; users of it want the groups all the
+    same.
     """
-    folders = {"main": given.config_path, "command-line": given.config_dir, "verl_rc": str(CONFIGS) if has_groups else None}
+    folders = {
+        "main": given.config_path,
+        "command-line": given.config_dir,
+        "verl_rc": str(CONFIGS) if has_groups else None,
+    }
     path = create_config_search_path(None)
     for provider, folder in folders.items():
         if folder is not None:
@@ -173,7 +194,9 @@ def _store_presets() -> None:
     store = ConfigStore.instance()
     for preset in PRESETS:
         node = {"algorithm": {"rollout_correction": {"preset": preset}}}
-        store.store(group="correction", name=preset, node=node, package="_global_", provider="verl_rc presets")
+        store.store(
+            group="correction", name=preset, node=node, package="_global_", provider="verl_rc presets"
+        )
 
 
 def _key_of(override: str) -> str:
@@ -188,6 +211,7 @@ def _refuse_unquoted_thresholds(folder: Path) -> None:
             if isinstance(yaml.safe_load(found[2]), str):
                 continue
             raise ConfigError(
-                f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its underscore: "
+                f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its "
+                "underscore: "
                 f'write {found[1]}: "{found[2]}".'
             )

@@ -1,4 +1,5 @@
-"""Values given by files, groups and raw overrides as a plain tree of schema keys, and their errors as sentences."""
+"""Values given by files, groups and raw overrides as a plain tree of schema keys, and their errors as
+sentences."""
 
 import contextlib
 import re
@@ -27,7 +28,9 @@ CORRECTION = "algorithm.rollout_correction"
 PRESET = f"{CORRECTION}.preset"
 """A key of the loader, not of the schema; the loader replaces it by other keys."""
 
-_TEXT_KEYS = tuple(f"{CORRECTION}.{leaf}" for leaf in ("rollout_rs", "rollout_rs_threshold", "rollout_is_threshold"))
+_TEXT_KEYS = tuple(
+    f"{CORRECTION}.{leaf}" for leaf in ("rollout_rs", "rollout_rs_threshold", "rollout_is_threshold")
+)
 _SEARCH_PATH = "hydra.searchpath"
 
 
@@ -77,19 +80,25 @@ def unreadable(error: Exception, overrides: Sequence[str]) -> str:
     culprit = next((override.lstrip("+") for override in overrides if _parsing_fails(override)), None)
     if culprit is not None:
         return (
-            f"the overrides cannot be read: {shortened(culprit)!r} must be key=value in Hydra's grammar, in which a value with "
-            f"special characters stands in quotes of its own, in a shell 'key=\"value\"'. Hydra says: {shortened(reason)}."
+            f"the overrides cannot be read: {shortened(culprit)!r} must be key=value in Hydra's grammar, in "
+            "which a value with "
+            "special characters stands in quotes of its own, in a shell 'key=\"value\"'. Hydra says: "
+            f"{shortened(reason)}."
         )
     if "Could not delete" in reason:
         return (
-            f"the overrides cannot be read: {reason.rstrip('.')}. ~key takes back what a run file or a group gave, and none gave "
+            f"the overrides cannot be read: {reason.rstrip('.')}. ~key takes back what a run file or a group "
+            "gave, and none gave "
             "this; drop it."
         )
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is not None:
         return f"{mark.name}, line {mark.line + 1}, must be YAML: {error}".split("\n", maxsplit=1)[0] + "."
     key = re.search(r"full_key: (\S+)", str(error))
-    return f"the configuration cannot be composed: {shortened(reason.rstrip('.'))}{f' (at {key[1]})' if key else ''}."
+    return (
+        "the configuration cannot be composed: "
+        f"{shortened(reason.rstrip('.'))}{f' (at {key[1]})' if key else ''}."
+    )
 
 
 def _prepare_key(override: str) -> str:
@@ -100,7 +109,9 @@ def _prepare_key(override: str) -> str:
     if key in _TEXT_KEYS and value and value[0] not in "'\"[{" and value not in ("null", "None"):
         if not value.startswith("choice("):
             value = "'" + value.replace("\\", "").replace("'", "\\'") + "'"
-    elif value[:2] in ("'[", '"[') and value[-2:] == f"]{value[0]}":  # a list that a shell handed over with its quotes
+    elif (
+        value[:2] in ("'[", '"[') and value[-2:] == f"]{value[0]}"
+    ):  # a list that a shell handed over with its quotes
         value = value[1:-1]
     if value.startswith("~"):
         value = f"'{value}'"
@@ -114,7 +125,8 @@ def _check_override(schema: type[BaseModel], composer: Composer, key: str) -> No
     nearest = nearest_key(key, [*groups, *schema.model_fields])
     if nearest in groups:
         raise ConfigError(
-            f"{shortened(key)} is not a known key or config group; the nearest is the group {nearest} of {', '.join(groups)}."
+            f"{shortened(key)} is not a known key or config group; the nearest is the group {nearest} of "
+            f"{', '.join(groups)}."
         )
     raise ConfigError(_unknown(schema, key))
 
@@ -125,7 +137,10 @@ def _is_known(schema: type[BaseModel], key: str) -> bool:
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
     known = [*known_keys(schema), *([PRESET] if schema is RunConfig else [])]
-    return f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, known)}. All keys: docs/configuration.md."
+    return (
+        f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, known)}. All keys: "
+        "docs/configuration.md."
+    )
 
 
 def _parsing_fails(override: str) -> bool:
@@ -146,7 +161,8 @@ def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
             refuse_huge_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             raise ConfigError(
-                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
+                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; "
+                "lower it."
             )
 
 
@@ -161,7 +177,9 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
     key, given, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
         needed = required_leaves(schema, path)
-        return f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
+        return (
+            f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
+        )
     if item["type"] == "int_parsing_size":
         message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
     if message.startswith("Value error, ") or not message.startswith("Input should be "):
@@ -169,7 +187,10 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
         shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {shortened(repr(given))}"
         return f"{key + ': ' if key and key not in message else ''}{message}{shown}."
     if item["type"] == "model_type":
-        return f"{key} must be a section; got {shortened(repr(given))}: write its keys one by one, {key}.<name>=<value>."
+        return (
+            f"{key} must be a section; got {shortened(repr(given))}: write its keys one by one, "
+            f"{key}.<name>=<value>."
+        )
     must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
     default = default_at(schema, path)
     instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
@@ -192,7 +213,8 @@ _SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields
 
 
 def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
-    """Compose a command line, resolve its interpolations against the defaults, and fill in the preset that it names.
+    """Compose a command line, resolve its interpolations against the defaults, and fill in the preset that it
+    names.
 
     Raises ``ConfigError``.
     """
@@ -200,8 +222,12 @@ def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
         composer = Composer(given, has_groups=schema is RunConfig)
         prepared = prepare(schema, composer, given.overrides)
         tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
-        if any(override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides):
-            _refuse_preset_under_a_file(tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False))
+        if any(
+            override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides
+        ):
+            _refuse_preset_under_a_file(
+                tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False)
+            )
     return translated_tree(schema, tree)
 
 
@@ -220,12 +246,20 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError, ValueError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        OSError,
+        RecursionError,
+        ValueError,
+    ) as error:
         raise ConfigError(unreadable(error, overrides)) from error
 
 
 def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> TranslatedTree:
-    """A composed tree with verl's keys translated and the preset applied; raises ``ConfigError`` for unknown keys."""
+    """A composed tree with verl's keys translated and the preset applied; raises ``ConfigError`` for unknown
+    keys."""
     translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
     check_keys(schema, translated.tree)
     refuse_huge_numbers(translated.tree)
@@ -234,12 +268,15 @@ def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> Translated
 
 
 def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> dict[str, Any]:
-    """The composed tree without missing required values; interpolations may refer to keys that were not given."""
+    """The composed tree without missing required values; interpolations may refer to keys that were not
+    given."""
     given = OmegaConf.to_container(composed)
     assert isinstance(given, dict)
     resolved: Any = given
     if resolve and "${" in str(given):
-        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults(schema)), composed), resolve=True)
+        resolved = OmegaConf.to_container(
+            OmegaConf.merge(OmegaConf.create(defaults(schema)), composed), resolve=True
+        )
     return _only_given(given, resolved)
 
 
@@ -254,7 +291,8 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
 
 
 def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
-    """Refuse a preset on the command line when a file, such as a run's ``resolved_config.yaml``, would override parts of it."""
+    """Refuse a preset on the command line when a file, such as a run's ``resolved_config.yaml``, would
+    override parts of it."""
     leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
     name = str(_correction_of(given).get("preset"))
     if not leaves or name not in PRESETS:
@@ -268,7 +306,8 @@ def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str,
     if undone:
         raise ConfigError(
             f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
-            f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from {CORRECTION} in "
+            f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from "
+            f"{CORRECTION} in "
             "the file, or set them on the command line instead of the preset."
         )
 
@@ -289,6 +328,7 @@ def _apply_preset(given: dict[str, Any]) -> None:
         fields = preset_fields(str(name))
     except ValueError as error:
         raise ConfigError(f"{CORRECTION}.preset: {error}") from error
-    # Said even where it is the default, so that preset=disabled is told from a correction that was not chosen.
+    # Said even where it is the default, so that preset=disabled is told from a correction that was not
+    # chosen.
     for leaf, value in {"rollout_is": None, **fields}.items():
         section.setdefault(leaf, value)

@@ -1,4 +1,5 @@
-"""Translating verl's keys and values to this schema: moved keys, renamed values, keys that repeat another one."""
+"""Translating verl's keys and values to this schema: moved keys, renamed values, keys that repeat another
+one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ WRITTEN_HERE = {
     **{key: f"`{name}` beside `{_MODE}=separate_async`" for key, name in _OWN_NAMES.items()},
     "rollout.total_rollout_steps": "`trainer.total_training_steps`, that number / prompts of a step",
     "rollout.test_freq": "`trainer.test_freq`, that number × `async_training.trigger_parameter_sync_step`",
-    "async_training.concurrent_samples_per_replica": "`async_training.max_concurrent_rollouts`, that number × `rollout.n`",
+    "async_training.concurrent_samples_per_replica": "`async_training.max_concurrent_rollouts`, that number "
+    "× `rollout.n`",
     "async_training.use_rollout_log_probs": f"`{_BYPASS}`",
     "actor_rollout_ref.actor.use_rollout_log_probs": f"`{_BYPASS}`",
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
@@ -42,7 +44,8 @@ Translated = tuple[str, Any] | None
 
 
 def with_verls_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given leaves, with what verl's ``separate_async`` takes for those of its keys that were not given."""
+    """The given leaves, with what verl's ``separate_async`` takes for those of its keys that were not
+    given."""
     if not _is_separate(given):
         return dict(given)
     return {**given, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in given}}
@@ -54,8 +57,13 @@ def is_translated(key: str) -> bool:
 
 
 def translate(key: str, value: Any, given: Mapping[str, Any]) -> tuple[bool, Translated]:
-    """Whether a key of verl with this value is one of those here, and what it says beside all the ``given`` ones."""
-    if key == "data.gen_batch_size" and value == 1 and any(name.startswith("async_training.") for name in given):
+    """Whether a key of verl with this value is one of those here, and what it says beside all the ``given``
+    ones."""
+    if (
+        key == "data.gen_batch_size"
+        and value == 1
+        and any(name.startswith("async_training.") for name in given)
+    ):
         return True, None  # prompts are drawn one by one as they are admitted
     if key in _TRANSLATIONS and not (key == _MODE and not _is_separate(given)):
         return True, _TRANSLATIONS[key](value, given)
@@ -87,7 +95,9 @@ def _concurrent(value: Any, given: Mapping[str, Any]) -> Translated:
     samples = given.get("rollout.n", _value(given, f"{_ROLLOUT}.n"))
     most = value * samples if isinstance(value, int) and isinstance(samples, int) else value
     # without tools an engine decodes what it works on, and never more than that
-    decoded = None if _value(given, f"{_ROLLOUT}.multi_turn.enable") else _value(given, f"{_ROLLOUT}.max_num_seqs")
+    decoded = (
+        None if _value(given, f"{_ROLLOUT}.multi_turn.enable") else _value(given, f"{_ROLLOUT}.max_num_seqs")
+    )
     happens_anyway = isinstance(most, int) and isinstance(decoded, int) and most >= decoded
     return None if happens_anyway else ("async_training.max_concurrent_rollouts", most)
 
@@ -97,8 +107,13 @@ def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:
 
 
 def _batch(given: Mapping[str, Any]) -> int:
-    mini_batches, mini = given.get("async_training.require_batches"), "actor_rollout_ref.actor.ppo_mini_batch_size"
-    size = _value(given, "data.train_batch_size") if mini_batches is None else mini_batches * _value(given, mini)
+    mini_batches, mini = (
+        given.get("async_training.require_batches"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    )
+    size = (
+        _value(given, "data.train_batch_size") if mini_batches is None else mini_batches * _value(given, mini)
+    )
     return max(int(size), 1)
 
 
@@ -158,7 +173,9 @@ class Agreement:
 
 
 def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
-    return Agreement(lambda config, value: value is None or value == read(config), f"it always equals {source}; write that")
+    return Agreement(
+        lambda config, value: value is None or value == read(config), f"it always equals {source}; write that"
+    )
 
 
 _SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
@@ -167,15 +184,24 @@ AGREEMENTS = {
     "actor_rollout_ref.actor.rollout_n": _SAMPLES,
     "actor_rollout_ref.ref.rollout_n": _SAMPLES,
     "critic.rollout_n": _SAMPLES,
-    "actor_rollout_ref.rollout.prompt_length": _equal(lambda config: config.data.max_prompt_length, "data.max_prompt_length"),
+    "actor_rollout_ref.rollout.prompt_length": _equal(
+        lambda config: config.data.max_prompt_length, "data.max_prompt_length"
+    ),
     "trainer.max_critic_ckpt_to_keep": _equal(
-        lambda config: config.trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint"
+        lambda config: config.trainer.max_actor_ckpt_to_keep,
+        "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint",
     ),
     "actor_rollout_ref.rollout.agent.default_agent_loop": Agreement(
         lambda config, name: (
-            name in ((None, "tool_agent") if config.actor_rollout_ref.rollout.multi_turn.enable else (None, "single_turn_agent"))
+            name
+            in (
+                (None, "tool_agent")
+                if config.actor_rollout_ref.rollout.multi_turn.enable
+                else (None, "single_turn_agent")
+            )
         ),
-        "there is one loop; write actor_rollout_ref.rollout.multi_turn.enable=True for tool_agent, False for single_turn_agent",
+        "there is one loop; write actor_rollout_ref.rollout.multi_turn.enable=True for tool_agent, False for "
+        "single_turn_agent",
     ),
     "reward.reward_manager.name": Agreement(
         lambda config, name: (
@@ -183,7 +209,8 @@ AGREEMENTS = {
             or (name == "naive" and not config.reward.reward_kwargs.overlong_buffer_cfg.enable)
             or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
         ),
-        "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive (without it), gdpo (with "
+        "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive "
+        "(without it), gdpo (with "
         "algorithm.adv_estimator=gdpo), or drop it",
     ),
 }
@@ -247,7 +274,11 @@ def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) ->
     """Translate one key and its value; ``given`` holds all given values by their dotted keys."""
     is_async, translated = translate(given_key, given_value, given)
     if is_async:
-        return TranslatedKey(given_key, given_value, accepted=True) if translated is None else TranslatedKey(*translated)
+        return (
+            TranslatedKey(given_key, given_value, accepted=True)
+            if translated is None
+            else TranslatedKey(*translated)
+        )
     key = moved(given_key)
     value = given_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
@@ -261,7 +292,9 @@ def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) ->
     if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
         return TranslatedKey(key, value, accepted=True)
     renamed = moved(key, RENAMED)
-    return TranslatedKey(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
+    return TranslatedKey(
+        key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}"
+    )
 
 
 def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
@@ -277,7 +310,8 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
 
 
 def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
-    """Translate a tree of given values to this schema's keys: moved keys are renamed, accepted defaults are dropped.
+    """Translate a tree of given values to this schema's keys: moved keys are renamed, accepted defaults are
+    dropped.
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """

@@ -1,4 +1,5 @@
-"""Translating recipes, overrides and run files of any verl release since August 2025 to overrides of this project."""
+"""Translating recipes, overrides and run files of any verl release since August 2025 to overrides of this
+project."""
 
 import os
 import re
@@ -23,8 +24,23 @@ SUFFIX = ".sh"
 _SECONDS = 20
 _STARTERS = ("python", "python3", "ray", "torchrun")
 """Programs that recipes start a trainer with; they are replaced by a script that records its arguments."""
-_HARMLESS = ("basename", "cat", "cut", "date", "dirname", "env", "expr", "nohup", "nproc", "realpath", "seq", "tr", "wc")
-"""Programs that recipes fill their variables with, or call others through; by themselves they read and print."""
+_HARMLESS = (
+    "basename",
+    "cat",
+    "cut",
+    "date",
+    "dirname",
+    "env",
+    "expr",
+    "nohup",
+    "nproc",
+    "realpath",
+    "seq",
+    "tr",
+    "wc",
+)
+"""Programs that recipes fill their variables with, or call others through; by themselves they read and print.
+"""
 _RECORDER = """#!{bash}
 printf '%s\\0' "$@" >> '{record}'
 printf '\\n\\0' >> '{record}'
@@ -43,9 +59,10 @@ def is_recipe_script(argument: str) -> bool:
 def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
     """The overrides and options with which ``script``, called with ``further``, would start ``main_ppo``.
 
-    The script runs in bash, which expands variables, conditions and arrays: read only scripts that you would start. Python, Ray
-    and all other programs called by name are replaced by programs that record their arguments or do nothing. Raises
-    ``ValueError`` for a script that does not exist, does not start ``main_ppo`` exactly once, or does not end.
+    The script runs in bash, which expands variables, conditions and arrays: read only scripts that you would
+    start. Python, Ray and all other programs called by name are replaced by programs that record their
+    arguments or do nothing. Raises ``ValueError`` for a script that does not exist, does not start
+    ``main_ppo`` exactly once, or does not end.
     """
     if not Path(script).is_file():
         raise ValueError(f"a recipe must be an existing shell script, got {script!r}: there is no such file")
@@ -53,7 +70,10 @@ def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
     trainers = [arguments for module, arguments in calls if module.endswith(".main_ppo")]
     if len(trainers) != 1:
         modules = ", ".join(module for module, _ in calls) or "nothing with `python -m`"
-        raise ValueError(f"{script} must start main_ppo once, but it starts {modules}; pass the overrides of one run themselves")
+        raise ValueError(
+            f"{script} must start main_ppo once, but it starts {modules}; pass the overrides of one run "
+            "themselves"
+        )
     return trainers[0]
 
 
@@ -61,9 +81,15 @@ def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
     """The arguments of every program in ``_STARTERS`` that the script calls."""
     bash = shutil.which("bash")
     if bash is None:
-        raise ValueError("a shell script can be read only where there is a bash; pass the overrides themselves")
+        raise ValueError(
+            "a shell script can be read only where there is a bash; pass the overrides themselves"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        record, prelude, programs = Path(folder) / "record", Path(folder) / "prelude", Path(folder) / "programs"
+        record, prelude, programs = (
+            Path(folder) / "record",
+            Path(folder) / "prelude",
+            Path(folder) / "programs",
+        )
         record.touch()
         prelude.write_text(_PRELUDE, encoding="utf-8")
         programs.mkdir()
@@ -79,10 +105,18 @@ def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
         command = [bash, script, *further]
         try:
             ended = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise ValueError(f"{script} must end by itself, but did not within {_SECONDS} s; pass the overrides") from error
+            raise ValueError(
+                f"{script} must end by itself, but did not within {_SECONDS} s; pass the overrides"
+            ) from error
         text = record.read_text(encoding="utf-8")
     calls = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
     if not calls and ended.returncode:
@@ -125,12 +159,16 @@ class Migration:
 
 
 def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) -> Migration:
-    """Translate ``key=value`` overrides, YAML run files and shell scripts, given in any order; later ones win.
+    """Translate ``key=value`` overrides, YAML run files and shell scripts, given in any order; later ones
+    win.
 
-    ``options`` are ``era`` and ``k1_bound_convention`` of ``import_legacy``, for keys that do not tell. Raises ``ValueError`` for
-    what is neither an override nor a file, and for correction settings that no release accepted.
+    ``options`` are ``era`` and ``k1_bound_convention`` of ``import_legacy``, for keys that do not tell.
+    Raises ``ValueError`` for what is neither an override nor a file, and for correction settings that no
+    release accepted.
     """
-    given = with_verls_async_defaults(dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument)))
+    given = with_verls_async_defaults(
+        dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
+    )
     correction = {key: value for key, value in given.items() if is_correction_key(key)}
     overrides, notes = [], []
     for key, value in given.items():
@@ -158,8 +196,11 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
 
 
 def legacy_translation(overrides: Sequence[str]) -> str | None:
-    """A message with the translation when ``overrides`` hold correction keys of an earlier release; None when they hold none."""
-    pairs = [(key.lstrip("+"), value) for key, _, value in (override.partition("=") for override in overrides)]
+    """A message with the translation when ``overrides`` hold correction keys of an earlier release; None when
+    they hold none."""
+    pairs = [
+        (key.lstrip("+"), value) for key, _, value in (override.partition("=") for override in overrides)
+    ]
     legacy = [f"{key}={value}" for key, value in pairs if is_legacy_key(key)]
     if not legacy:
         return None
@@ -171,19 +212,28 @@ def legacy_translation(overrides: Sequence[str]) -> str | None:
     notes = " ".join(migration.notes)
     if not migration.overrides:
         return f"{named}: keys of an earlier verl release. Drop them, nothing stands for them here ({notes})."
-    return f"{named}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
+    return (
+        f"{named}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
+    )
 
 
 def is_correction_key(key: str) -> bool:
     """Whether a key says how rollout and trainer are corrected, in any release."""
-    return is_legacy_key(key) or (key.startswith(f"{_SECTION}.") and key.removeprefix(f"{_SECTION}.") not in _OWN_LEAVES)
+    return is_legacy_key(key) or (
+        key.startswith(f"{_SECTION}.") and key.removeprefix(f"{_SECTION}.") not in _OWN_LEAVES
+    )
 
 
 def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments with each shell script replaced by its overrides, without its Hydra options (verl's own defaults)."""
+    """The arguments with each shell script replaced by its overrides, without its Hydra options (verl's own
+    defaults)."""
     for argument in arguments:
         if is_recipe_script(argument):
-            yield from (found for found in arguments_of_script(argument) if "=" in found and not found.startswith("--"))
+            yield from (
+                found
+                for found in arguments_of_script(argument)
+                if "=" in found and not found.startswith("--")
+            )
         else:
             yield argument
 
@@ -199,7 +249,8 @@ def _read(argument: str) -> Iterator[tuple[str, Any]]:
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise ValueError(
-            f"an argument must be key=value, a YAML file or a shell script, got {shortened(argument)!r}: {reason}"
+            f"an argument must be key=value, a YAML file or a shell script, got {shortened(argument)!r}: "
+            f"{reason}"
         ) from error
     if not isinstance(tree, dict):
         raise ValueError(f"{argument} must hold a mapping of keys, got {type(tree).__name__}")

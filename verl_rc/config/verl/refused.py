@@ -1,7 +1,8 @@
-"""Keys of verl that this schema lacks: the reason for refusing them, and values accepted because they match the behaviour here.
+"""Keys of verl that this schema lacks: the reason for refusing them, and values accepted because they match
+the behaviour here.
 
-verl's recipes write out many defaults. A key below may therefore be given with one of its accepted values and is then dropped.
-Any other value refuses the run with the reason, which says what to write instead.
+verl's recipes write out many defaults. A key below may therefore be given with one of its accepted values and
+is then dropped. Any other value refuses the run with the reason, which says what to write instead.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ class Refusal:
     """Why a key, or everything below it, is refused."""
 
     reason: str
-    """What holds here and what to write instead; the message puts the key before it and a full stop after it."""
+    """What holds here and what to write instead; the message puts the key before it and a full stop after it.
+    """
     accepted: tuple[Any, ...] = ()
     """Accepted values, which match the behaviour here; those of a section apply to each of its leaves."""
     switch: str | None = None
-    """The key that enables the section; while it is off, the other leaves of the section have no effect and are accepted."""
+    """The key that enables the section; while it is off, the other leaves of the section have no effect and
+    are accepted."""
 
 
 _OFF = (False, None)
@@ -31,17 +34,22 @@ _WHOLE_CHECKPOINT = (["model", "optimizer", "extra"], None)
 _PROFILER = "vendor profilers are not supported; timing_s/* and perf/* are measured in every step, so drop it"
 _MTP = "prediction of several tokens is not supported; drop it"
 _MEGATRON_LORA = (
-    "it belongs to Megatron; adapters are actor_rollout_ref.model.lora_rank, .lora_alpha, .target_modules and .exclude_modules"
+    "it belongs to Megatron; adapters are actor_rollout_ref.model.lora_rank, .lora_alpha, .target_modules "
+    "and .exclude_modules"
 )
 _QAT = "training for quantised weights is not built; drop it"
 _GLOBAL_BATCH = "it counts rows of all ranks; write {section}.{key}_per_gpu=<that number / ranks>"
 _IMAGES = "images, video and audio are not supported; train on text, and drop it"
 
 _FSDP_LEAVES = {
-    "strategy": Refusal("Megatron, VeOmni, TorchTitan and the like are not supported; write fsdp2", _FSDP_NAMES),
+    "strategy": Refusal(
+        "Megatron, VeOmni, TorchTitan and the like are not supported; write fsdp2", _FSDP_NAMES
+    ),
     "wrap_policy": Refusal("every transformer layer is a unit of FSDP2; drop it", (0, *_NOTHING)),
     "offload_policy": Refusal(
-        "weights rest in host memory between uses with param_offload=True, moments with optimizer_offload=True; write those", _OFF
+        "weights rest in host memory between uses with param_offload=True, moments with "
+        "optimizer_offload=True; write those",
+        _OFF,
     ),
     "grad_offload": Refusal("gradients never outlive the optimizer step; drop it", _OFF),
     "forward_prefetch": Refusal("FSDP2 gathers the next layer while one computes, always; drop it", _EITHER),
@@ -49,13 +57,21 @@ _FSDP_LEAVES = {
     "seed": Refusal("all random numbers follow trainer.seed; write that", (42,)),
     "full_determinism": Refusal("it is not built; write False", _OFF),
     "entropy_from_logits_with_chunking": Refusal("entropy is always computed in chunks; drop it", _EITHER),
-    "entropy_from_logits_chunk_size": Refusal("the size of chunks follows the vocabulary; drop it", (2048, None)),
-    "entropy_checkpointing": Refusal("entropy is always computed again in the backward pass; drop it", _EITHER),
+    "entropy_from_logits_chunk_size": Refusal(
+        "the size of chunks follows the vocabulary; drop it", (2048, None)
+    ),
+    "entropy_checkpointing": Refusal(
+        "entropy is always computed again in the backward pass; drop it", _EITHER
+    ),
     "use_torch_compile": Refusal("models run uncompiled, with the same results; drop it", _EITHER),
     "pad_to_length": Refusal("micro-batches are never padded further than they need; drop it", _OFF),
-    "pad_to_length_bucket": Refusal("micro-batches are never padded further than they need; drop it", (1024, None)),
+    "pad_to_length_bucket": Refusal(
+        "micro-batches are never padded further than they need; drop it", (1024, None)
+    ),
     "forward_only": Refusal("the role of a worker decides it; drop it", _EITHER),
-    "mixed_precision": Refusal("forward and backward run in dtype, gradients are reduced in fp32; write dtype", _NOTHING),
+    "mixed_precision": Refusal(
+        "forward and backward run in dtype, gradients are reduced in fp32; write dtype", _NOTHING
+    ),
     "qat": Refusal(_QAT, _OFF, switch="enable"),
     "turbo_config": Refusal("FSDP turbo is not supported; drop it"),
 }
@@ -75,31 +91,60 @@ _WORKER_LEAVES = {
     "use_torch_compile": _FSDP_LEAVES["use_torch_compile"],
     "pad_to_length": _FSDP_LEAVES["pad_to_length"],
     "checkpoint.save_contents": Refusal(
-        "a checkpoint always holds all that resuming needs; drop it, and export a model with verl-rc export", _WHOLE_CHECKPOINT
+        "a checkpoint always holds all that resuming needs; drop it, and export a model with verl-rc export",
+        _WHOLE_CHECKPOINT,
     ),
-    "checkpoint.load_contents": Refusal("a run resumes with all that its checkpoint holds; drop it", _WHOLE_CHECKPOINT),
-    "checkpoint.strict": Refusal("a checkpoint that does not fit is always refused; write True", (True, None)),
+    "checkpoint.load_contents": Refusal(
+        "a run resumes with all that its checkpoint holds; drop it", _WHOLE_CHECKPOINT
+    ),
+    "checkpoint.strict": Refusal(
+        "a checkpoint that does not fit is always refused; write True", (True, None)
+    ),
     "checkpoint.mbridge_config": Refusal("it belongs to Megatron; drop it", _NOTHING),
-    "optim.optimizer_impl": Refusal("the only optimizer is torch's AdamW; write torch.optim", ("torch.optim", None)),
-    "optim.total_training_steps": Refusal("the schedule is as long as the run; write trainer.total_training_steps", (-1, None)),
-    "optim.zero_indexed_step": Refusal("a warm-up of N steps begins with 1/(N+1) of the peak; drop it", (True, None)),
-    "optim.override_optimizer_config": Refusal("further arguments are not built; write optim.betas and .weight_decay", _NOTHING),
+    "optim.optimizer_impl": Refusal(
+        "the only optimizer is torch's AdamW; write torch.optim", ("torch.optim", None)
+    ),
+    "optim.total_training_steps": Refusal(
+        "the schedule is as long as the run; write trainer.total_training_steps", (-1, None)
+    ),
+    "optim.zero_indexed_step": Refusal(
+        "a warm-up of N steps begins with 1/(N+1) of the peak; drop it", (True, None)
+    ),
+    "optim.override_optimizer_config": Refusal(
+        "further arguments are not built; write optim.betas and .weight_decay", _NOTHING
+    ),
 }
 """Leaves of the sections of actor, reference and critic."""
 
 _MODEL_LEAVES = {
     "hf_config_path": Refusal("a model folder holds its configuration; write model.path alone", _NOTHING),
-    "tokenizer_path": Refusal("a model folder holds its tokenizer; put it there, and write model.path alone", _NOTHING),
-    "use_shm": Refusal("weights are read where they lie; copy the folder to /dev/shm and give its path", _OFF),
-    "custom_chat_template": Refusal("the tokenizer's own template is used; write it into tokenizer_config.json", _NOTHING),
-    "external_lib": Refusal("nothing is imported by name; give losses, estimators and tools as module:attribute", _NOTHING),
-    "override_config": Refusal("a model's configuration is used as it is; edit config.json in its folder", _NOTHING),
+    "tokenizer_path": Refusal(
+        "a model folder holds its tokenizer; put it there, and write model.path alone", _NOTHING
+    ),
+    "use_shm": Refusal(
+        "weights are read where they lie; copy the folder to /dev/shm and give its path", _OFF
+    ),
+    "custom_chat_template": Refusal(
+        "the tokenizer's own template is used; write it into tokenizer_config.json", _NOTHING
+    ),
+    "external_lib": Refusal(
+        "nothing is imported by name; give losses, estimators and tools as module:attribute", _NOTHING
+    ),
+    "override_config": Refusal(
+        "a model's configuration is used as it is; edit config.json in its folder", _NOTHING
+    ),
     "enable_activation_offload": Refusal("it is not built; write enable_gradient_checkpointing=True", _OFF),
-    "lora_adapter_path": Refusal("training does not start from an adapter; merge it into a model folder and give that", _NOTHING),
+    "lora_adapter_path": Refusal(
+        "training does not start from an adapter; merge it into a model folder and give that", _NOTHING
+    ),
     "use_liger": Refusal("Liger's kernels are not built; drop it", _OFF),
     "use_fused_kernels": Refusal("log-probs are always fused with the output layer; drop it", _EITHER),
-    "fused_kernel_options": Refusal("log-probs are fused in one way; drop it", ("torch", "triton", *_NOTHING)),
-    "tiled_mlp": Refusal("it is not built; write enabled=False, and lower ppo_max_token_len_per_gpu", _OFF, switch="enabled"),
+    "fused_kernel_options": Refusal(
+        "log-probs are fused in one way; drop it", ("torch", "triton", *_NOTHING)
+    ),
+    "tiled_mlp": Refusal(
+        "it is not built; write enabled=False, and lower ppo_max_token_len_per_gpu", _OFF, switch="enabled"
+    ),
     "mtp": Refusal(_MTP, _OFF, switch="enable"),
 }
 """Leaves of the sections of a model."""
@@ -108,49 +153,81 @@ _LORA_LEAVES = {
     "merge": Refusal("engines always receive the adapters merged into the weights; drop it", _EITHER),
     "type": Refusal("adapters are LoRA; drop it", ("lora",)),
     "dropout": Refusal("adapters have no dropout; write 0.0", (0.0,)),
-    "dtype": Refusal("adapters have the precision of the master weights, fsdp_config.model_dtype; drop it", (None,)),
+    "dtype": Refusal(
+        "adapters have the precision of the master weights, fsdp_config.model_dtype; drop it", (None,)
+    ),
     "adapter_path": _MODEL_LEAVES["lora_adapter_path"],
 }
 """Leaves of ``model.lora`` that are not Megatron's alone."""
 
 _ROLLOUT_LEAVES = {
-    "mode": Refusal("asynchronous runs are made by async_training.staleness_threshold; drop it", ("sync", "async")),
+    "mode": Refusal(
+        "asynchronous runs are made by async_training.staleness_threshold; drop it", ("sync", "async")
+    ),
     "calculate_log_probs": Refusal(
-        "it must be True, rollout correction and the proof of every weight update need the engine's log-probs; drop the override",
+        "it must be True, rollout correction and the proof of every weight update need the engine's "
+        "log-probs; drop the override",
         (True,),
     ),
-    "engine_kwargs.sglang": Refusal("SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
-    "engine_kwargs.trtllm": Refusal("TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
+    "engine_kwargs.sglang": Refusal(
+        "SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING
+    ),
+    "engine_kwargs.trtllm": Refusal(
+        "TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING
+    ),
     "full_determinism": _FSDP_LEAVES["full_determinism"],
-    "cudagraph_capture_sizes": Refusal("it is an argument of vLLM; write engine_kwargs.vllm.compilation_config", _NOTHING),
-    "data_parallel_size": Refusal("there are devices / tensor_model_parallel_size engines, replicas all; write 1", (1,)),
+    "cudagraph_capture_sizes": Refusal(
+        "it is an argument of vLLM; write engine_kwargs.vllm.compilation_config", _NOTHING
+    ),
+    "data_parallel_size": Refusal(
+        "there are devices / tensor_model_parallel_size engines, replicas all; write 1", (1,)
+    ),
     "expert_parallel_size": Refusal("expert parallelism is not built; write 1", (1,)),
-    "pipeline_model_parallel_size": Refusal("pipelines are not built; write 1, and raise tensor_model_parallel_size", (1,)),
+    "pipeline_model_parallel_size": Refusal(
+        "pipelines are not built; write 1, and raise tensor_model_parallel_size", (1,)
+    ),
     "logprobs_mode": Refusal(
         "correction needs the log-probs of the distribution that is sampled from; write processed_logprobs",
         ("processed_logprobs",),
     ),
     "scheduling_policy": Refusal("requests are served in the order they come; write fcfs", ("fcfs",)),
     "layered_summon": Refusal("weights always travel in pieces; drop it", _EITHER),
-    "log_prob_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)),
-    "disable_log_stats": Refusal("engines do not log; their metrics are rollout/* and timing_s/gen, so drop it", (True,)),
+    "log_prob_micro_batch_size": Refusal(
+        _GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)
+    ),
+    "disable_log_stats": Refusal(
+        "engines do not log; their metrics are rollout/* and timing_s/gen, so drop it", (True,)
+    ),
     "do_sample": Refusal("training always samples; write rollout.temperature", (True,)),
-    "repetition_penalty": Refusal("it would change the distribution that is sampled from; write 1.0", (1, 1.0, None)),
+    "repetition_penalty": Refusal(
+        "it would change the distribution that is sampled from; write 1.0", (1, 1.0, None)
+    ),
     "val_kwargs.repetition_penalty": Refusal("it is not built; write 1.0", (1, 1.0, None)),
     "over_sample_rate": Refusal("a step waits for all its samples; write 0", (0, 0.0)),
-    "multi_stage_wake_up": Refusal("an engine that shares a GPU always wakes in two stages, weights first; drop it", _EITHER),
-    "use_rollout_log_probs": Refusal("algorithm.rollout_correction.bypass_mode decides it; write that", (None,)),
+    "multi_stage_wake_up": Refusal(
+        "an engine that shares a GPU always wakes in two stages, weights first; drop it", _EITHER
+    ),
+    "use_rollout_log_probs": Refusal(
+        "algorithm.rollout_correction.bypass_mode decides it; write that", (None,)
+    ),
     "router_config_path": Refusal("the driver shares requests out to the engines; drop it", _NOTHING),
     "agent.num_workers": Refusal("one loop drives all engines; drop it", (8, None)),
     "agent": Refusal(
-        "there is one loop, which multi_turn.enable=True starts; give tools as multi_turn.tools=[module:attribute]", _NOTHING
+        "there is one loop, which multi_turn.enable=True starts; give tools as "
+        "multi_turn.tools=[module:attribute]",
+        _NOTHING,
     ),
     "multi_turn.tool_config_path": Refusal(
-        "tools are named, not configured in a file; write multi_turn.tools=[calculator] or [module:attribute]", _NOTHING
+        "tools are named, not configured in a file; write multi_turn.tools=[calculator] or [module:attribute]",  # noqa: E501
+        _NOTHING,
     ),
     "multi_turn.function_tool_path": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
-    "multi_turn.interaction_config_path": Refusal("conversations with a simulated user are not built; drop it", _NOTHING),
-    "multi_turn.use_inference_chat_template": Refusal("sampled tokens are never made from text again; drop it", _OFF),
+    "multi_turn.interaction_config_path": Refusal(
+        "conversations with a simulated user are not built; drop it", _NOTHING
+    ),
+    "multi_turn.use_inference_chat_template": Refusal(
+        "sampled tokens are never made from text again; drop it", _OFF
+    ),
     "multi_turn.tokenization_sanity_check_mode": Refusal(
         "sampled tokens are never made from text again; drop it", ("strict", "disable", "ignore_strippable")
     ),
@@ -158,7 +235,9 @@ _ROLLOUT_LEAVES = {
     "multi_turn.completion_callback": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
     "checkpoint_engine.engine_kwargs": Refusal("write checkpoint_engine.backend", _NOTHING),
     "checkpoint_engine.custom_backend_module": Refusal("write checkpoint_engine.backend=auto", _NOTHING),
-    "trace": Refusal("no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*_OFF, {})),
+    "trace": Refusal(
+        "no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*_OFF, {})
+    ),
     "skip_tokenizer_init": Refusal("prompts and responses travel as tokens; write True", (True,)),
     "enable_rollout_routing_replay": Refusal("replay of a router's choices is not built; write False", _OFF),
     "moe_load_balance_metrics_interval": Refusal("it is not built; write 0", (0,)),
@@ -168,7 +247,9 @@ _ROLLOUT_LEAVES = {
     "mtp": Refusal(_MTP, _OFF, switch="enable"),
     "qat": Refusal(_QAT, (*_OFF, {}), switch="enable"),
     "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
-    "disaggregation": Refusal("prefill and decoding share an engine; write enabled=False", _OFF, switch="enabled"),
+    "disaggregation": Refusal(
+        "prefill and decoding share an engine; write enabled=False", _OFF, switch="enabled"
+    ),
     "standalone_gpu_memory_utilization": Refusal(
         "engines never move to the trainer's devices; write gpu_memory_utilization", (None,)
     ),
@@ -179,22 +260,31 @@ _ROLLOUT_LEAVES = {
 _DATA_LEAVES = {
     "tokenizer": Refusal("the tokenizer is that of actor_rollout_ref.model.path; drop it", _NOTHING),
     "use_shm": Refusal("files are read where they lie; drop it", _OFF),
-    "reward_fn_key": Refusal("the column that chooses a reward function is data_source; rename yours", ("data_source",)),
+    "reward_fn_key": Refusal(
+        "the column that chooses a reward function is data_source; rename yours", ("data_source",)
+    ),
     "tool_config_path": _ROLLOUT_LEAVES["multi_turn.tool_config_path"],
     "function_tool_path": _ROLLOUT_LEAVES["multi_turn.function_tool_path"],
     "return_raw_chat": Refusal("prompts always travel as chat messages; drop it", _EITHER),
     "return_raw_input_ids": Refusal("prompts always travel as chat messages; drop it", _OFF),
-    "return_full_prompt": Refusal("samples and their prompts are in trainer.rollout_data_dir; write that", _OFF),
+    "return_full_prompt": Refusal(
+        "samples and their prompts are in trainer.rollout_data_dir; write that", _OFF
+    ),
     "image_key": Refusal(_IMAGES, ("images", None)),
     "video_key": Refusal(_IMAGES, ("videos", None)),
     "audio_key": Refusal(_IMAGES, ("audios", None)),
     "image_patch_size": Refusal(_IMAGES, (14,)),
     "return_multi_modal_inputs": Refusal(_IMAGES, _EITHER),
     "mm_processor_kwargs": Refusal(_IMAGES, _NOTHING),
-    "validation_shuffle": Refusal("validation takes its prompts in the order of the files; write False", _OFF),
-    "filter_overlong_prompts_workers": Refusal("prompts are measured in the driver; write 1, or drop it", (1, None)),
+    "validation_shuffle": Refusal(
+        "validation takes its prompts in the order of the files; write False", _OFF
+    ),
+    "filter_overlong_prompts_workers": Refusal(
+        "prompts are measured in the driver; write 1, or drop it", (1, None)
+    ),
     "sampler": Refusal(
-        "a sampler of one's own is not built; write data.custom_cls, whose rows come in its own order with data.shuffle=False",
+        "a sampler of one's own is not built; write data.custom_cls, whose rows come in its own order with "
+        "data.shuffle=False",
         _NOTHING,
     ),
     "datagen": Refusal("data are read once, at start; write data.custom_cls", _NOTHING),
@@ -204,8 +294,12 @@ _DATA_LEAVES = {
 _TRAINER_LEAVES = {
     "balance_batch": Refusal("rows are always balanced over ranks by token count; drop it", (True,)),
     "esi_redundant_time": Refusal("it belongs to a service that is not supported; write 0", (0,)),
-    "checkpoint_callback_class": Refusal("checkpoints are folders under trainer.default_local_dir; drop it", _NOTHING),
-    "default_hdfs_dir": Refusal("there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", _NOTHING),
+    "checkpoint_callback_class": Refusal(
+        "checkpoints are folders under trainer.default_local_dir; drop it", _NOTHING
+    ),
+    "default_hdfs_dir": Refusal(
+        "there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", _NOTHING
+    ),
     "del_local_ckpt_after_load": Refusal("checkpoints are kept; write trainer.max_actor_ckpt_to_keep", _OFF),
     "remove_previous_ckpt_in_save": Refusal("write trainer.max_actor_ckpt_to_keep=1", _OFF),
     "ray_wait_register_center_timeout": Refusal("write trainer.ready_timeout_seconds", (300,)),
@@ -220,10 +314,16 @@ _TRAINER_LEAVES = {
     "v1.colocate_async": Refusal(
         "engines that share the trainer's devices take turns with it; write separate_async", (1, *_NOTHING)
     ),
-    "v1.separate_async.hybrid_rollout": Refusal("the trainer's devices never sample; write False", _OFF, switch="enable_switch"),
+    "v1.separate_async.hybrid_rollout": Refusal(
+        "the trainer's devices never sample; write False", _OFF, switch="enable_switch"
+    ),
     "v1.sampler.sync_refill_failed_groups": Refusal("failed groups are always replaced; drop it", _EITHER),
-    "v1.sampler.custom_sampler": Refusal("a sampler of one's own is not built; write async_training.order", _NOTHING),
-    "v1.sampler.sampler_kwargs": Refusal("a sampler of one's own is not built; write async_training.order", _NOTHING),
+    "v1.sampler.custom_sampler": Refusal(
+        "a sampler of one's own is not built; write async_training.order", _NOTHING
+    ),
+    "v1.sampler.sampler_kwargs": Refusal(
+        "a sampler of one's own is not built; write async_training.order", _NOTHING
+    ),
     "npu_profile": Refusal(_PROFILER, _NOTHING),
     "profile_steps": Refusal(_PROFILER, _NOTHING),
     "worker_nsight_options": Refusal(_PROFILER, _NOTHING),
@@ -231,21 +331,27 @@ _TRAINER_LEAVES = {
 }
 
 _MOVED_TO_REWARD = (
-    "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* for the overlong "
+    "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* "
+    "for the overlong "
     "penalty, reward.custom_reward_function.* for a function of your own"
 )
 _OTHER_LEAVES = {
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
     "reward_model.reward_manager": Refusal("it moved, and some releases of verl never read it here", (None,)),
-    "reward_model.overlong_buffer": Refusal("it moved, and some releases of verl never read it here", (None,)),
+    "reward_model.overlong_buffer": Refusal(
+        "it moved, and some releases of verl never read it here", (None,)
+    ),
     "reward_model.reward_kwargs": Refusal("it moved, and some releases of verl never read it here", (None,)),
     "custom_reward_function": Refusal("it moved, and some releases of verl never read it here", (None,)),
-    "sandbox_fusion": Refusal("no service is called; write a reward.custom_reward_function that calls it", (None,)),
+    "sandbox_fusion": Refusal(
+        "no service is called; write a reward.custom_reward_function that calls it", (None,)
+    ),
     "reward.sandbox_fusion": Refusal(
         "no service is called; write a reward.custom_reward_function that calls it", (None, 64, 1024)
     ),
     "reward.reward_manager": Refusal(
-        "a manager of one's own is not built; write reward.custom_reward_function", ("register", None, "custom_reward_manager")
+        "a manager of one's own is not built; write reward.custom_reward_function",
+        ("register", None, "custom_reward_manager"),
     ),
     "reward.reward_model.rollout": Refusal(
         "the reward model is a classifier in a process of its own, served by no engine; write "
@@ -254,27 +360,53 @@ _OTHER_LEAVES = {
     ),
     "reward.reward_model.enable_resource_pool": Refusal("write reward.reward_model.n_gpus_per_node", _OFF),
     "reward.reward_model.nnodes": Refusal("the reward model is one process; drop it", (0,)),
-    "reward.reward_kwargs.overlong_buffer": Refusal("write reward.reward_kwargs.overlong_buffer_cfg", (None,)),
+    "reward.reward_kwargs.overlong_buffer": Refusal(
+        "write reward.reward_kwargs.overlong_buffer_cfg", (None,)
+    ),
     "algorithm.use_pf_ppo": Refusal("it is not built; write False", _OFF),
     "algorithm.pf_ppo": Refusal("it is not built; drop it", switch="algorithm.use_pf_ppo"),
     "algorithm.filter_groups.max_inflight_gen_batches": Refusal(
-        "batches are drawn one after the other; drop it, and write max_num_gen_batches for a limit of batches per step", (1, None)
+        "batches are drawn one after the other; drop it, and write max_num_gen_batches for a limit of "
+        "batches per step",
+        (1, None),
     ),
-    f"{_REF}.fsdp_config.use_no_sync_for_gradient_accumulation": Refusal("a reference has no gradients; drop it", _EITHER),
+    f"{_REF}.fsdp_config.use_no_sync_for_gradient_accumulation": Refusal(
+        "a reference has no gradients; drop it", _EITHER
+    ),
     f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
     f"{_ACTOR}.freeze_vision_tower": Refusal(_IMAGES, _OFF),
-    f"{_ACTOR}.calculate_entropy": Refusal("entropy is always measured, before the first update; drop it", _EITHER),
-    f"{_ACTOR}.calculate_sum_pi_squared": Refusal("it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER),
+    f"{_ACTOR}.calculate_entropy": Refusal(
+        "entropy is always measured, before the first update; drop it", _EITHER
+    ),
+    f"{_ACTOR}.calculate_sum_pi_squared": Refusal(
+        "it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER
+    ),
     f"{_ACTOR}.use_prefix_grouper": Refusal("prompts that samples share are not grouped; write False", _OFF),
     f"{_ACTOR}.use_fused_kernels": _MODEL_LEAVES["use_fused_kernels"],
-    f"{_ACTOR}.router_replay": Refusal("replay of a router's choices is not built; drop it", ("disabled", None)),
-    f"{_ACTOR}.ppo_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)),
-    f"{_REF}.log_prob_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_REF, key="log_prob_micro_batch_size"), (None,)),
-    "critic.ppo_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section="critic", key="ppo_micro_batch_size"), (None,)),
-    "critic.forward_micro_batch_size": Refusal("it counts rows of all ranks; write critic.ppo_micro_batch_size_per_gpu", (None,)),
-    "critic.forward_micro_batch_size_per_gpu": Refusal("values are computed in the micro-batches of the update", (None,)),
-    "critic.forward_max_token_len_per_gpu": Refusal("values are computed in the micro-batches of the update", (None,)),
-    "critic.loss_scale_factor": Refusal("the critic's loss is divided by data.max_response_length; drop it", (None,)),
+    f"{_ACTOR}.router_replay": Refusal(
+        "replay of a router's choices is not built; drop it", ("disabled", None)
+    ),
+    f"{_ACTOR}.ppo_micro_batch_size": Refusal(
+        _GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)
+    ),
+    f"{_REF}.log_prob_micro_batch_size": Refusal(
+        _GLOBAL_BATCH.format(section=_REF, key="log_prob_micro_batch_size"), (None,)
+    ),
+    "critic.ppo_micro_batch_size": Refusal(
+        _GLOBAL_BATCH.format(section="critic", key="ppo_micro_batch_size"), (None,)
+    ),
+    "critic.forward_micro_batch_size": Refusal(
+        "it counts rows of all ranks; write critic.ppo_micro_batch_size_per_gpu", (None,)
+    ),
+    "critic.forward_micro_batch_size_per_gpu": Refusal(
+        "values are computed in the micro-batches of the update", (None,)
+    ),
+    "critic.forward_max_token_len_per_gpu": Refusal(
+        "values are computed in the micro-batches of the update", (None,)
+    ),
+    "critic.loss_scale_factor": Refusal(
+        "the critic's loss is divided by data.max_response_length; drop it", (None,)
+    ),
     "critic.model.lora_rank": Refusal("a critic trains all its parameters; write 0", (0,)),
     "critic.model.lora_alpha": Refusal("a critic trains all its parameters; drop it", (16,)),
     "critic.model.target_modules": Refusal("a critic trains all its parameters; drop it", ("all-linear",)),
@@ -284,12 +416,20 @@ _OTHER_LEAVES = {
     ),
     "ray_kwargs.timeline_json_file": Refusal("it is not built; drop it", _NOTHING),
     "ray_kwargs.ray_init.runtime_env.nsight": Refusal(_PROFILER, _NOTHING),
-    "transfer_queue": Refusal("there is no separate data plane here; write enable=False", _OFF, switch="enable"),
+    "transfer_queue": Refusal(
+        "there is no separate data plane here; write enable=False", _OFF, switch="enable"
+    ),
     "global_profiler": Refusal(_PROFILER, (*_OFF, []), switch="tool"),
-    "model_engine": Refusal("Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)),
-    "distillation": Refusal("distillation from a teacher is not built; write enabled=False", _OFF, switch="enabled"),
+    "model_engine": Refusal(
+        "Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)
+    ),
+    "distillation": Refusal(
+        "distillation from a teacher is not built; write enabled=False", _OFF, switch="enabled"
+    ),
     **{
-        f"skip.{what}": Refusal("rollouts are never replayed from a file; write enable=False", _OFF, switch="enable")
+        f"skip.{what}": Refusal(
+            "rollouts are never replayed from a file; write enable=False", _OFF, switch="enable"
+        )
         for what in ("rollout", "rollout_tq", "async_rollout")
     },
     "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", _OFF),
@@ -303,11 +443,16 @@ _OTHER_LEAVES = {
     "async_training.compute_prox_log_prob": Refusal(
         "algorithm.rollout_correction.bypass_mode=False recomputes the proximal policy; write that", _OFF
     ),
-    "async_training.compute_advantage_in_rollout": Refusal("advantages are computed by the driver; write False", _OFF),
-    "async_training.checkpoint_engine": Refusal(
-        "weights travel as actor_rollout_ref.rollout.checkpoint_engine says; write that", (True, False, None, 4096)
+    "async_training.compute_advantage_in_rollout": Refusal(
+        "advantages are computed by the driver; write False", _OFF
     ),
-    "atropos": Refusal("environments served by Atropos are not supported; write actor_rollout_ref.rollout.multi_turn.tools"),
+    "async_training.checkpoint_engine": Refusal(
+        "weights travel as actor_rollout_ref.rollout.checkpoint_engine says; write that",
+        (True, False, None, 4096),
+    ),
+    "atropos": Refusal(
+        "environments served by Atropos are not supported; write actor_rollout_ref.rollout.multi_turn.tools"
+    ),
     "algorithm.codapo_top_k": Refusal("CoDaPO is not built; drop it"),
     "algorithm.codapo_weight_offset": Refusal("CoDaPO is not built; drop it"),
     "algorithm.codapo_accuracy_key": Refusal("CoDaPO is not built; drop it"),
@@ -323,14 +468,17 @@ RENAMED = {
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
     "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
 }
-"""Refused keys whose values hold under another one. A run refuses them too, because some releases of verl ignore them."""
+"""Refused keys whose values hold under another one. A run refuses them too, because some releases of verl
+ignore them."""
 
 
 def _table() -> dict[str, Refusal]:
     table = dict(_OTHER_LEAVES)
     for role in (_ACTOR, _REF, "critic"):
         table |= {f"{role}.fsdp_config.{leaf}": row for leaf, row in _FSDP_LEAVES.items()}
-        table |= {f"{role}.{leaf}": row for leaf, row in _WORKER_LEAVES.items() if f"{role}.{leaf}" not in table}
+        table |= {
+            f"{role}.{leaf}": row for leaf, row in _WORKER_LEAVES.items() if f"{role}.{leaf}" not in table
+        }
     for model in (_MODEL, "critic.model"):
         table |= {f"{model}.{leaf}": row for leaf, row in _MODEL_LEAVES.items()}
         table |= {f"{model}.lora.{leaf}": row for leaf, row in _LORA_LEAVES.items()}
@@ -345,7 +493,10 @@ REFUSALS = _table()
 _ENGINES = "is not supported; write vllm"
 _TRAINERS = "is not supported; write fsdp2"
 REFUSED_VALUES = {
-    **{(f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}" for name in ("sglang", "trtllm", "hf", "naive")},
+    **{
+        (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
+        for name in ("sglang", "trtllm", "hf", "naive")
+    },
     **{
         (f"{role}.strategy", name): f"the trainer {name} {_TRAINERS}"
         for role in (_ACTOR, _REF, "critic")
@@ -356,9 +507,13 @@ REFUSED_VALUES = {
         (f"{_ROLLOUT}.checkpoint_engine.backend", name): f"the transport {name} is not supported; write auto"
         for name in ("hccl", "nixl", "kimi_ckpt_engine", "mooncake")
     },
-    ("algorithm.adv_estimator", "codapo"): "CoDaPO is not built; give one of your own as module:function, or write grpo",
+    (
+        "algorithm.adv_estimator",
+        "codapo",
+    ): "CoDaPO is not built; give one of your own as module:function, or write grpo",
 }
-"""Values of this schema's keys that verl supports and this project refuses: (key, value) to the reason and the remedy."""
+"""Values of this schema's keys that verl supports and this project refuses: (key, value) to the reason and
+the remedy."""
 
 
 def refusal_of(key: str) -> tuple[str, Refusal] | None:

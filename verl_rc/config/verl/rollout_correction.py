@@ -1,14 +1,21 @@
-"""Translating rollout-correction settings of any verl release since August 2025 to today's fields, with notes.
+"""Translating rollout-correction settings of any verl release since August 2025 to today's fields, with
+notes.
 
-Eras: A (August 2025, one cap in the actor), B1 to B3 (October 2025, flat keys under ``algorithm``), C (November 2025 to
-January 2026, ``algorithm.rollout_correction``), D (since January 2026).
+Eras: A (August 2025, one cap in the actor), B1 to B3 (October 2025, flat keys under ``algorithm``), C
+(November 2025 to January 2026, ``algorithm.rollout_correction``), D (since January 2026).
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from verl_rc.config.errors import shortened
-from verl_rc.config.rejection_rules import Threshold, nearest_name, parse_rules, parse_threshold, threshold_specs
+from verl_rc.config.rejection_rules import (
+    Threshold,
+    nearest_name,
+    parse_rules,
+    parse_threshold,
+    threshold_specs,
+)
 
 Era = Literal["A", "B1", "B2", "B3", "C", "D"]
 BoundConvention = Literal["documented", "inverse"]
@@ -50,10 +57,11 @@ Fields = dict[str, object]
 def import_legacy(mapping: Mapping[str, object]) -> tuple[Fields, list[str]]:
     """Fields of today, and notes in words, from settings of any era.
 
-    Keys may be full (``algorithm.rollout_is_level``), nested, or the last part alone. Two more are read: ``era`` where the
-    keys do not tell (``mask`` of era B meant zero weights in B2, rejection in B3), and ``k1_bound_convention``:
-    ``documented`` takes the k1 bounds of era D as bounds on train/rollout, ``inverse`` as verl executed them, on
-    rollout/train. Raises ``ValueError`` for unknown keys, keys of several eras at once, and values no era accepted.
+    Keys may be full (``algorithm.rollout_is_level``), nested, or the last part alone. Two more are read:
+    ``era`` where the keys do not tell (``mask`` of era B meant zero weights in B2, rejection in B3), and
+    ``k1_bound_convention``: ``documented`` takes the k1 bounds of era D as bounds on train/rollout,
+    ``inverse`` as verl executed them, on rollout/train. Raises ``ValueError`` for unknown keys, keys of
+    several eras at once, and values no era accepted.
     """
     leaves = dict(_leaves(mapping))
     era, convention = _options(leaves)
@@ -81,7 +89,10 @@ def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in flatten(mapping):
         *sections, leaf = key.lstrip("+").split(".")
         if leaf not in _KNOWN or any(section not in _SECTIONS for section in sections):
-            raise ValueError(f"{key} is no rollout-correction key of any release; did you mean {nearest_name(leaf, _KNOWN)}?")
+            raise ValueError(
+                f"{key} is no rollout-correction key of any release; did you mean "
+                f"{nearest_name(leaf, _KNOWN)}?"
+            )
         if leaf in seen and seen[leaf] != value:
             raise ValueError(f"{leaf} is given twice, as {seen[leaf]!r} and {value!r}; keep one")
         seen[leaf] = value
@@ -100,7 +111,9 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _options(leaves: Fields) -> tuple[Era, BoundConvention]:
     convention = leaves.pop("k1_bound_convention", "documented")
     if convention not in get_args(BoundConvention):
-        raise ValueError(f"k1_bound_convention must be one of {', '.join(get_args(BoundConvention))}; got {convention!r}")
+        raise ValueError(
+            f"k1_bound_convention must be one of {', '.join(get_args(BoundConvention))}; got {convention!r}"
+        )
     given = leaves.pop("era", None)
     if given is not None and given not in get_args(Era):
         raise ValueError(f"era must be one of {', '.join(get_args(Era))}; got {given!r}")
@@ -116,7 +129,10 @@ def _detect_era(leaves: Fields) -> Era:
     }
     found = [era for era, marked in marks.items() if marked]
     if len(found) > 1:
-        raise ValueError(f"the keys {sorted(leaves)} belong to different releases (eras {', '.join(found)}); keep those of one")
+        raise ValueError(
+            f"the keys {sorted(leaves)} belong to different releases (eras {', '.join(found)}); keep those "
+            "of one"
+        )
     if not found:
         return "D"
     return "B1" if leaves.get("rollout_is_mode") == "clip" else found[0]
@@ -131,7 +147,10 @@ def _from_a(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     if values[0] <= 0:
         notes.append("a cap <= 0 switched correction off: the gap is measured, nothing is corrected.")
         return {}
-    notes.append("weights now apply to every policy loss, not to vanilla alone, and log-ratios are bounded by 20 before exp.")
+    notes.append(
+        "weights now apply to every policy loss, not to vanilla alone, and log-ratios are bounded by 20 "
+        "before exp."
+    )
     return {"rollout_is": "token", "rollout_is_threshold": values[0]}
 
 
@@ -145,11 +164,15 @@ def _from_b(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     _refuse_rest(leaves, era)
     if level not in _RULE_OF_LEVEL or mode not in ("truncate", "clip", "mask"):
         raise ValueError(
-            "rollout_is_level must be token, sequence or geometric and rollout_is_mode truncate, clip or mask; "
+            "rollout_is_level must be token, sequence or geometric and rollout_is_mode truncate, clip or "
+            "mask; "
             f"got {level!r} and {mode!r}"
         )
     if upper is None or _number(upper, "rollout_is_threshold") <= 0:
-        notes.append("without rollout_is_threshold nothing was computed; the gap is measured here, nothing is corrected.")
+        notes.append(
+            "without rollout_is_threshold nothing was computed; the gap is measured here, nothing is "
+            "corrected."
+        )
         return {}
     bounds = _bounds(upper, lower)
     rejects = era == "B3"
@@ -163,8 +186,11 @@ def _from_b(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     return fields
 
 
-def _weights_of_b(level: str, mode: str, bounds: Threshold, weighted: bool, rejects: bool, notes: list[str]) -> Fields:
-    """Weights and rejection of one row of era B's table; ``rejects``: mask mode edited the response mask (B3)."""
+def _weights_of_b(
+    level: str, mode: str, bounds: Threshold, weighted: bool, rejects: bool, notes: list[str]
+) -> Fields:
+    """Weights and rejection of one row of era B's table; ``rejects``: mask mode edited the response mask
+    (B3)."""
     weights: Fields = {"rollout_is": level, "rollout_is_threshold": bounds.upper} if weighted else {}
     if level == "geometric" and weighted:
         notes.append("geometric weights exist here, though not in verl of today.")
@@ -179,8 +205,10 @@ def _weights_of_b(level: str, mode: str, bounds: Threshold, weighted: bool, reje
         notes.append(f"{mode} mode gave weights outside {bounds} the value 0: a band says the same.")
         return {**weights, "rollout_is_threshold": str(bounds)}
     notes.append(
-        "mask mode is read as of release B3, which rejected; for B2, which made weights 0, add era=B2. Losses were divided by "
-        "the kept tokens of a micro-batch; add rejection_denominator=kept to divide by those of the mini-batch."
+        "mask mode is read as of release B3, which rejected; for B2, which made weights 0, add era=B2. "
+        "Losses were divided by "
+        "the kept tokens of a micro-batch; add rejection_denominator=kept to divide by those of the "
+        "mini-batch."
     )
     return {**weights, "rollout_rs": _RULE_OF_LEVEL[level], "rollout_rs_threshold": str(bounds)}
 
@@ -196,7 +224,9 @@ def _from_c(leaves: Fields, era: Era, notes: list[str]) -> Fields:
             notes.append(f"{old} is now loss_type={fields['loss_type']}.")
     fields |= _rejection_of_c(leaves, notes)
     if leaves.get("rollout_token_veto_threshold") is not None:
-        notes.append("the veto stays one-sided; verl of today has only seq_max_k2, which also rejects large ratios.")
+        notes.append(
+            "the veto stays one-sided; verl of today has only seq_max_k2, which also rejects large ratios."
+        )
     fields |= {key: leaves.pop(key) for key in VERLS_FIELDS if key in leaves}
     _refuse_rest(leaves, era)
     return fields
@@ -243,15 +273,21 @@ def _apply_convention(fields: Fields, convention: BoundConvention, notes: list[s
         return  # the schema says what is wrong
     turned = []
     for rule, bound in zip(parsed, specs, strict=True):
-        lopsided = rule.bounds_ratio and bound.lower is not None and abs(bound.lower * bound.upper - 1.0) > 1e-9
+        lopsided = (
+            rule.bounds_ratio and bound.lower is not None and abs(bound.lower * bound.upper - 1.0) > 1e-9
+        )
         if lopsided and convention == "inverse" and bound.lower is not None:
             turned.append(Threshold(1.0 / bound.lower, 1.0 / bound.upper))
-            notes.append(f"{rule.name}: {bound} is turned to {turned[-1]}, the band of train/rollout that verl executed.")
+            notes.append(
+                f"{rule.name}: {bound} is turned to {turned[-1]}, the band of train/rollout that verl "
+                "executed."
+            )
             continue
         turned.append(bound)
         if lopsided:
             notes.append(
-                f"{rule.name}: {bound} bounds train/rollout, as verl's documents say; verl executed it on rollout/train. Add "
+                f"{rule.name}: {bound} bounds train/rollout, as verl's documents say; verl executed it on "
+                "rollout/train. Add "
                 "k1_bound_convention=inverse to keep what ran."
             )
     if convention == "inverse":
@@ -260,11 +296,15 @@ def _apply_convention(fields: Fields, convention: BoundConvention, notes: list[s
 
 def _refuse_rest(leaves: Fields, era: Era) -> None:
     if leaves:
-        raise ValueError(f"{', '.join(sorted(leaves))} does not belong to era {era}; drop it, or pass the era of the settings")
+        raise ValueError(
+            f"{', '.join(sorted(leaves))} does not belong to era {era}; drop it, or pass the era of the "
+            "settings"
+        )
 
 
 def _bounds(upper: object, lower: object) -> Threshold:
-    """A band from an upper and a lower bound, which is 1/upper when null; a lower bound of 0 becomes the smallest allowed."""
+    """A band from an upper and a lower bound, which is 1/upper when null; a lower bound of 0 becomes the
+    smallest allowed."""
     top = _number(upper, "threshold")
     bottom = 1.0 / top if lower is None else _number(lower, "threshold_lower") or _NO_LOWER_BOUND
     return parse_threshold([bottom, top], "threshold")

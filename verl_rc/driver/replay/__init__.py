@@ -7,4 +7,11 @@ from verl_rc.driver.replay.diagnosis import REPLAYS, Diagnosis, DiagnosisRequest
 from verl_rc.driver.replay.gradients import ParameterGradients
 from verl_rc.driver.replay.rows import NothingToReplayError
 
-__all__ = ["REPLAYS", "Diagnosis", "DiagnosisRequest", "NothingToReplayError", "ParameterGradients", "diagnose"]
+__all__ = [
+    "REPLAYS",
+    "Diagnosis",
+    "DiagnosisRequest",
+    "NothingToReplayError",
+    "ParameterGradients",
+    "diagnose",
+]

@@ -36,7 +36,8 @@ REPLAYS: Mapping[str, str] = {
     "R4": "ids decoded and encoded again: no model",
     "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
     "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
-    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: as R5, and 3 "
+    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
+    "as R5, and 3 "
     "generations a record",
 }
 """What is built of the replays in docs/see_why.md, and what each costs for a record."""
@@ -75,8 +76,13 @@ class Diagnosis:
             if statement.next_test:
                 yield f"  next: {statement.next_test}"
         for record in self.replayed:
-            parts = ", ".join(f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items())
-            yield f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; {parts or 'no part was replayed'}"
+            parts = ", ".join(
+                f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items()
+            )
+            yield (
+                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; "
+                f"{parts or 'no part was replayed'}"
+            )
         yield from (f"  {note}" for note in self.notes)
         if self.seconds:
             yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
@@ -92,7 +98,8 @@ class Diagnosis:
 
 
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run; with replays, also write them beside the run, with those of before, where its report finds them.
+    """Judge the gap of a run; with replays, also write them beside the run, with those of before, where its
+    report finds them.
 
     Raises:
         ValueError: the folder holds no run, or lacks what the replays need.
@@ -106,7 +113,9 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
-    whole = session.diagnosis(said, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found))
+    whole = session.diagnosis(
+        said, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+    )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
         said, [record for record in whole.replayed if request.first_step <= record.step <= request.last_step]
@@ -114,7 +123,8 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 
 
 def _still_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
-    """Replays of token records that are there and were not written since: a resumed run may have made a step again."""
+    """Replays of token records that are there and were not written since: a resumed run may have made a step
+    again."""
     if not earlier:
         return []
     made = (folder / DIAGNOSIS).stat().st_mtime
@@ -129,12 +139,17 @@ class _Session:
         rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
         self._config, self._kept, self._wanted = config, kept, set(request.replays)
         self._rows = chosen(rows, kept.versions)
-        self._tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.path), config.data.trust_remote_code)
+        self._tokenizer = load_tokenizer(
+            str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
+        )
         self.found: list[ReplayedRecord] = []
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         if not self._rows:
-            self.notes.append("no record has its weights on the disk: trainer.save_freq keeps them, the step after is recorded")
+            self.notes.append(
+                "no record has its weights on the disk: trainer.save_freq keeps them, the step after is "
+                "recorded"
+            )
 
     def replay(self) -> None:
         """Replay every chosen record; the engines come last, because they have processes of their own."""
@@ -147,7 +162,9 @@ class _Session:
 
     def diagnosis(self, said: Sequence[Statement], known: Sequence[ReplayedRecord]) -> Diagnosis:
         """The causes that metrics ``said`` and those that replays name."""
-        return Diagnosis(tuple(ranked(said, judge_replays(known))), tuple(known), self.seconds, tuple(self.notes))
+        return Diagnosis(
+            tuple(ranked(said, judge_replays(known))), tuple(known), self.seconds, tuple(self.notes)
+        )
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
@@ -156,7 +173,11 @@ class _Session:
         own = self._model(rows.trainer_version)
         with self._timed("R0"):
             scores[rows.trainer_version] = clean = own.score(rows.tokens)
-            numbers = {"trainer_twice": rows.rms(own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens))}
+            numbers = {
+                "trainer_twice": rows.rms(
+                    own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens)
+                )
+            }
         if "R1" in self._wanted:
             with self._timed("R1"):
                 numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
@@ -176,16 +197,25 @@ class _Session:
             with self._timed("R2"):
                 numbers["precision"] = rows.rms(own.score_in_engine_precision(rows.tokens), clean)
         gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
-        sizes = {version: rows.rms(values, rows.rollout) for version, values in scores.items() if version <= rows.version}
+        sizes = {
+            version: rows.rms(values, rows.rollout)
+            for version, values in scores.items()
+            if version <= rows.version
+        }
         mistaken = (mistakes.of_trainer, mistakes.of_engine)
-        return ReplayedRecord(rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken), scores
+        return ReplayedRecord(
+            rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken
+        ), scores
 
     def _by_engines(self, held: Sequence[int]) -> list["_ByEngines"]:
         """What engines measure of each record with the weights that the run's engine held."""
         found = [_ByEngines() for _ in self._rows]
         wanted = self._wanted & {"R5", "R6", "R7"}
         if wanted and self._config.actor_rollout_ref.rollout.temperature != 1.0:
-            self.notes.append(f"{', '.join(sorted(wanted))} left out: engines that are given tokens score them at temperature 1")
+            self.notes.append(
+                f"{', '.join(sorted(wanted))} left out: engines that are given tokens score them at "
+                "temperature 1"
+            )
         elif wanted and self._rows:
             if wanted != {"R6"}:
                 self._by_run_engine(found, held)
@@ -209,7 +239,8 @@ class _Session:
             engine.end()
 
     def _by_cache(self, engine: ReplayEngine, rows: RecordedRows, found: "_ByEngines", held: int) -> None:
-        """R7: with a cache of its own, and with one that older weights filled: those of the start, and the last before."""
+        """R7: with a cache of its own, and with one that older weights filled: those of the start, and the
+        last before."""
         found.decode, _ = engine.decoded(rows, self._kept.folder(held))
         found.numbers["own_cache"] = rows.rms(found.decode, rows.rollout)
         older = [version for version in self._kept.versions if version < rows.version]
@@ -230,12 +261,17 @@ class _Session:
                 engine.end()
             for rows, of_record, version in zip(self._rows, found, held, strict=True):
                 assert of_record.plain is not None
-                exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(rows.tokens)
+                exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(
+                    rows.tokens
+                )
                 of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
 
     def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
         found, padding = _Mistakes(), self._tokenizer.pad_token_id
-        mistaken = {name: own.score(tokens) for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)}
+        mistaken = {
+            name: own.score(tokens)
+            for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)
+        }
 
         def nearest(recorded: Tensor) -> tuple[float, str]:
             return min((rows.rms(recorded, scored), name) for name, scored in mistaken.items())
@@ -299,8 +335,11 @@ class _ByEngines:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def _parts(rows: RecordedRows, scores: Mapping[int, Tensor], held: int, engines: _ByEngines) -> dict[str, Part]:
-    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its predecessor."""
+def _parts(
+    rows: RecordedRows, scores: Mapping[int, Tensor], held: int, engines: _ByEngines
+) -> dict[str, Part]:
+    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its
+    predecessor."""
     chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held])]
     chain += [("precision", engines.plain), ("decode", engines.prefill), ("rest", engines.decode)]
     known = [(name, values) for name, values in chain if values is not None]

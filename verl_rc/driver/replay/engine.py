@@ -20,8 +20,11 @@ _Row = tuple[list[int], list[int]]
 class ReplayEngine:
     """An engine that is given recorded tokens; ``end`` ends its process."""
 
-    def __init__(self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False) -> None:
-        """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row at a time."""
+    def __init__(
+        self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False
+    ) -> None:
+        """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row
+        at a time."""
         device = trainer_device(config.trainer.device).type
         options = engine_options(config, device)
         arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
@@ -38,8 +41,11 @@ class ReplayEngine:
         """float32 ``[B, R]``, nats: log-probs by its prefill with these weights."""
         return _on_grid(rows, self._engine.call("prefilled", model_folder, _given(rows)))
 
-    def decoded(self, rows: RecordedRows, model_folder: str, cached_by: str | None = None) -> tuple[Tensor, int]:
-        """As ``prefilled``, token by token with prompts shared in the cache, and how many tokens of prompts came from there.
+    def decoded(
+        self, rows: RecordedRows, model_folder: str, cached_by: str | None = None
+    ) -> tuple[Tensor, int]:
+        """As ``prefilled``, token by token with prompts shared in the cache, and how many tokens of prompts
+        came from there.
 
         ``cached_by``: folder of the weights that filled the cache before; None: it is empty.
         """

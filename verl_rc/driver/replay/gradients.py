@@ -1,4 +1,5 @@
-"""Gradients of the trainer's model for recorded rows, with the weights of their step: ``what-if --gradients``."""
+"""Gradients of the trainer's model for recorded rows, with the weights of their step: ``what-if
+--gradients``."""
 
 import sys
 import tempfile
@@ -16,16 +17,16 @@ from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.what_if import RecordedBatch, read_batch
 
 PROJECTED = 16_384
-"""Numbers that are kept of a gradient; a squared norm or a product of gradients is then right within about sqrt(2 / PROJECTED),
-1 % of the norms' product."""
+"""Numbers that are kept of a gradient; a squared norm or a product of gradients is then right within about
+sqrt(2 / PROJECTED), 1 % of the norms' product."""
 _AT_ONCE = 1 << 24
 
 
 class ParameterGradients:
     """Makes updates of blocks of prompts for ``estimate_presets``.
 
-    Of each gradient a random projection is kept, the same for all of them: it is linear, so it gives differences, norms and
-    angles, and a gradient for each prompt and preset would fill the memory.
+    Of each gradient a random projection is kept, the same for all of them: it is linear, so it gives
+    differences, norms and angles, and a gradient for each prompt and preset would fill the memory.
     """
 
     def __init__(
@@ -39,15 +40,21 @@ class ParameterGradients:
         self._rows = [one for one in rows if one.trainer_version in self._kept.versions]
         if not self._rows:
             raise NothingToReplayError(
-                f"{folder} must have a token record whose weights are on the disk: trainer.save_freq keeps weights, and the step "
+                f"{folder} must have a token record whose weights are on the disk: trainer.save_freq keeps "
+                "weights, and the step "
                 "after a checkpoint is recorded."
             )
-        self.batch: RecordedBatch = read_batch(folder, first_step, last_step, {one.step for one in self._rows})
+        self.batch: RecordedBatch = read_batch(
+            folder, first_step, last_step, {one.step for one in self._rows}
+        )
         self._projected = projected
         self._passes, self._seconds, self._parameters = 0, 0.0, 0
 
-    def __call__(self, batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
-        """Of each of ``pulls`` ``[B, T]``, float64 ``[count, D]``: the update of every block of prompts, projected."""
+    def __call__(
+        self, batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int
+    ) -> list[Tensor]:
+        """Of each of ``pulls`` ``[B, T]``, float64 ``[count, D]``: the update of every block of prompts,
+        projected."""
         began = time.monotonic()
         distinct, of_pull = _distinct(pulls)
         updates: list[dict[int, Tensor]] = [{} for _ in distinct]
@@ -72,9 +79,14 @@ class ParameterGradients:
         lora = self._config.actor_rollout_ref.model.lora_rank > 0
         steps = ", ".join(str(rows.step) for rows in self._rows)
         return (
-            f"Norm, cosine, bias, noise and error are of {self._parameters:,} parameters{' with the adapters merged' * lora}, at "
+            f"Norm, cosine, bias, noise and error are of {self._parameters:,} "
+            f"parameters{' with the adapters merged' * lora}, at "
             f"the weights before steps {steps}: {self._passes:,} backward passes, {self._seconds:.0f} s"
-            + (f"; a random projection to {self._projected:,} numbers is kept of each." if self._is_projected else ".")
+            + (
+                f"; a random projection to {self._projected:,} numbers is kept of each."
+                if self._is_projected
+                else "."
+            )
         )
 
     @property
@@ -82,7 +94,8 @@ class ParameterGradients:
         return self._parameters > self._projected
 
     def _project(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """A gradient as it is where it is short; else its numbers with random signs, added up in random places."""
+        """A gradient as it is where it is short; else its numbers with random signs, added up in random
+        places."""
         self._parameters = sum(values.numel() for values in gradient.values())
         if not self._is_projected:
             return torch.cat([values.flatten() for values in gradient.values()]).double()

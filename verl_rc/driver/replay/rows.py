@@ -52,7 +52,8 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
                 found.append(rows_of(record, most_rows))
     if not found:
         raise NothingToReplayError(
-            f"{folder} must have token records with ids of prompts and responses: trainer.token_records.enable=True and "
+            f"{folder} must have token records with ids of prompts and responses: "
+            "trainer.token_records.enable=True and "
             "trainer.token_records.contents=full write them."
         )
     return found
@@ -75,7 +76,11 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
     rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)
     train = padded("old_log_prob", torch.float32) if "old_log_prob" in record.tokens else None
     trainer_version = int(record.facts.get("current_version", record.step - 1))
-    versions = padded("version", torch.int64) if "version" in record.tokens else torch.full_like(mask.long(), trainer_version)
+    versions = (
+        padded("version", torch.int64)
+        if "version" in record.tokens
+        else torch.full_like(mask.long(), trainer_version)
+    )
     counted = mask & rollout.isfinite() & (torch.ones_like(mask) if train is None else train.isfinite())
     version = int(versions[counted].mode().values) if counted.any() else trainer_version
     return RecordedRows(
@@ -96,7 +101,8 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
 
 
 def chosen(rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4) -> list[RecordedRows]:
-    """The records that say most: of those whose weights are on the disk the first, the newest, and those with the largest gap."""
+    """The records that say most: of those whose weights are on the disk the first, the newest, and those with
+    the largest gap."""
     usable = [one for one in rows if {one.version, one.trainer_version} <= set(kept_versions)]
     if len(usable) <= most:
         return usable

@@ -22,9 +22,14 @@ class TrainerReplay:
         """Load the model in the trainer's precision of computing, or in ``dtype``."""
         model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._dtype = dtype or torch_dtype(actor.fsdp_config.dtype)
-        self._model: nn.Module = load_causal_lm(model_folder, self._dtype, trust_remote_code=model.trust_remote_code)
+        self._model: nn.Module = load_causal_lm(
+            model_folder, self._dtype, trust_remote_code=model.trust_remote_code
+        )
         self._model.eval()
-        self._temperature, self._packs = config.actor_rollout_ref.rollout.temperature, model.use_remove_padding
+        self._temperature, self._packs = (
+            config.actor_rollout_ref.rollout.temperature,
+            model.use_remove_padding,
+        )
         self._engine_dtype = torch_dtype(config.actor_rollout_ref.rollout.dtype)
 
     def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
@@ -39,12 +44,17 @@ class TrainerReplay:
         return torch.cat(parts)
 
     def gradient(self, tokens: TokenBatch, pulls: Tensor) -> dict[str, Tensor]:
-        """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens' log-probs."""
+        """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens'
+        log-probs."""
         self._model.zero_grad()
         for part, of_part in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
             log_probs = self._log_probs(part, self._packs)
             (log_probs * of_part[:, : log_probs.shape[1]]).sum().backward()
-        return {name: parameter.grad for name, parameter in self._model.named_parameters() if parameter.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+        }
 
     def _log_probs(self, tokens: TokenBatch, packs: bool) -> Tensor:
         """float32 ``[B, longest]``, nats."""
@@ -70,7 +80,9 @@ class TrainerReplay:
             self._model.to(self._dtype)
 
 
-def wrong_inputs(rows: RecordedRows, longest_prompt: int, pad_token_id: int) -> Iterator[tuple[str, TokenBatch]]:
+def wrong_inputs(
+    rows: RecordedRows, longest_prompt: int, pad_token_id: int
+) -> Iterator[tuple[str, TokenBatch]]:
     """Mistakes in the inputs of trainer or engine, each in words with the rows as they would be scored."""
     tokens = rows.tokens
     short: Any = tokens.clone()
@@ -84,7 +96,9 @@ def wrong_inputs(rows: RecordedRows, longest_prompt: int, pad_token_id: int) -> 
     yield "the first token of prompts twice", doubled
     padded: Any = tokens.clone()
     missing = longest_prompt - tokens.prompts.shape[1]
-    is_real = torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
+    is_real = (
+        torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
+    )
     filled = torch.where(is_real, tokens.prompts, pad_token_id)
     padded.prompts = torch.nn.functional.pad(filled, (max(missing, 0), 0), value=pad_token_id)
     padded.prompt_lengths = torch.full_like(tokens.prompt_lengths, padded.prompts.shape[1])

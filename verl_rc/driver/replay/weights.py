@@ -18,7 +18,10 @@ class KeptWeights:
 
     def __init__(self, config: RunConfig, folder: Path, scratch: Path) -> None:
         """``scratch``: a folder for exported checkpoints, as large as a model each."""
-        steps = {int(path.name.rpartition("_")[2]): path for path in CheckpointStore(folder, keep=None).newest_first()}
+        steps = {
+            int(path.name.rpartition("_")[2]): path
+            for path in CheckpointStore(folder, keep=None).newest_first()
+        }
         self._checkpoints, self._scratch = steps, scratch
         self._start = str(config.actor_rollout_ref.model.path)
 

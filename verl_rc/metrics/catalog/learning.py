@@ -10,11 +10,16 @@ def _losses(*kinds: str) -> str:
 
 
 _ACTOR = (
-    MetricSpec("actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"),
+    MetricSpec(
+        "actor/pg_loss",
+        "1",
+        "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates",
+    ),
     MetricSpec(
         "actor/loss",
         "1",
-        "what was differentiated: pg_loss − entropy_coeff · entropy_loss + kl_loss_coef · the KL estimate aggregated likewise",
+        "what was differentiated: pg_loss − entropy_coeff · entropy_loss + kl_loss_coef · the KL estimate "
+        "aggregated likewise",
     ),
     MetricSpec(
         "actor/pg_clipfrac",
@@ -25,13 +30,15 @@ _ACTOR = (
     MetricSpec(
         "actor/pg_clipfrac_lower",
         "1",
-        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c); per loss, see its docstring",
+        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c); per loss, see "
+        "its docstring",
         (0, 0.05),
     ),
     MetricSpec(
         "actor/ppo_kl",
         "nats",
-        "mean over tokens in loss_mask of old − current log-prob, k1 of KL(old || current); old: proximal, in bypass mode "
+        "mean over tokens in loss_mask of old − current log-prob, k1 of KL(old || current); old: proximal, "
+        "in bypass mode "
         f"rollout; each term clamped to ±20 nats but in {_losses('whole', 'distance')}; "
         f"{_losses('distance')}: of |old − current|; {_losses('none')}: none",
         (-0.01, 0.1),
@@ -39,44 +46,65 @@ _ACTOR = (
     MetricSpec(
         "actor/ppo_kl_clamped_fraction",
         "1",
-        "share of tokens in loss_mask whose old − current log-prob was clamped, in ppo_kl and in the ratio of the loss",
+        "share of tokens in loss_mask whose old − current log-prob was clamped, in ppo_kl and in the ratio "
+        "of the loss",
         (0, 0.001),
     ),
     MetricSpec(
         "actor/entropy",
         "nats",
-        "mean over response tokens of the proximal policy's entropy; in bypass mode, and with proximal=interpolate, of the "
+        "mean over response tokens of the proximal policy's entropy; in bypass mode, and with "
+        "proximal=interpolate, of the "
         "current policy's, over all updates",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",
         "nats",
-        "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of every 50th step; with "
+        "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of "
+        "every 50th step; with "
         "rollout_correction.proximal=interpolate",
     ),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
     MetricSpec(
         "actor/kl_loss",
         "nats",
-        "mean over tokens in loss_mask of the actor.kl_loss_type estimate of KL(current || reference), over all updates",
+        "mean over tokens in loss_mask of the actor.kl_loss_type estimate of KL(current || reference), over "
+        "all updates",
     ),
     MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
     MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
-    MetricSpec("actor/nonfinite_gradients", "1", "updates of the step skipped because the gradient was not finite", (0, 0)),
+    MetricSpec(
+        "actor/nonfinite_gradients",
+        "1",
+        "updates of the step skipped because the gradient was not finite",
+        (0, 0),
+    ),
     MetricSpec("actor/lr", "1", "learning rate of the step's last update"),
-    MetricSpec("actor/reward_kl_penalty", "nats", "mean over sequences of the masked mean KL subtracted from the reward"),
+    MetricSpec(
+        "actor/reward_kl_penalty",
+        "nats",
+        "mean over sequences of the masked mean KL subtracted from the reward",
+    ),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
 )
 _CRITIC = (
     MetricSpec(
         "critic/vf_loss",
         "1",
-        "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that is larger; "
+        "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that "
+        "is larger; "
         "aggregated by critic.loss_agg_mode, mean over updates",
     ),
-    MetricSpec("critic/vf_clipfrac", "1", "share of tokens in response_mask where the clipped branch was larger", (0, 0.3)),
+    MetricSpec(
+        "critic/vf_clipfrac",
+        "1",
+        "share of tokens in response_mask where the clipped branch was larger",
+        (0, 0.3),
+    ),
     MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
-    MetricSpec("critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"),
+    MetricSpec(
+        "critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"
+    ),
     MetricSpec(
         "critic/nonfinite_gradients",
         "1",
@@ -84,31 +112,60 @@ _CRITIC = (
         (0, 0),
     ),
     MetricSpec("critic/lr", "1", "learning rate of the step's last critic update"),
-    MetricSpec("critic/vf_explained_var", "1", "1 − Var(returns − values) / (Var(returns) + 1e-5) over response tokens", (0, 1)),
+    MetricSpec(
+        "critic/vf_explained_var",
+        "1",
+        "1 − Var(returns − values) / (Var(returns) + 1e-5) over response tokens",
+        (0, 1),
+    ),
 )
 _BATCH = (
     *spread("critic/score", "reward", "sequences of the reward function's score", "ppo"),
-    *spread("critic/overlong_reward", "reward", "sequences of the overlong penalty, which is part of the score", "driver"),
-    MetricSpec(
-        "critic/reward_baselines/mean", "reward", "mean over prompts of the greedy response's score (remax)", emitted_by="driver"
+    *spread(
+        "critic/overlong_reward",
+        "reward",
+        "sequences of the overlong penalty, which is part of the score",
+        "driver",
     ),
-    *spread("reward/{column}", "of the column", "the responses that have it of a column of the reward function", "driver"),
+    MetricSpec(
+        "critic/reward_baselines/mean",
+        "reward",
+        "mean over prompts of the greedy response's score (remax)",
+        emitted_by="driver",
+    ),
+    *spread(
+        "reward/{column}",
+        "of the column",
+        "the responses that have it of a column of the reward function",
+        "driver",
+    ),
     MetricSpec(
         "reward/failed_fraction",
         "1",
-        "share of responses that could not be scored; each got reward.failure_score, or counts as a wrong answer",
+        "share of responses that could not be scored; each got reward.failure_score, or counts as a wrong "
+        "answer",
         (0, 0.01),
         "driver",
     ),
-    *spread("critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)", "ppo"),
+    *spread(
+        "critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)", "ppo"
+    ),
     *spread("critic/advantages", "1", "response tokens of the advantage", "ppo"),
     *spread("critic/returns", "reward", "response tokens of the return", "ppo"),
     *spread("critic/values", "reward", "response tokens of the critic's value", "ppo"),
-    MetricSpec("gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"),
+    MetricSpec(
+        "gdpo/{key}/{statistic}",
+        "reward",
+        "statistic over sequences of one reward component of gdpo",
+        emitted_by="ppo",
+    ),
 )
 
 LEARNING = (
-    *(MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers") for spec in (*_ACTOR, *_CRITIC)),
+    *(
+        MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers")
+        for spec in (*_ACTOR, *_CRITIC)
+    ),
     *_BATCH,
 )
 """Entries of this section."""

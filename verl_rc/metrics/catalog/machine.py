@@ -34,18 +34,28 @@ _PER_TOKEN = {
 
 TIME = (
     MetricSpec("timing_s/step", "s", "wall-clock seconds of the whole step", emitted_by="driver"),
-    *(MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver") for stage, what in _STAGES.items()),
+    *(
+        MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver")
+        for stage, what in _STAGES.items()
+    ),
     *(
         MetricSpec(
-            f"timing_busy_s/{stage}", "s", f"{_STAGES[stage]}: seconds the slowest worker itself computed", emitted_by="driver"
+            f"timing_busy_s/{stage}",
+            "s",
+            f"{_STAGES[stage]}: seconds the slowest worker itself computed",
+            emitted_by="driver",
         )
         for stage in _BUSY
     ),
     *(
-        MetricSpec(f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver")
+        MetricSpec(
+            f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver"
+        )
         for stage, tokens in _PER_TOKEN.items()
     ),
-    MetricSpec("perf/total_num_tokens", "tokens", "Σ prompt and response tokens of the step", emitted_by="ppo"),
+    MetricSpec(
+        "perf/total_num_tokens", "tokens", "Σ prompt and response tokens of the step", emitted_by="ppo"
+    ),
     MetricSpec("perf/time_per_step", "s", "= timing_s/step", emitted_by="driver"),
     MetricSpec(
         "perf/throughput",
@@ -60,12 +70,16 @@ TIME = (
         emitted_by="driver",
     ),
     MetricSpec(
-        "perf/rollout_tokens_per_second", "tokens/s", "tokens sampled / seconds the slowest engine computed", emitted_by="driver"
+        "perf/rollout_tokens_per_second",
+        "tokens/s",
+        "tokens sampled / seconds the slowest engine computed",
+        emitted_by="driver",
     ),
     MetricSpec(
         "perf/cpu_memory_used_gb",
         "GiB",
-        "memory of the machine that new processes cannot have, after the actor's update; the largest over its ranks",
+        "memory of the machine that new processes cannot have, after the actor's update; the largest over "
+        "its ranks",
         emitted_by="workers",
     ),
     MetricSpec(
@@ -83,7 +97,8 @@ TIME = (
     MetricSpec(
         "perf/overhead_fraction",
         "1",
-        "share of the step in which no worker computed: 1 − (Σ timing_busy_s + timing_s of reward, testing and save_checkpoint) "
+        "share of the step in which no worker computed: 1 − (Σ timing_busy_s + timing_s of reward, testing "
+        "and save_checkpoint) "
         "/ timing_s/step, at least 0",
         (None, 0.1),
         "driver",
@@ -100,10 +115,16 @@ SYNC = tuple(
         (
             "sync/canary_mean_gap",
             "nats",
-            "mean over generated canary tokens of |trainer − rollout log-prob|, of the engine where it is largest",
+            "mean over generated canary tokens of |trainer − rollout log-prob|, of the engine where it is "
+            "largest",
             None,
         ),
-        ("sync/canary_max_gap", "nats", "largest |trainer − rollout log-prob| over generated canary tokens", None),
+        (
+            "sync/canary_max_gap",
+            "nats",
+            "largest |trainer − rollout log-prob| over generated canary tokens",
+            None,
+        ),
         (
             "sync/rollout_gap_mean",
             "nats",
@@ -111,8 +132,18 @@ SYNC = tuple(
             None,
         ),
         ("sync/rollout_gap_max", "nats", "largest of the same", None),
-        ("recovery/engines_replaced", "1", "engines that died or hung since the last step logged; replaced", (None, 0.0)),
-        ("recovery/requests_reissued", "1", "requests that such an engine owed; its successor answered them", (None, 0.0)),
+        (
+            "recovery/engines_replaced",
+            "1",
+            "engines that died or hung since the last step logged; replaced",
+            (None, 0.0),
+        ),
+        (
+            "recovery/requests_reissued",
+            "1",
+            "requests that such an engine owed; its successor answered them",
+            (None, 0.0),
+        ),
         ("sync/gap_limit", "nats", "usual mean gap; above it trainer.alerts.gap acts", None),
     )
 )

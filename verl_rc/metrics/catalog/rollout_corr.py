@@ -1,6 +1,8 @@
-"""Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about it.
+"""Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about
+it.
 
-Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before rejection.
+Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before
+rejection.
 """
 
 from verl_rc.metrics.bounds import BOUNDS
@@ -13,23 +15,45 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("rollout_log_ppl", "nats", "mean over rows of −(row mean of the rollout log-prob)", None),
     ("training_ppl", "1", "mean over rows of exp(−row mean of the train log-prob)", None),
     ("rollout_ppl", "1", "mean over rows of exp(−row mean of the rollout log-prob)", None),
-    ("log_ppl_diff", "nats", "mean over rows of training − rollout log-perplexity = −(row mean of l)", (-0.1, 0.1)),
+    (
+        "log_ppl_diff",
+        "nats",
+        "mean over rows of training − rollout log-perplexity = −(row mean of l)",
+        (-0.1, 0.1),
+    ),
     ("log_ppl_abs_diff", "nats", "mean over rows of its absolute value", (0, 0.1)),
     ("log_ppl_diff_max", "nats", "largest over rows", None),
     ("log_ppl_diff_min", "nats", "smallest over rows", None),
     ("ppl_ratio", "1", "mean over rows of exp(training − rollout log-perplexity)", (0.9, 1.1)),
-    ("kl", "nats", "mean over tokens of −l: k1 of KL(rollout || train); may be negative in a sample", (-0.01, 0.1)),
+    (
+        "kl",
+        "nats",
+        "mean over tokens of −l: k1 of KL(rollout || train); may be negative in a sample",
+        (-0.01, 0.1),
+    ),
     ("k3_kl", "nats", "mean over tokens of ρ − l − 1: k3 of the same, never negative", (0, 0.1)),
     ("chi2_token", "1", "mean over tokens of ρ², less 1; may be negative in a sample", (-0.1, 1)),
     ("chi2_seq", "1", "mean over rows of (Π ρ)², less 1; dominated by single rows when large", None),
 )
 _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of the applied weight", (0.5, 2)),
-    ("std", "population standard deviation over tokens of the weight clamped to [0, upper threshold]", (0, 1)),
+    (
+        "std",
+        "population standard deviation over tokens of the weight clamped to [0, upper threshold]",
+        (0, 1),
+    ),
     ("min", "token level: smallest applied weight; sequence level: smallest raw ratio of a row", None),
     ("max", "token level: largest applied weight; sequence level: largest raw ratio of a row", None),
-    ("eff_sample_size", "(Σw)² / (n Σw²) of the applied weights, over tokens or rows as the level is", (0.5, 1)),
-    ("ratio_fraction_high", "share of tokens or rows whose raw weight is above the upper threshold", (0, 0.1)),
+    (
+        "eff_sample_size",
+        "(Σw)² / (n Σw²) of the applied weights, over tokens or rows as the level is",
+        (0.5, 1),
+    ),
+    (
+        "ratio_fraction_high",
+        "share of tokens or rows whose raw weight is above the upper threshold",
+        (0, 0.1),
+    ),
     (
         "ratio_fraction_low",
         "share of tokens or rows whose raw weight is below the lower threshold (1/upper if none)",
@@ -50,7 +74,8 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ("std", "population standard deviation of the statistic clamped to its bounds", None),
     (
         "max",
-        "largest statistic, over tokens or rows; k1 statistics are −log ratios: the largest is the lowest ratio",
+        "largest statistic, over tokens or rows; k1 statistics are −log ratios: the largest is the lowest "
+        "ratio",
         None,
     ),
     ("min", "smallest statistic, over tokens or rows", None),
@@ -72,44 +97,100 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("rollout_is_veto_fraction", "share of non-empty rows that the veto rejects", (0, 0.1)),
     ("rollout_is_catastrophic_token_fraction", "share of tokens below the veto's threshold", (0, 0.001)),
     ("nonfinite_token_fraction", "share of response tokens with a log-prob that is NaN or infinite", (0, 0)),
-    ("safety_clamped_fraction", "share of tokens whose |l| was cut to the safety bound before exp", (0, 0.001)),
+    (
+        "safety_clamped_fraction",
+        "share of tokens whose |l| was cut to the safety bound before exp",
+        (0, 0.001),
+    ),
     ("rollout_rs_seq_rejected_fraction", "share of non-empty rows that are fully rejected", (0, 0.1)),
-    ("rollout_rs_adaptive_threshold", "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance", None),
+    (
+        "rollout_rs_adaptive_threshold",
+        "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance",
+        None,
+    ),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
 )
 
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
-    ("log_ratio_p{n}", "nats", "percentile over tokens of l, from a histogram (relative error at most 4 %)", None),
+    (
+        "log_ratio_p{n}",
+        "nats",
+        "percentile over tokens of l, from a histogram (relative error at most 4 %)",
+        None,
+    ),
     ("log_ratio_seq_p{n}", "nats", "percentile over rows of Σ l", None),
     ("log_ratio_geo_p{n}", "nats", "percentile over rows of the row mean of l", None),
     ("log_ratio", "nats", "histogram over tokens of l", None),
     ("log_ratio_abs_max", "nats", "largest |l| over tokens", None),
     ("log_ratio_exact_fraction", "1", "share of tokens with l = 0 exactly", None),
-    ("safety_clamped_seq_fraction", "1", "share of rows whose |Σ l| was cut to the safety bound before exp", (0, 0.001)),
+    (
+        "safety_clamped_seq_fraction",
+        "1",
+        "share of rows whose |Σ l| was cut to the safety bound before exp",
+        (0, 0.001),
+    ),
     (
         "misalignment_z",
         "1",
-        "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie apart: lasting values "
-        f"beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 if all ρ "
+        "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie "
+        "apart: lasting values "
+        f"beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, or log-probs of other "
+        "tokens. 0 if all ρ "
         "are exactly 1; left out for fewer than two tokens, or where all ρ are the same but not 1",
         _NEAR_0,
     ),
-    ("misalignment_z_seq", "1", "the same over rows, of Π ρ: the standard error of a sample of independent rows", _NEAR_0),
-    ("rollout_is_raw_{statistic}", "1", "mean, std, min or max of the weights before threshold, over tokens or rows", None),
-    ("rollout_is_applied_{statistic}", "1", "mean, std, min or max of the weights after threshold, over tokens or rows", None),
+    (
+        "misalignment_z_seq",
+        "1",
+        "the same over rows, of Π ρ: the standard error of a sample of independent rows",
+        _NEAR_0,
+    ),
+    (
+        "rollout_is_raw_{statistic}",
+        "1",
+        "mean, std, min or max of the weights before threshold, over tokens or rows",
+        None,
+    ),
+    (
+        "rollout_is_applied_{statistic}",
+        "1",
+        "mean, std, min or max of the weights after threshold, over tokens or rows",
+        None,
+    ),
     ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),
     (
         "rollout_is_pareto_k",
         "1",
-        "shape of the tail of the raw weights; above the healthy range averages over them are unreliable; left out where "
+        "shape of the tail of the raw weights; above the healthy range averages over them are unreliable; "
+        "left out where "
         "rounding of float32 alone makes the tail",
         (-1, 0.7),
     ),
-    ("rollout_is_ess_raw_{level}", "1", "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts", (0.3, 1)),
-    ("rollout_is_ess_applied_{level}", "1", "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts", (0.5, 1)),
-    ("rollout_rs_{rule}_exclusive_fraction", "1", "share of response tokens that this rule alone rejects", None),
+    (
+        "rollout_is_ess_raw_{level}",
+        "1",
+        "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts",
+        (0.3, 1),
+    ),
+    (
+        "rollout_is_ess_applied_{level}",
+        "1",
+        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts",
+        (0.5, 1),
+    ),
+    (
+        "rollout_rs_{rule}_exclusive_fraction",
+        "1",
+        "share of response tokens that this rule alone rejects",
+        None,
+    ),
     ("rollout_rs_overlap_fraction", "1", "share of response tokens that several rules reject", None),
-    ("kept_fraction_{split}", "1", "share of tokens kept, by length of the response, sign of advantage or correctness", None),
+    (
+        "kept_fraction_{split}",
+        "1",
+        "share of tokens kept, by length of the response, sign of advantage or correctness",
+        None,
+    ),
     ("kept_score_mean", "score", "mean score of the rows with at least one kept token", None),
     ("rejected_score_mean", "score", "mean score of the fully rejected rows", None),
     ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
@@ -120,29 +201,52 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("age_{n}_rejected_fraction", "1", "share of the response tokens of this age that are rejected", None),
     ("age_{n}_rollout_is_mean", "1", "mean over the tokens of this age of the applied weight", None),
     ("age_{n}_rollout_is_max", "1", "largest applied weight of a token of this age", None),
-    ("age_{n}_rollout_is_ess", "1", "(Σw)² / (n Σw²) of the applied weights over the tokens of this age", (0.5, 1)),
-    ("age_{n}_rollout_is_truncated_fraction", "1", "share of the tokens of this age whose weight the threshold changed", None),
-    ("turn_{n}_token_fraction", "1", "share of tokens of this turn of the policy; the last turn holds all later ones", None),
+    (
+        "age_{n}_rollout_is_ess",
+        "1",
+        "(Σw)² / (n Σw²) of the applied weights over the tokens of this age",
+        (0.5, 1),
+    ),
+    (
+        "age_{n}_rollout_is_truncated_fraction",
+        "1",
+        "share of the tokens of this age whose weight the threshold changed",
+        None,
+    ),
+    (
+        "turn_{n}_token_fraction",
+        "1",
+        "share of tokens of this turn of the policy; the last turn holds all later ones",
+        None,
+    ),
     ("turn_{n}_kl", "nats", "mean of −l over the tokens of this turn", None),
     ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
 )
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
-# H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of the token;
-# u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors of z are over rows.
+# H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of
+# the token; u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors of z
+# are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
-    ("missing_mass", "1", "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports", None),
+    (
+        "missing_mass",
+        "1",
+        "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports",
+        None,
+    ),
     (
         "missing_mass_z",
         "1",
-        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is too much; "
+        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is "
+        "too much; "
         "misalignment_z, which tests ρ − 1, has the opposite sign",
         _NEAR_0,
     ),
     (
         "lag",
         "tokens",
-        f"k of −{-min(BOUNDS.lags)} to {max(BOUNDS.lags)} for which the mean over tokens of |train log-prob at t − rollout "
+        f"k of −{-min(BOUNDS.lags)} to {max(BOUNDS.lags)} for which the mean over tokens of |train log-prob "
+        "at t − rollout "
         "log-prob at t + k| is smallest, if that halves the one at 0 and that is above "
         f"{BOUNDS.lag_distance:g}, else 0; {_AT_THE_HEAD}",
         (0, 0),
@@ -150,30 +254,59 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rounded_fraction",
         "1",
-        f"share of the rollout log-probs other than 0 whose last {BOUNDS.rounded_bits} bits in float32 are 0, as after 16 bits; "
-        + _AT_THE_HEAD,
+        f"share of the rollout log-probs other than 0 whose last {BOUNDS.rounded_bits} bits in float32 are "
+        "0, as after 16 bits; " + _AT_THE_HEAD,
         (0, 0.5),
     ),
     (
         "concentration",
         "1",
-        f"share of Σ l² in the {100 * BOUNDS.largest_share:g} % of tokens with the largest |l|, from the histogram",
+        f"share of Σ l² in the {100 * BOUNDS.largest_share:g} % of tokens with the largest |l|, from the "
+        "histogram",
         None,
     ),
-    ("temperature_slope", "1", "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T", (-0.1, 0.1)),
-    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, BOUNDS.temperature_r2)),
+    (
+        "temperature_slope",
+        "1",
+        "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T",
+        (-0.1, 0.1),
+    ),
+    (
+        "temperature_r2",
+        "1",
+        "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains",
+        (0, BOUNDS.temperature_r2),
+    ),
     ("temperature_z", "1", "temperature_slope in standard errors", None),
-    ("surprisal_excess", "nats", "mean over tokens of −u: sampled tokens are less likely than the trainer expects", None),
+    (
+        "surprisal_excess",
+        "nats",
+        "mean over tokens of −u: sampled tokens are less likely than the trainer expects",
+        None,
+    ),
     (
         "surprisal_excess_bound",
         "nats",
-        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: how often a token "
-        "counts. Beyond it, up or down, surprisal_excess is not chance where tokens are drawn from what the engine reports",
+        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: "
+        "how often a token "
+        "counts. Beyond it, up or down, surprisal_excess is not chance where tokens are drawn from what the "
+        "engine reports",
         None,
     ),
-    # What is healthy depends on the precision (PLAUSIBLE_NOISE) and on the age of the samples: the table of causes judges it.
-    ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", None),
-    ("logit_noise_floor", "nats", f"mean of logit_noise in the first {BOUNDS.floor_steps} steps of the run", None),
+    # What is healthy depends on the precision (PLAUSIBLE_NOISE) and on the age of the samples: the table of
+    # causes judges it.
+    (
+        "logit_noise",
+        "nats",
+        "√(Σ l² / Σ g): independent noise on the logits that would make such a gap",
+        None,
+    ),
+    (
+        "logit_noise_floor",
+        "nats",
+        f"mean of logit_noise in the first {BOUNDS.floor_steps} steps of the run",
+        None,
+    ),
     (
         "position_{n}_logit_noise",
         "nats",
@@ -181,20 +314,32 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         + ", ".join(map(str, (0, *BOUNDS.position_edges))),
         None,
     ),
-    ("engine_{n}_logit_noise", "nats", f"logit_noise of one of several engines; {BOUNDS.engines - 1}: and all later ones", None),
+    (
+        "engine_{n}_logit_noise",
+        "nats",
+        f"logit_noise of one of several engines; {BOUNDS.engines - 1}: and all later ones",
+        None,
+    ),
     ("noisiest_engine", "1", "number of the engine with the largest logit_noise", None),
     ("noisiest_engine_ratio", "1", "its logit_noise over that of all others together", None),
     (
         "noisiest_engine_z",
         "1",
-        f"standard errors, over sequences, by which its Σ l² / Σ g is above {BOUNDS.engine_noise**2:g} times that of the others",
+        f"standard errors, over sequences, by which its Σ l² / Σ g is above {BOUNDS.engine_noise**2:g} times "
+        "that of the others",
         None,
     ),
 )
 
 ROLLOUT_CORR = (
-    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _DISAGREEMENT),
-    *(MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction") for name, text, healthy in _WEIGHTS),
+    *(
+        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
+        for name, unit, text, healthy in _DISAGREEMENT
+    ),
+    *(
+        MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction")
+        for name, text, healthy in _WEIGHTS
+    ),
     *(
         MetricSpec(
             f"rollout_corr/rollout_rs_{{rule}}_{name}",
@@ -205,8 +350,17 @@ ROLLOUT_CORR = (
         )
         for name, text, healthy in _RULE
     ),
-    *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
-    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _FULL),
-    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _SIGNATURES),
+    *(
+        MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction")
+        for name, text, healthy in _OUTCOME
+    ),
+    *(
+        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
+        for name, unit, text, healthy in _FULL
+    ),
+    *(
+        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
+        for name, unit, text, healthy in _SIGNATURES
+    ),
 )
 """Entries of this section."""

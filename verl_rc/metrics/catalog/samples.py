@@ -1,21 +1,51 @@
-"""What was sampled: how the batch was put together, where every token went, how old samples are, how good held-out ones are."""
+"""What was sampled: how the batch was put together, where every token went, how old samples are, how good
+held-out ones are."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _LENGTHS = (
     *spread("response_length", "tokens", "sequences of the response's length", "ppo"),
-    MetricSpec("response_length/clip_ratio", "1", "share of responses that reached data.max_response_length", (0, 0.1), "ppo"),
-    MetricSpec("response_length/overlong_ratio", "1", "share of responses that the overlong penalty touches", (0, 0.3), "driver"),
+    MetricSpec(
+        "response_length/clip_ratio",
+        "1",
+        "share of responses that reached data.max_response_length",
+        (0, 0.1),
+        "ppo",
+    ),
+    MetricSpec(
+        "response_length/overlong_ratio",
+        "1",
+        "share of responses that the overlong penalty touches",
+        (0, 0.3),
+        "driver",
+    ),
     *spread("prompt_length", "tokens", "sequences of the prompt's length", "ppo"),
-    MetricSpec("prompt_length/clip_ratio", "1", "share of prompts that reached data.max_prompt_length", (0, 0.1), "ppo"),
-    *spread("num_turns", "1", "sequences of the number of messages: the prompt, the policy's turns, the tools' answers", "ppo"),
+    MetricSpec(
+        "prompt_length/clip_ratio",
+        "1",
+        "share of prompts that reached data.max_prompt_length",
+        (0, 0.1),
+        "ppo",
+    ),
+    *spread(
+        "num_turns",
+        "1",
+        "sequences of the number of messages: the prompt, the policy's turns, the tools' answers",
+        "ppo",
+    ),
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )
 _TRAINING = (
     MetricSpec("training/global_step", "1", "number of the step, from 1", emitted_by="driver"),
     MetricSpec("training/epoch", "1", "passes over the training data completed, from 0", emitted_by="driver"),
-    MetricSpec("training/rollout_probs_diff_valid", "1", "1 if there was a response token to compare, else 0", (1, 1), "ppo"),
+    MetricSpec(
+        "training/rollout_probs_diff_valid",
+        "1",
+        "1 if there was a response token to compare, else 0",
+        (1, 1),
+        "ppo",
+    ),
     MetricSpec(
         "training/rollout_probs_diff_mean",
         "1",
@@ -44,7 +74,12 @@ _TRAINING = (
         "samples beyond the batch size after filtering",
         emitted_by="driver",
     ),
-    MetricSpec("training/filter_groups/gen_batches", "1", "batches of prompts sampled for the step", emitted_by="driver"),
+    MetricSpec(
+        "training/filter_groups/gen_batches",
+        "1",
+        "batches of prompts sampled for the step",
+        emitted_by="driver",
+    ),
     MetricSpec(
         "training/filter_groups/informative_ratio",
         "1",
@@ -81,13 +116,37 @@ _PROMPTS = {
 }
 
 ACCOUNTING = (
-    *(MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy, "ppo") for account, (what, healthy) in _TOKENS.items()),
-    *(MetricSpec(f"ledger/prompts_{account}", "1", what, emitted_by="ppo") for account, what in _PROMPTS.items()),
-    MetricSpec("alerts/gap", "1", "1 in a step with a mean gap above the limit that the first one set", (0, 0), "driver"),
-    MetricSpec("alerts/mismatch", "1", "1 in a step with k3_kl above trainer.alerts.mismatch_limit", (0, 0), "driver"),
-    MetricSpec("alerts/cause", "1", "1 while signatures name a cause of the gap, from its second step on", (0, 0), "driver"),
-    MetricSpec("alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"),
-    MetricSpec("alerts/withheld_updates", "1", "1 in a step whose updates an alert left out", (0, 0), "driver"),
+    *(
+        MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy, "ppo")
+        for account, (what, healthy) in _TOKENS.items()
+    ),
+    *(
+        MetricSpec(f"ledger/prompts_{account}", "1", what, emitted_by="ppo")
+        for account, what in _PROMPTS.items()
+    ),
+    MetricSpec(
+        "alerts/gap",
+        "1",
+        "1 in a step with a mean gap above the limit that the first one set",
+        (0, 0),
+        "driver",
+    ),
+    MetricSpec(
+        "alerts/mismatch", "1", "1 in a step with k3_kl above trainer.alerts.mismatch_limit", (0, 0), "driver"
+    ),
+    MetricSpec(
+        "alerts/cause",
+        "1",
+        "1 while signatures name a cause of the gap, from its second step on",
+        (0, 0),
+        "driver",
+    ),
+    MetricSpec(
+        "alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"
+    ),
+    MetricSpec(
+        "alerts/withheld_updates", "1", "1 in a step whose updates an alert left out", (0, 0), "driver"
+    ),
 )
 """Entries of this section."""
 
@@ -101,18 +160,29 @@ _AGGREGATES = {
     "worst@{n}/mean": f"mean over prompts of the expected worst {_DRAWN}",
     "worst@{n}/std": f"mean over prompts of the standard deviation of the worst {_DRAWN}",
     "maj@{n}/mean": f"mean over prompts of the expected value of the most frequent `pred` {_DRAWN}",
-    "maj@{n}/std": f"mean over prompts of the standard deviation of the value of the most frequent `pred` {_DRAWN}",
+    "maj@{n}/std": "mean over prompts of the standard deviation of the value of the most frequent `pred` "
+    f"{_DRAWN}",
 }
 _CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
 
 VALIDATION = (
     *(
-        MetricSpec(f"val-core/{{data_source}}/{variable}/{aggregate}", unit, _AGGREGATES[aggregate], emitted_by="driver")
+        MetricSpec(
+            f"val-core/{{data_source}}/{variable}/{aggregate}",
+            unit,
+            _AGGREGATES[aggregate],
+            emitted_by="driver",
+        )
         for variable, unit in (("acc", "1"), ("reward", "reward"))
         for aggregate in _CORE
     ),
     *(
-        MetricSpec(f"val-aux/{{data_source}}/{{variable}}/{aggregate}", "of the variable", formula, emitted_by="driver")
+        MetricSpec(
+            f"val-aux/{{data_source}}/{{variable}}/{aggregate}",
+            "of the variable",
+            formula,
+            emitted_by="driver",
+        )
         for aggregate, formula in _AGGREGATES.items()
     ),
 )
@@ -123,28 +193,100 @@ _OF_DRIVER = tuple(
     MetricSpec(name, unit, formula, healthy, "driver")
     for name, unit, formula, healthy in (
         ("trainer/idle_ratio", "1", "timing_s/gen / timing_s/step: the trainers wait for samples", None),
-        ("async/group_age/max", "steps", "largest age of a group of the batch: (step - 1) - version of its oldest token", None),
-        ("async/group_age/bound", "steps", "what the rule allows, ⌈M (1 + K)⌉ - 1; a larger age ends the run", None),
-        ("async/token_age/mean", "steps", "mean of (step - 1) - version over the batch's response tokens", None),
-        ("async/too_old_fraction", "1", "response tokens above async_training.max_token_age / all: left out of the loss", None),
+        (
+            "async/group_age/max",
+            "steps",
+            "largest age of a group of the batch: (step - 1) - version of its oldest token",
+            None,
+        ),
+        (
+            "async/group_age/bound",
+            "steps",
+            "what the rule allows, ⌈M (1 + K)⌉ - 1; a larger age ends the run",
+            None,
+        ),
+        (
+            "async/token_age/mean",
+            "steps",
+            "mean of (step - 1) - version over the batch's response tokens",
+            None,
+        ),
+        (
+            "async/too_old_fraction",
+            "1",
+            "response tokens above async_training.max_token_age / all: left out of the loss",
+            None,
+        ),
         ("async/in_flight_groups", "1", "groups being sampled when the step ends", None),
-        ("async/whole_waiting_groups", "1", "groups that are sampled and scored and wait for a later step", None),
-        ("async/wait_for_oldest_s", "s", "part of timing_s/gen with enough groups, in which older ones were missing", None),
+        (
+            "async/whole_waiting_groups",
+            "1",
+            "groups that are sampled and scored and wait for a later step",
+            None,
+        ),
+        (
+            "async/wait_for_oldest_s",
+            "s",
+            "part of timing_s/gen with enough groups, in which older ones were missing",
+            None,
+        ),
         ("async/failed_groups", "1", "groups that failed twice in the step and were replaced", None),
         ("async/dropped_tokens", "1", "tokens of groups that were dropped for their age in the step", None),
-        ("async/pause_seconds/mean", "s", "mean over busy engines of the pause between two steps for an update", None),
-        ("async/pause_seconds/max", "s", "longest such pause; to compute cut responses again comes on top", None),
-        ("async/recomputed_tokens", "tokens", "prompts and responses so far that an update made engines compute again", None),
-        ("async/length_ratio", "1", "mean tokens of a trained group / of a sampled one, over the run so far", None),
+        (
+            "async/pause_seconds/mean",
+            "s",
+            "mean over busy engines of the pause between two steps for an update",
+            None,
+        ),
+        (
+            "async/pause_seconds/max",
+            "s",
+            "longest such pause; to compute cut responses again comes on top",
+            None,
+        ),
+        (
+            "async/recomputed_tokens",
+            "tokens",
+            "prompts and responses so far that an update made engines compute again",
+            None,
+        ),
+        (
+            "async/length_ratio",
+            "1",
+            "mean tokens of a trained group / of a sampled one, over the run so far",
+            None,
+        ),
     )
 )
 _VERSIONS = (
-    *spread("training/off_policy/trajectory_spans", "1", "responses of newest - oldest version of their tokens + 1", "ppo"),
-    *spread("training/off_policy/trajectory_staleness", "steps", "responses of (step - 1) - newest version", "ppo"),
-    *spread("training/off_policy/trajectory_staleness_worst", "steps", "responses of (step - 1) - oldest version", "ppo"),
-    MetricSpec("fully_async/partial/total_partial_num", "1", "responses with tokens of more than one version", emitted_by="ppo"),
+    *spread(
+        "training/off_policy/trajectory_spans",
+        "1",
+        "responses of newest - oldest version of their tokens + 1",
+        "ppo",
+    ),
+    *spread(
+        "training/off_policy/trajectory_staleness", "steps", "responses of (step - 1) - newest version", "ppo"
+    ),
+    *spread(
+        "training/off_policy/trajectory_staleness_worst",
+        "steps",
+        "responses of (step - 1) - oldest version",
+        "ppo",
+    ),
+    MetricSpec(
+        "fully_async/partial/total_partial_num",
+        "1",
+        "responses with tokens of more than one version",
+        emitted_by="ppo",
+    ),
     MetricSpec("fully_async/partial/partial_ratio", "1", "share of such responses", emitted_by="ppo"),
-    MetricSpec("fully_async/partial/max_partial_span", "steps", "largest such newest - oldest version", emitted_by="ppo"),
+    MetricSpec(
+        "fully_async/partial/max_partial_span",
+        "steps",
+        "largest such newest - oldest version",
+        emitted_by="ppo",
+    ),
 )
 
 ASYNCHRONY = (*_OF_DRIVER, *_VERSIONS)

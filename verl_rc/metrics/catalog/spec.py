@@ -1,4 +1,5 @@
-"""Entries of the metric catalogue, and their look-up: by exact name first, then by the most specific pattern."""
+"""Entries of the metric catalogue, and their look-up: by exact name first, then by the most specific
+pattern."""
 
 import difflib
 import re
@@ -18,7 +19,8 @@ class MetricSpec:
     """What a metric means."""
 
     name: str
-    """The full name, or a pattern: ``{data_source}`` stands for any text, ``{n}`` for a number, others for one word."""
+    """The full name, or a pattern: ``{data_source}`` stands for any text, ``{n}`` for a number, others for
+    one word."""
     unit: str
     """``nats``, ``tokens``, ``s``, …; ``1`` for ratios, fractions and counts without a unit of their own."""
     formula: str
@@ -41,7 +43,10 @@ class MetricSpec:
     def _end(self, side: int) -> float:
         end = (self.healthy or (None, None))[side]
         if end is None:
-            raise ValueError(f"metric '{self.name}' must have a healthy range that ends on that side, it is {self.healthy}.")
+            raise ValueError(
+                f"metric '{self.name}' must have a healthy range that ends on that side, it is "
+                f"{self.healthy}."
+            )
         return end
 
     @property
@@ -64,7 +69,8 @@ class MetricSpec:
 
     @property
     def literal_length(self) -> int:
-        """Characters outside placeholders; of several matching patterns, the one with most is the most specific."""
+        """Characters outside placeholders; of several matching patterns, the one with most is the most
+        specific."""
         return len(_PLACEHOLDER.sub("", self.name))
 
     def matches(self, name: str) -> bool:
@@ -84,7 +90,10 @@ class MetricSpec:
 def spread(prefix: str, unit: str, what: str, emitted_by: str) -> tuple[MetricSpec, ...]:
     """One entry for each of ``<prefix>/mean``, ``/max`` and ``/min``: the statistics of one quantity."""
     words = {"mean": "mean", "max": "largest", "min": "smallest"}
-    return tuple(MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by) for name in words)
+    return tuple(
+        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by)
+        for name in words
+    )
 
 
 class Catalog:
@@ -117,11 +126,14 @@ class Catalog:
         return spec
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises ``ValueError`` unless every name has an entry, naming the nearest known one for each that has none."""
+        """Raises ``ValueError`` unless every name has an entry, naming the nearest known one for each that
+        has none."""
         unknown = [name for name in names if self.find(name) is None]
         if unknown:
             complaints = "; ".join(self._unknown_name(name) for name in unknown)
-            raise ValueError(f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}.")
+            raise ValueError(
+                f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}."
+            )
 
     def _unknown_name(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.0)

@@ -1,4 +1,5 @@
-"""Metric sinks: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard are imported only when they are opened."""
+"""Metric sinks: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard are imported only when they are
+opened."""
 
 from verl_rc.metrics.sinks.local import (
     AlertCause,

@@ -1,4 +1,5 @@
-"""The sink protocol, and the two sinks without dependencies: the console, and JSON lines in the run's folder."""
+"""The sink protocol, and the two sinks without dependencies: the console, and JSON lines in the run's
+folder."""
 
 import json
 import math
@@ -76,7 +77,8 @@ class ExperimentSink(MetricSink, Protocol):
         ...
 
     def finish(self, exit_status: int) -> None:
-        """End the run, as failed unless ``exit_status`` is 0; nothing may be logged or published afterwards."""
+        """End the run, as failed unless ``exit_status`` is 0; nothing may be logged or published
+        afterwards."""
         ...
 
 
@@ -138,7 +140,11 @@ class ConsoleSink:
         tokens = metrics.get("perf/total_num_tokens")
         if tokens is not None and seconds > 0:
             parts.append(f"{tokens / seconds:,.0f} tok/s")
-        parts += [_headline(name, value) for name, value in sorted(metrics.items()) if name.startswith(_HEADLINE_PREFIX)]
+        parts += [
+            _headline(name, value)
+            for name, value in sorted(metrics.items())
+            if name.startswith(_HEADLINE_PREFIX)
+        ]
         parts.append(f"{seconds:.1f} s")
         if 0 < step < self._total_steps:
             parts.append(f"ETA {_clock(statistics.mean(self._step_seconds) * (self._total_steps - step))}")
@@ -154,7 +160,8 @@ class ConsoleSink:
 
 
 def _headline(name: str, value: float) -> str:
-    """``val-core/digits/sort/acc/mean@1`` -> ``val digits/sort acc 0.412``; other statistics keep their name."""
+    """``val-core/digits/sort/acc/mean@1`` -> ``val digits/sort acc 0.412``; other statistics keep their
+    name."""
     words = name.removeprefix(_HEADLINE_PREFIX).replace("/acc/", " acc ").removesuffix(" mean@1")
     return f"val {words} {value:.3f}"
 
@@ -171,7 +178,8 @@ _REPLACED = ".replaced.jsonl"
 
 
 class JsonlSink:
-    """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed line by line.
+    """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed
+    line by line.
 
     The lines are strict JSON: a number that is not finite becomes the string ``"NaN"``, ``"Infinity"`` or
     ``"-Infinity"``, which ``float`` reads back. A resumed run continues the files: no step is in them twice.
@@ -180,8 +188,8 @@ class JsonlSink:
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
         """Files appear with their first line, ``run_dir`` with the first file.
 
-        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it repeats, move to
-        ``<name>.replaced.jsonl``.
+        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it
+        repeats, move to ``<name>.replaced.jsonl``.
         """
         self._run_dir = run_dir
         self._files: dict[str, IO[str]] = {}
@@ -192,16 +200,22 @@ class JsonlSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line ``{"step": …, name: value, …}``."""
-        self._append("metrics.jsonl", {"step": step, **{name: _json_number(value) for name, value in metrics.items()}})
+        self._append(
+            "metrics.jsonl", {"step": step, **{name: _json_number(value) for name, value in metrics.items()}}
+        )
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Append one line a row to ``tables/<name>.jsonl``; a slash in the name becomes a hyphen."""
         for row in rows:
             cells = (_json_number(cell) if isinstance(cell, float) else cell for cell in row)
-            self._append(f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))})
+            self._append(
+                f"tables/{name.replace('/', '-')}.jsonl",
+                {"step": step, **dict(zip(columns, cells, strict=True))},
+            )
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Append one line ``{"step", "name", "edges", "bins"}``; ``bins``: number and count of each bin that holds any.
+        """Append one line ``{"step", "name", "edges", "bins"}``; ``bins``: number and count of each bin that
+        holds any.
 
         Edges, a thousand of them, are in the first line only, and where they change.
         """
@@ -213,8 +227,8 @@ class JsonlSink:
         self._append("histograms.jsonl", record)
 
     def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
-        """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``; with ``cause``, ``since_step`` and ``evidence``
-        where a cause is known."""
+        """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``; with ``cause``, ``since_step``
+        and ``evidence`` where a cause is known."""
         record: Record = {"step": step, "title": title, "text": text}
         if cause is not None:
             evidence = {name: _json_number(value) for name, value in cause.evidence.items()}
@@ -248,7 +262,8 @@ def _json_number(value: float) -> float | str:
 
 
 def _move_later_steps(path: Path, steps_done: int) -> None:
-    """Move the lines of ``path`` after step ``steps_done`` to another file. A crash at any moment loses no line."""
+    """Move the lines of ``path`` after step ``steps_done`` to another file. A crash at any moment loses no
+    line."""
     kept: list[str] = []
     later: list[str] = []
     with path.open(encoding="utf-8") as file:

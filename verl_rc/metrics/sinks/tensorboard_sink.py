@@ -26,7 +26,9 @@ class TensorBoardSink:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Write a Markdown table as text."""
         lines = [columns, ["---"] * len(columns), *rows]
-        self._writer.add_text(name, "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines), step)
+        self._writer.add_text(
+            name, "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines), step
+        )
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
         """Write a histogram; sums are taken at bin centres, since the values themselves are gone."""

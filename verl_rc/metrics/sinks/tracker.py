@@ -26,7 +26,8 @@ class Tracker:
     """Forwards every call to all sinks."""
 
     def __init__(self, sinks: Sequence[MetricSink], experiment: ExperimentSink | None = None) -> None:
-        """``experiment``: a further sink, which ``close_files`` keeps open for the report; None without one."""
+        """``experiment``: a further sink, which ``close_files`` keeps open for the report; None without
+        one."""
         self._sinks = (*sinks, *(() if experiment is None else (experiment,)))
         self.experiment = experiment
         self.run_id = None if experiment is None else experiment.run_id
@@ -58,7 +59,8 @@ class Tracker:
         """
         if len(edges) != len(counts) + 1:
             raise ValueError(
-                f"histogram '{name}' must have one edge more than counts, got {len(edges)} edges, {len(counts)} counts."
+                f"histogram '{name}' must have one edge more than counts, got {len(edges)} edges, "
+                f"{len(counts)} counts."
             )
         for sink in self._sinks:
             sink.log_histogram(name, edges, counts, step)
@@ -86,8 +88,8 @@ def open_tracker(
 ) -> Tracker:
     """Open the sinks named in ``trainer.logger``.
 
-    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given for a resumed run,
-    which continues the earlier output.
+    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given
+    for a resumed run, which continues the earlier output.
 
     Raises:
         ValueError: a name is unknown, or needs a package that is not installed.
@@ -95,7 +97,9 @@ def open_tracker(
     names = list(dict.fromkeys("jsonl" if name == "file" else name for name in loggers))
     unknown = [name for name in names if name not in LOGGERS]
     if unknown:
-        raise ValueError(f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}.")
+        raise ValueError(
+            f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}."
+        )
 
     previous = previous or PreviousRun(steps_done=0, run_id=None)
 

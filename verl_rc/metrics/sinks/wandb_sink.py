@@ -15,15 +15,19 @@ _LONGEST = 64
 
 
 def run_tags(config: Mapping[str, Any]) -> list[str]:
-    """Tags of a resolved configuration: model, estimator, loss, correction, engine precision, size. Missing sections, as in
-    SFT, give no tags."""
+    """Tags of a resolved configuration: model, estimator, loss, correction, engine precision, size. Missing
+    sections, as in SFT, give no tags."""
     tags = (tag[:_LONGEST] for part in (_policy, _algorithm, _correction) for tag in part(config))
     return list(dict.fromkeys(tags))
 
 
 def _policy(config: Mapping[str, Any]) -> Iterator[str]:
     policy = _section(config, "actor_rollout_ref")
-    model, rollout, trainer = _section(policy, "model"), _section(policy, "rollout"), _section(config, "trainer")
+    model, rollout, trainer = (
+        _section(policy, "model"),
+        _section(policy, "rollout"),
+        _section(config, "trainer"),
+    )
     if model.get("path"):
         yield PurePath(str(model["path"])).name
     if model.get("lora_rank"):
@@ -104,7 +108,8 @@ class WandbSink:
         return str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of one step; the summary keeps the best value and step of every headline validation metric."""
+        """Log the metrics of one step; the summary keeps the best value and step of every headline validation
+        metric."""
         self._run.log(dict(metrics), step=step)
         for name, value in metrics.items():
             if name.startswith(_HEADLINE_PREFIX):
@@ -120,11 +125,13 @@ class WandbSink:
         self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
 
     def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
-        """Send an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
+        """Send an alert by mail or Slack, according to the user's W&B settings; for an offline run, on
+        upload."""
         self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
 
     def publish(self, report: FinalReport) -> None:
-        """Put the verdict into the summary, as text and as a code to filter by, and the page under ``report``.
+        """Put the verdict into the summary, as text and as a code to filter by, and the page under
+        ``report``.
 
         Raises ``RuntimeError`` when W&B does not take them.
         """
@@ -144,14 +151,18 @@ class WandbSink:
         self._run.finish()
 
     def _keep_best(self, name: str, value: float, step: int) -> None:
-        """Update the best values in the summary; an online resumed run continues from the best so far, the first of ties wins."""
+        """Update the best values in the summary; an online resumed run continues from the best so far, the
+        first of ties wins."""
         best = self._run.summary.get(f"{_BEST_PREFIX}{name}")
         if best is None or value > best:
             self._run.summary.update({f"{_BEST_PREFIX}{name}": value, f"{_BEST_PREFIX}{name}/step": step})
 
 
-def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) -> tuple[list[float], list[float]]:
-    """Merge equal numbers of neighbouring bins so that at most ``max_bins`` remain; their counts are added."""
+def join_bins(
+    edges: Sequence[float], counts: Sequence[float], max_bins: int
+) -> tuple[list[float], list[float]]:
+    """Merge equal numbers of neighbouring bins so that at most ``max_bins`` remain; their counts are
+    added."""
     width = -(-len(counts) // max_bins)
     starts = range(0, len(counts), width)
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]

@@ -22,7 +22,9 @@ class WorkspaceError(ValueError):
 def workspace(entity: str, project: str) -> workspaces.Workspace:
     """The view, as an object that nobody was told of yet."""
     sections = [
-        workspaces.Section(name=name, panels=[_chart(panel) for panel in panels], is_open=place == 0, pinned=place == 0)
+        workspaces.Section(
+            name=name, panels=[_chart(panel) for panel in panels], is_open=place == 0, pinned=place == 0
+        )
         for place, (name, panels) in enumerate(PANELS.items())
     ]
     return workspaces.Workspace(
@@ -36,7 +38,9 @@ def workspace(entity: str, project: str) -> workspaces.Workspace:
 
 def workspace_json(entity: str, project: str) -> dict[str, Any]:
     """The view as W&B would store it."""
-    view: dict[str, Any] = workspace(entity, project)._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
+    view: dict[str, Any] = (
+        workspace(entity, project)._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
+    )
     return view
 
 

@@ -15,21 +15,30 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OtherProcess:
-    """Builds ``module:callable`` in a new interpreter, with its environment set before the module is imported.
+    """Builds ``module:callable`` in a new interpreter, with its environment set before the module is
+    imported.
 
     It is killed when the process that started it ends.
     """
 
     def __init__(
-        self, target: str, environment: Mapping[str, str], wait: bool = True, has_children: bool = False, **arguments: Any
+        self,
+        target: str,
+        environment: Mapping[str, str],
+        wait: bool = True,
+        has_children: bool = False,
+        **arguments: Any,
     ) -> None:
         """``wait=False``: the first ``answer`` is that of building, for objects that wait for each other.
 
-        ``has_children``: the object starts processes with multiprocessing, so that this one must be ended with ``end``.
+        ``has_children``: the object starts processes with multiprocessing, so that this one must be ended
+        with ``end``.
         """
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, target, dict(environment), arguments), daemon=not has_children)
+        self.process = context.Process(
+            target=serve, args=(theirs, target, dict(environment), arguments), daemon=not has_children
+        )
         self.process.start()
         theirs.close()
         if wait:
@@ -47,7 +56,8 @@ class OtherProcess:
     def answer(self, timeout_seconds: float | None = None) -> Any:
         """The result of the oldest call that was not answered.
 
-        Raises ``RuntimeError`` with the traceback when it failed or the process ended, ``TimeoutError`` when it took too long.
+        Raises ``RuntimeError`` with the traceback when it failed or the process ended, ``TimeoutError`` when
+        it took too long.
         """
         if not self._pipe.poll(timeout_seconds):
             raise TimeoutError

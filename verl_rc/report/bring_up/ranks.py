@@ -1,4 +1,5 @@
-"""What runs in the processes of a stage besides actor and engine: a member of an all-reduce, the two ends of a lent bucket."""
+"""What runs in the processes of a stage besides actor and engine: a member of an all-reduce, the two ends of
+a lent bucket."""
 
 import time
 from typing import Any
@@ -34,7 +35,8 @@ class RingMember:
         self._mesh = join_trainer_group(address, self._device, timeout_seconds=60)
 
     def all_reduce(self, num_bytes: int) -> tuple[bool, float]:
-        """Whether the sum of ones over the ranks is right, and the seconds of one all-reduce of ``num_bytes`` in float32."""
+        """Whether the sum of ones over the ranks is right, and the seconds of one all-reduce of ``num_bytes``
+        in float32."""
         values = torch.ones(num_bytes // 4, device=self._device)
         is_right = bool((all_reduce_sum(values, self._mesh) == self._mesh.size()).all())
         self._wait()
@@ -69,7 +71,9 @@ class Lender:
             with without_expandable_segments():
                 memory = torch.empty(spec.num_bytes, dtype=torch.uint8, device=self._device)
         self._lent = share_bucket([spec], [self._tensor], memory)
-        return BucketHandle((spec,), {device_key(self._device): self._lent.export()}), tensor_digest(self._tensor)
+        return BucketHandle((spec,), {device_key(self._device): self._lent.export()}), tensor_digest(
+            self._tensor
+        )
 
     def take_back(self) -> None:
         """Free the bucket."""

@@ -14,7 +14,13 @@ from verl_rc.report.preflight_machine import Finding
 if TYPE_CHECKING:
     from verl_rc.report.bring_up.stages import Report
 
-STAGES: Mapping[str, float] = {"machine": 120.0, "ring": 180.0, "lending": 120.0, "trainer": 300.0, "engine": 420.0}
+STAGES: Mapping[str, float] = {
+    "machine": 120.0,
+    "ring": 180.0,
+    "lending": 120.0,
+    "trainer": 300.0,
+    "engine": 420.0,
+}
 """Names of the methods of ``Stages`` in their order, with the seconds each may take."""
 _TARGET = "verl_rc.report.bring_up.stages:Stages"
 
@@ -22,8 +28,8 @@ _TARGET = "verl_rc.report.bring_up.stages:Stages"
 def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES) -> Iterator[Finding]:
     """Run the stages of ``limits`` (seconds by name), each in a process of its own, and yield what they find.
 
-    A stage that fails, hangs or is killed does not end the others. ``file`` is written after every stage: JSON with status,
-    seconds, numbers and findings by stage.
+    A stage that fails, hangs or is killed does not end the others. ``file`` is written after every stage:
+    JSON with status, seconds, numbers and findings by stage.
     """
     results: dict[str, object] = {}
     for name, limit in limits.items():
@@ -49,8 +55,13 @@ def _run(config: RunConfig, name: str, limit: float) -> "tuple[Report | None, Fi
         process.ask(name)
         return process.answer(limit), Finding("ok", name, "")
     except TimeoutError:
-        remedy = "look where it hangs (py-spy dump), at the disk that the model is read from, or at NCCL_DEBUG=INFO"
-        return None, Finding("failed", name, f"no answer after {limit:.0f} s", f"it must end within {limit:.0f} s", remedy)
+        remedy = (
+            "look where it hangs (py-spy dump), at the disk that the model is read from, or at "
+            "NCCL_DEBUG=INFO"
+        )
+        return None, Finding(
+            "failed", name, f"no answer after {limit:.0f} s", f"it must end within {limit:.0f} s", remedy
+        )
     except RuntimeError as error:
         return None, Finding("failed", name, str(error).strip(), must, remedy)
     finally:

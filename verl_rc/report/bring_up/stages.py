@@ -1,4 +1,5 @@
-"""The stages: each starts the processes it needs, measures, and says what it found. None needs Ray, the engine's alone vLLM."""
+"""The stages: each starts the processes it needs, measures, and says what it found. None needs Ray, the
+engine's alone vLLM."""
 
 import socket
 import time
@@ -59,23 +60,34 @@ class Stages:
         numbers: dict[str, Any] = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "gpus": [{"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus],
+            "gpus": [
+                {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+                for gpu in gpus
+            ],
             "without_peer_access": [
-                list(pair) for pair in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)
+                list(pair)
+                for pair in permutations(range(count), 2)
+                if not torch.cuda.can_device_access_peer(*pair)
             ],
         }
         found = f"{count} GPU(s): {', '.join(gpu.name for gpu in gpus) or 'none'}"
         if self._device == "cpu":
-            return Report(numbers, [Finding("note", "machine", f"{found}; the stages are rehearsed on the CPU")])
+            return Report(
+                numbers, [Finding("note", "machine", f"{found}; the stages are rehearsed on the CPU")]
+            )
         must = f"trainer.n_gpus_per_node={self._num_ranks} GPUs must be seen"
-        fits = Finding.from_condition(count >= self._num_ranks, "machine", found, must, f"pass trainer.n_gpus_per_node={count}")
+        fits = Finding.from_condition(
+            count >= self._num_ranks, "machine", found, must, f"pass trainer.n_gpus_per_node={count}"
+        )
         return Report(numbers, [*check_driver(), fits])
 
     def ring(self) -> Report:
         """All-reduce over all ranks: whether sums are right, and the bandwidth of the slowest rank."""
         report = Report()
         if self._num_ranks == 1:
-            return Report(findings=[Finding("note", "all-reduce", "there is one rank, which waits for no other")])
+            return Report(
+                findings=[Finding("note", "all-reduce", "there is one rank, which waits for no other")]
+            )
         with self._ranks("verl_rc.report.bring_up.ranks:RingMember", device=self._device) as ranks:
             for size in _RING_MIB:
                 answers: list[tuple[bool, float]] = _all(ranks, "all_reduce", size << 20)
@@ -83,10 +95,18 @@ class Stages:
                 # What every rank has to send and to receive, as nccl-tests counts it.
                 sent = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
                 report.numbers[f"{size}_MiB"] = {"seconds": seconds, "bus_bytes_per_second": sent / seconds}
-                found = f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, {sent / seconds / 1e9:.2f} GB/s each"
-                must, remedy = "sums of ones must be the number of ranks", "look at NCCL_DEBUG=INFO, and at the links of the GPUs"
+                found = (
+                    f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
+                    f"{sent / seconds / 1e9:.2f} GB/s each"
+                )
+                must, remedy = (
+                    "sums of ones must be the number of ranks",
+                    "look at NCCL_DEBUG=INFO, and at the links of the GPUs",
+                )
                 report.findings.append(
-                    Finding.from_condition(all(right for right, _ in answers), "all-reduce", found, must, remedy)
+                    Finding.from_condition(
+                        all(right for right, _ in answers), "all-reduce", found, must, remedy
+                    )
                 )
             _all(ranks, "close")
         return report
@@ -96,7 +116,12 @@ class Stages:
         environment = self._environment(0)
         with _processes() as started:
             started += [
-                OtherProcess("verl_rc.report.bring_up.ranks:Lender", environment, device=self._device, num_bytes=_LENT_MIB << 20),
+                OtherProcess(
+                    "verl_rc.report.bring_up.ranks:Lender",
+                    environment,
+                    device=self._device,
+                    num_bytes=_LENT_MIB << 20,
+                ),
                 OtherProcess("verl_rc.report.bring_up.ranks:Borrower", environment, device=self._device),
             ]
             lender, borrower = started
@@ -104,12 +129,16 @@ class Stages:
             copied, seconds = borrower.call("copy", handle)
             lender.call("take_back")
         found = f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms"
-        must, remedy = "the copy must have the digest of what was lent", "pass checkpoint_engine.backend=broadcast"
+        must, remedy = (
+            "the copy must have the digest of what was lent",
+            "pass checkpoint_engine.backend=broadcast",
+        )
         finding = Finding.from_condition(lent == copied, "lent memory", found, must, remedy)
         return Report({"seconds": seconds, "bytes": _LENT_MIB << 20}, [finding])
 
     def trainer(self) -> Report:
-        """Log-probs and two updates of the fullest micro-batch on every rank; peak memory against the estimate."""
+        """Log-probs and two updates of the fullest micro-batch on every rank; peak memory against the
+        estimate."""
         config, report = self._config, Report()
         shape = self._shape()
         with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
@@ -126,7 +155,12 @@ class Stages:
             ended = time.perf_counter()
             _all(ranks, "close")
         num_tokens = int(tokens.sequence_lengths.sum()) // sharing
-        peaks = [metric.value for one in reports for metric in one.metrics if metric.name == "perf/max_memory_allocated_gb"]
+        peaks = [
+            metric.value
+            for one in reports
+            for metric in one.metrics
+            if metric.name == "perf/max_memory_allocated_gb"
+        ]
         report.numbers = {
             "tokens_per_rank": num_tokens,
             "log_prob_seconds": scored - started,
@@ -134,31 +168,46 @@ class Stages:
             "update_tokens_per_second": num_tokens * len(ranks) / (ended - begun),
             "peak_bytes": max(peaks) * _GIB if peaks else None,
         }
-        found = f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in {ended - begun:.2f} s"
+        found = (
+            f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in "
+            f"{ended - begun:.2f} s"
+        )
         report.findings.append(Finding("ok", "trainer", found))
         if peaks:
             shapes = dict.fromkeys(model_paths(config), shape)
             estimate = estimate_roles(config, shapes, torch.cuda.mem_get_info(0)[1])[0].model
             report.numbers["estimated_bytes"] = estimate
             found = f"{max(peaks):.2f} GiB at the peak of an update, {estimate / _GIB:.2f} GiB estimated"
-            must, remedy = "the estimate must not be exceeded", "report both numbers with this file: the estimate is wrong"
-            report.findings.append(Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy))
+            must, remedy = (
+                "the estimate must not be exceeded",
+                "report both numbers with this file: the estimate is wrong",
+            )
+            report.findings.append(
+                Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy)
+            )
         else:
             report.findings.append(Finding("note", "peak memory", "not measured without a GPU"))
         return report
 
     def engine(self) -> Report:
-        """An engine beside the ranks: start, sleep, wake, load the trainer's weights, sample, compare log-probs; then again."""
+        """An engine beside the ranks: start, sleep, wake, load the trainer's weights, sample, compare
+        log-probs; then again."""
         config, report = self._config, Report()
         devices = range(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible(devices, self._device)
+        environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible(
+            devices, self._device
+        )
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
             started = time.perf_counter()
             options = engine_options(config, self._device)
-            engine = OtherProcess("verl_rc.rollout.engine:RolloutEngine", environment, has_children=True, options=options)
+            engine = OtherProcess(
+                "verl_rc.rollout.engine:RolloutEngine", environment, has_children=True, options=options
+            )
             own.append(engine)
             report.numbers["start_seconds"] = time.perf_counter() - started
-            offers = choose_offering_ranks([key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys"))
+            offers = choose_offering_ranks(
+                [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
+            )
             rounds = [self._sleep_load_and_sample(ranks, engine, offers, version) for version in (1, 2)]
             _all(ranks, "close")
         report.numbers["rounds"] = [numbers for numbers, _ in rounds]
@@ -166,12 +215,16 @@ class Stages:
         limit = GapLimit.from_config(config).limit(None)
         for numbers, gap in rounds:
             found = (
-                f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens sampled in "
-                f"{numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, largest {gap.maximum:.3g}"
+                f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
+                "sampled in "
+                f"{numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, largest "
+                f"{gap.maximum:.3g}"
             )
             must = f"the mean gap must be at most {limit:.3g} nats for this precision"
             remedy = "run verl-rc diagnose on a short run, and try rollout.dtype=float32"
-            report.findings.append(Finding.from_condition(gap.mean <= limit, "engine's weights", found, must, remedy))
+            report.findings.append(
+                Finding.from_condition(gap.mean <= limit, "engine's weights", found, must, remedy)
+            )
         return report
 
     def _sleep_load_and_sample(
@@ -186,7 +239,10 @@ class Stages:
             engine.call("wake_up", ["weights"])
             engine.call("begin_update")
             for index in range(_all(ranks, "describe_buckets")[0][1]):
-                handles = [_ask(rank, "offer_bucket", index, offer) for rank, offer in zip(ranks, offers, strict=True)]
+                handles = [
+                    _ask(rank, "offer_bucket", index, offer)
+                    for rank, offer in zip(ranks, offers, strict=True)
+                ]
                 engine.call("load_bucket", BucketHandle.merged([handle() for handle in handles]))
             sent = _all(ranks, "release_bucket", False)[0]
             received = [LoadReceipt(**plain) for plain in engine.call("finish_update", version)]
@@ -195,9 +251,13 @@ class Stages:
 
         _, numbers["load_seconds"] = _timed(load)
         count = min(_SAMPLED_TOKENS, config.data.max_response_length)
-        sampling = SamplingOptions(rollout.temperature, rollout.top_p, rollout.top_k, count, (), ignore_eos=True)
+        sampling = SamplingOptions(
+            rollout.temperature, rollout.top_p, rollout.top_k, count, (), ignore_eos=True
+        )
         width = min(_PROMPT_TOKENS, config.data.max_prompt_length)
-        prompts = torch.randint(self._shape().vocabulary, (_SAMPLES, width), generator=torch.Generator().manual_seed(0))
+        prompts = torch.randint(
+            self._shape().vocabulary, (_SAMPLES, width), generator=torch.Generator().manual_seed(0)
+        )
         requests = [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts.tolist())]
         completions, numbers["sample_seconds"] = _timed(lambda: engine.call("generate", requests, sampling))
         tokens = TokenBatch(
@@ -233,7 +293,9 @@ class Stages:
         with _processes() as ranks:
             for rank in range(self._num_ranks):
                 address = RankAddress(rank, self._num_ranks, "127.0.0.1", port)
-                ranks.append(OtherProcess(target, self._environment(rank), wait=False, address=address, **arguments))
+                ranks.append(
+                    OtherProcess(target, self._environment(rank), wait=False, address=address, **arguments)
+                )
             for process in ranks:
                 process.answer()
             yield ranks
@@ -277,8 +339,13 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
 
 def _on_one_node(config: RunConfig) -> RunConfig:
     policy = config.actor_rollout_ref
-    rollout, trainer = policy.rollout.model_copy(update={"nnodes": 1}), config.trainer.model_copy(update={"nnodes": 1})
-    return config.model_copy(update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
+    rollout, trainer = (
+        policy.rollout.model_copy(update={"nnodes": 1}),
+        config.trainer.model_copy(update={"nnodes": 1}),
+    )
+    return config.model_copy(
+        update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})}
+    )
 
 
 def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[int]]:

@@ -41,7 +41,9 @@ def stale_pages(root: Path) -> list[str]:
     missing = sorted({str(root / Path(name).parent) for name in PAGES if not (root / name).parent.is_dir()})
     missing += [str(root / name) for name in TABLES if not (root / name).is_file()]
     if missing:
-        raise ValueError(f"generated pages belong to a checkout of the repository, which has {', '.join(missing)}")
+        raise ValueError(
+            f"generated pages belong to a checkout of the repository, which has {', '.join(missing)}"
+        )
     return [name for name in (*PAGES, *TABLES) if _text_of(root / name) != _current(root, name)]
 
 

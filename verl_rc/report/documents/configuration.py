@@ -60,8 +60,10 @@ it. Lists of rules and thresholds hold commas, so that a sweep over them is writ
 _REFERENCE_HEAD = """\
 # Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the
 # defaults, so that a run needs none of them. ??? must be given. Written by verl-rc docs.
-"""
-_PRESET = "preset: null # fills the leaves below that are not given; a name of verl-rc presets, as correction=NAME"
+"""  # noqa: E501
+_PRESET = (
+    "preset: null # fills the leaves below that are not given; a name of verl-rc presets, as correction=NAME"
+)
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -89,7 +91,10 @@ def render() -> str:
 
 def _algorithms() -> Iterator[str]:
     """Tables of losses, averages and estimators."""
-    yield "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the gradient."
+    yield (
+        "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the "
+        "gradient."
+    )
     yield "`verl-rc explain` prints the whole objective with the meaning of every symbol.\n"
     yield "| `loss_mode` | loss | options | source |\n|---|---|---|---|"
     for name, loss in POLICY_LOSSES.items():
@@ -101,11 +106,20 @@ def _algorithms() -> Iterator[str]:
     for name, average_spec in AGGREGATIONS.items():
         divisors = average_spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`")
         yield _row(f"`{name}`", f"{average_spec.average_of('l')}; {divisors}", average_spec.source)
-    yield "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer one prompt.\n"
+    yield (
+        "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
+        "one prompt.\n"
+    )
     yield "| `adv_estimator` | A | reads beside rewards | options | source |\n|---|---|---|---|---|"
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        what = f"the same as `{estimator.same_as}`" if estimator.same_as else f"{estimator.title}: {estimator.formula}"
-        lists = [", ".join(f"`{entry}`" for entry in entries) for entries in (estimator.inputs, estimator.options)]
+        what = (
+            f"the same as `{estimator.same_as}`"
+            if estimator.same_as
+            else f"{estimator.title}: {estimator.formula}"
+        )
+        lists = [
+            ", ".join(f"`{entry}`" for entry in entries) for entries in (estimator.inputs, estimator.options)
+        ]
         yield _row(f"`{name}`", what, *lists, estimator.source)
 
 
@@ -125,7 +139,8 @@ def _groups() -> Iterator[str]:
 
 
 def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
-    # A leaf that a file gives wins over the preset: given as a default, it would take away what the preset sets.
+    # A leaf that a file gives wins over the preset: given as a default, it would take away what the preset
+    # sets.
     has_preset = model is RolloutCorrectionConfig
     if has_preset:
         yield f"{indent}{_PRESET}"
@@ -133,13 +148,22 @@ def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
         child = section_of(field.annotation)
         about = f"{_meaning(field)}{_choices(field.annotation)}"
         comment = f"{indent}# "
-        yield from textwrap.wrap(about, _WIDTH, initial_indent=comment, subsequent_indent=comment, break_on_hyphens=False)
+        yield from textwrap.wrap(
+            about, _WIDTH, initial_indent=comment, subsequent_indent=comment, break_on_hyphens=False
+        )
         if child is not None:
             yield f"{indent}{name}:"
             yield from _section_in_yaml(child, f"{indent}  ")
         else:
-            value = "???" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True, width=1000)
-            yield f"{indent}{'# ' if has_preset else ''}{name}: {value.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+            value = (
+                "???"
+                if field.is_required()
+                else yaml.safe_dump(field.default, default_flow_style=True, width=1000)
+            )
+            yield (
+                f"{indent}{'# ' if has_preset else ''}{name}: "
+                f"{value.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+            )
 
 
 def _meaning(field: FieldInfo) -> str:
@@ -151,4 +175,8 @@ def _choices(annotation: Any) -> str:
     """The allowed values of a leaf with a fixed set of values, in words."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     values = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
-    return f" One of {', '.join(map(str, values))}{', null' if type(None) in parts else ''}." if len(values) > 1 else ""
+    return (
+        f" One of {', '.join(map(str, values))}{', null' if type(None) in parts else ''}."
+        if len(values) > 1
+        else ""
+    )

@@ -33,7 +33,7 @@ earlier releases.
 
 `verl-rc docs` writes this page from the tables of refused and renamed keys in
 `verl_rc/config/verl`, and by translating the examples below.
-"""
+"""  # noqa: E501
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
@@ -43,8 +43,14 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "without effect: the two sides have defaults of their own",
         "the clip range of every side that is null",
     ),
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": ("without effect: the temperature decides", "False is greedy"),
-    "data.truncation": ("without effect: prompts are cut on the left", "`error` stops at a prompt too long, `left` cuts it"),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": (
+        "without effect: the temperature decides",
+        "False is greedy",
+    ),
+    "data.truncation": (
+        "without effect: prompts are cut on the left",
+        "`error` stops at a prompt too long, `left` cuts it",
+    ),
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
         "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
         "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
@@ -57,7 +63,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "bounds of k1 rules are executed on rollout/train",
         "they bound train/rollout, as the documents of both projects say",
     ),
-    "algorithm.rollout_correction.bypass_mode": ("switches the loss in the driver's copy only", "switches driver and actor"),
+    "algorithm.rollout_correction.bypass_mode": (
+        "switches the loss in the driver's copy only",
+        "switches driver and actor",
+    ),
 }
 """Keys with a different meaning in verl: (key, meaning in verl, meaning here)."""
 
@@ -88,21 +97,28 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     ),
     "MATH": (
         "texts are compared after normalising",
-        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what they are; "
+        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what "
+        "they are; "
         "text behind a number that is no unit is not cut off",
     ),
     "`math_dapo`, `math`, `aime*`": (
-        "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold the exact text",
+        "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold "
+        "the exact text",
         "as MATH, in the last 300 characters",
     ),
     "`numina_*`": (
-        "answers without a box count (`the answer is 34`); so does a number for a hundredth or a hundredfold of itself",
+        "answers without a box count (`the answer is 34`); so does a number for a hundredth or a hundredfold "
+        "of itself",
         "as MATH: only a box counts",
     ),
-    "percent signs, degree signs, units": ("ignored; 0.1 is not 10 %, but for `numina_*`", "ignored; 0.1 is not 10 %"),
+    "percent signs, degree signs, units": (
+        "ignored; 0.1 is not 10 %, but for `numina_*`",
+        "ignored; 0.1 is not 10 %",
+    ),
     "a ground truth that cannot be read": (
         "every response is wrong, in silence",
-        "every response is wrong (GSM8K: the run stops), with the row named and counted in `reward/failed_fraction`",
+        "every response is wrong (GSM8K: the run stops), with the row named and counted in "
+        "`reward/failed_fraction`",
     ),
     "a tool that raises": (
         "the policy reads the exception and goes on",
@@ -163,7 +179,11 @@ def render() -> str:
 
 
 def _moved() -> str:
-    values = {f"{key}={_shown(value)}": f"{key}={_shown(here)}" for (key, value), here in VALUE_NAMES.items() if value != here}
+    values = {
+        f"{key}={_shown(value)}": f"{key}={_shown(here)}"
+        for (key, value), here in VALUE_NAMES.items()
+        if value != here
+    }
     agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
@@ -179,7 +199,9 @@ def _moved() -> str:
 
 def _refused() -> str:
     """Tables of refused keys by section and of refused values; keys with the same reason share a row."""
-    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {section: defaultdict(list) for section in _SECTIONS}
+    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {
+        section: defaultdict(list) for section in _SECTIONS
+    }
     for key, refusal in REFUSALS.items():
         keys_by_row[_section_of(key)][refusal.reason, _accepted(refusal)].append(key)
     parts = [_REFUSED_HEAD]
@@ -232,6 +254,10 @@ def _correction() -> str:
     for release, settings in CORRECTION_EXAMPLES.items():
         migration = migrate(settings)
         given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
-        notes = "".join(f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes)
-        parts.append(f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}")
+        notes = "".join(
+            f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes
+        )
+        parts.append(
+            f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}"
+        )
     return "".join(parts)

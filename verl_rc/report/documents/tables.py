@@ -1,4 +1,5 @@
-"""Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap, charts."""
+"""Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap,
+charts."""
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.metrics.catalog import SECTIONS
@@ -23,13 +24,19 @@ def metrics_page() -> str:
     """docs/metrics.md: a table for each section of the catalogue."""
     parts = [_METRICS_HEAD]
     for section, specs in SECTIONS.items():
-        parts.append(f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n")
+        parts.append(
+            f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy | Reported by "
+            "|\n|---|---|---|---|---|\n"
+        )
         parts += [_row(spec) for spec in specs]
     return "".join(parts)
 
 
 def _row(spec: MetricSpec) -> str:
-    return f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | {spec.emitted_by} |\n"
+    return (
+        f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | "
+        f"{spec.emitted_by} |\n"
+    )
 
 
 _PRESETS_HEAD = """\
@@ -68,7 +75,8 @@ def _cell(text: str) -> str:
 
 
 def causes_table() -> str:
-    """The table of causes in docs/see_why.md: one row for each cause, in the order in which they are asked."""
+    """The table of causes in docs/see_why.md: one row for each cause, in the order in which they are
+    asked."""
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in CAUSES)
     cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
@@ -80,5 +88,7 @@ def panels_table() -> str:
     for section, panels in PANELS.items():
         for place, panel in enumerate(panels):
             names = ", ".join(f"`{name}`" for name in panel.metrics)
-            rows.append(f"| {section if place == 0 else ''} | {panel.title} | {names} |\n".replace("|  |", "| |"))
+            rows.append(
+                f"| {section if place == 0 else ''} | {panel.title} | {names} |\n".replace("|  |", "| |")
+            )
     return "| section | chart | metrics |\n|---|---|---|\n" + "".join(rows)

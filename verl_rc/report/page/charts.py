@@ -57,8 +57,14 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
         "Learning",
         (
             ChartSpec("Validation", ("val-core/*/acc/mean@*", "val-core/*/reward/mean@*")),
-            ChartSpec("Reward of training samples", ("critic/score/mean",), ("critic/score/min", "critic/score/max")),
-            ChartSpec("Length of responses", ("response_length/mean",), ("response_length/min", "response_length/max")),
+            ChartSpec(
+                "Reward of training samples", ("critic/score/mean",), ("critic/score/min", "critic/score/max")
+            ),
+            ChartSpec(
+                "Length of responses",
+                ("response_length/mean",),
+                ("response_length/min", "response_length/max"),
+            ),
             ChartSpec("Responses cut off", ("response_length/clip_ratio",)),
             ChartSpec("Entropy", ("actor/entropy",)),
             ChartSpec("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
@@ -77,10 +83,19 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Seconds of a step by stage", ("timing_s/*",), stacked=True),
             ChartSpec("Seconds in which the slowest worker computes", ("timing_busy_s/*",)),
             ChartSpec("Seconds of a step", ("timing_s/step",)),
-            ChartSpec("Share of the step in which no worker computes", ("perf/overhead_fraction", "trainer/idle_ratio")),
+            ChartSpec(
+                "Share of the step in which no worker computes",
+                ("perf/overhead_fraction", "trainer/idle_ratio"),
+            ),
             ChartSpec("Tokens per second and device", ("perf/throughput",)),
-            ChartSpec("Useful tokens per second", ("perf/useful_tokens_per_second", "perf/rollout_tokens_per_second")),
-            ChartSpec("Memory", ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")),
+            ChartSpec(
+                "Useful tokens per second",
+                ("perf/useful_tokens_per_second", "perf/rollout_tokens_per_second"),
+            ),
+            ChartSpec(
+                "Memory",
+                ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"),
+            ),
         ),
     ),
     "correction": (
@@ -103,7 +118,14 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
                 ("response_length/mean", "response_length/max"),
                 derived=("ln 2 / (2 k3)", "tokens", half_life),
             ),
-            ChartSpec("Weights", ("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_std", "rollout_corr/rollout_is_max")),
+            ChartSpec(
+                "Weights",
+                (
+                    "rollout_corr/rollout_is_mean",
+                    "rollout_corr/rollout_is_std",
+                    "rollout_corr/rollout_is_max",
+                ),
+            ),
             ChartSpec(
                 "Clipped weights",
                 (
@@ -125,13 +147,18 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
                 ("rollout_corr/rollout_rs_*_masked_fraction", "rollout_corr/rollout_rs_*_exclusive_fraction"),
             ),
             ChartSpec("Kept, by kind of token", ("rollout_corr/kept_fraction_*",)),
-            ChartSpec("Score of kept and rejected rows", ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean")),
+            ChartSpec(
+                "Score of kept and rejected rows",
+                ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean"),
+            ),
             ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
             ChartSpec("Noise on the logits", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
             ChartSpec("Noise on the logits, by position", ("rollout_corr/position_*_logit_noise",)),
             ChartSpec("Noise on the logits, by engine", ("rollout_corr/engine_*_logit_noise",)),
             ChartSpec("Temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
-            ChartSpec("Surprisal excess", ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound")),
+            ChartSpec(
+                "Surprisal excess", ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound")
+            ),
             ChartSpec("Share of the gap in 1 % of the tokens", ("rollout_corr/concentration",)),
             ChartSpec("Missing mass, in standard errors over rows", ("rollout_corr/missing_mass_z",)),
             ChartSpec("Missing mass", (), derived=("k1 - k3 = 1 - mean ratio", "", missing_mass)),
@@ -141,7 +168,10 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
                 derived=("z over tokens", "", z_of_mean_ratio),
             ),
             ChartSpec("Gap by age of the token", ("rollout_corr/age_*_k3_kl",)),
-            ChartSpec("Age of tokens", ("rollout_corr/token_age_mean", "rollout_corr/token_age_max", "async/token_age/mean")),
+            ChartSpec(
+                "Age of tokens",
+                ("rollout_corr/token_age_mean", "rollout_corr/token_age_max", "async/token_age/mean"),
+            ),
             ChartSpec("Gap by turn", ("rollout_corr/turn_*_k3_kl",)),
             ChartSpec("Probabilities of engine and trainer", ("training/rollout_probs_diff_mean",)),
             ChartSpec(
@@ -155,7 +185,10 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ),
         ),
     ),
-    "ledger": ("Where sampled tokens went", (ChartSpec("Tokens of a step", ("ledger/*_tokens",), stacked=True),)),
+    "ledger": (
+        "Where sampled tokens went",
+        (ChartSpec("Tokens of a step", ("ledger/*_tokens",), stacked=True),),
+    ),
 }
 """Panels by id: title and charts."""
 _SUMS = {"timing_s/step", "ledger/sampled_tokens"}
@@ -177,16 +210,22 @@ def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
         found = _names(spec, run)
         names += [name for name in found if name not in names]
         for part, name in enumerate(found):
-            low, high = (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
+            low, high = (
+                (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
+            )
             lines.append(Line(prefix + name, run.series[name], low, high, which, part))
         if spec.derived is not None and len(derived := spec.derived[2](run)):
             lines.append(Line(prefix + spec.derived[0], derived, run=which, part=len(found)))
-    if not lines or (spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)):
+    if not lines or (
+        spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)
+    ):
         return None
     if spec.stacked:
         lines.sort(key=lambda line: -math.fsum(line.series.finite().values))
     first = CATALOG.find(names[0]) if names else None
-    about = "; ".join(f"{name}: {entry.formula}" for name in names if (entry := CATALOG.find(name)) is not None)
+    about = "; ".join(
+        f"{name}: {entry.formula}" for name in names if (entry := CATALOG.find(name)) is not None
+    )
     unit = spec.derived[1] if spec.derived is not None else "" if first is None else first.unit
     healthy = first.healthy if first is not None and len(names) == 1 else None
     return Chart(spec.title, "" if unit == "1" else unit, tuple(lines), about, spec.stacked, healthy)
@@ -197,7 +236,11 @@ def _names(spec: ChartSpec, run: RunData) -> list[str]:
     found: list[str] = []
     for wanted in spec.names:
         pattern = wanted if "*" in wanted else None
-        matching = [name for name in sorted(run.series) if fnmatch.fnmatchcase(name, pattern)] if pattern else [wanted]
+        matching = (
+            [name for name in sorted(run.series) if fnmatch.fnmatchcase(name, pattern)]
+            if pattern
+            else [wanted]
+        )
         for name in matching:
             if run.has(name) and name not in found and not (spec.stacked and name in _SUMS):
                 found.append(name)

@@ -31,7 +31,12 @@ _SEED = "trainer.seed"
 """The seed that runs are paired by."""
 _FEWEST_PAIRS = 2
 _MANY = "look at the ones that were to be compared, not at the most different"
-_PLACE_KEYS = {"trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name", "trainer.resume_mode"}
+_PLACE_KEYS = {
+    "trainer.default_local_dir",
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.resume_mode",
+}
 """Keys that say where a run is and not what it is."""
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
 """Quantiles 0.95 of Student's t for 1 to 11 degrees of freedom."""
@@ -47,11 +52,13 @@ def comparison_panel(runs: Sequence[RunData]) -> str:
     head = ("last tenth", *(escaped(run.name) for run in runs))
     seeds = _seeds(runs)
     caution = (
-        "<p>Intervals are of the steps of one run (90 %, block bootstrap). They do not say whether another seed would give the "
+        "<p>Intervals are of the steps of one run (90 %, block bootstrap). They do not say whether another "
+        "seed would give the "
         "same: with one run a side no difference is shown to be more than chance.</p>"
     )
     return (
-        f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they part</h3>{_partings(runs)}"
+        f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they "
+        f"part</h3>{_partings(runs)}"
         f"<h3>Keys that differ</h3>{differing_settings(runs)}"
     )
 
@@ -59,7 +66,9 @@ def comparison_panel(runs: Sequence[RunData]) -> str:
 def _cell(mean: Mean | None) -> str:
     if mean is None:
         return ""
-    return number(mean.value) + (f" ({number(mean.interval[0])} to {number(mean.interval[1])})" if mean.interval else "")
+    return number(mean.value) + (
+        f" ({number(mean.interval[0])} to {number(mean.interval[1])})" if mean.interval else ""
+    )
 
 
 def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
@@ -67,7 +76,10 @@ def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     by_run = [dict(validation(run)) for run in runs]
     names = sorted({name for found in by_run for name in found})
     return [
-        (f"validation {escaped(name)}", *(number(found[name].values[-1]) if name in found else "" for found in by_run))
+        (
+            f"validation {escaped(name)}",
+            *(number(found[name].values[-1]) if name in found else "" for found in by_run),
+        )
         for name in names
     ]
 
@@ -77,7 +89,11 @@ def _seeds(runs: Sequence[RunData]) -> list[list[RunData]]:
     groups: dict[str, list[RunData]] = defaultdict(list)
     for run in runs:
         if run.settings:
-            same = sorted((key, repr(value)) for key, value in run.settings.items() if key not in _SEED_KEYS | _PLACE_KEYS)
+            same = sorted(
+                (key, repr(value))
+                for key, value in run.settings.items()
+                if key not in _SEED_KEYS | _PLACE_KEYS
+            )
             groups[repr(same)].append(run)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -93,7 +109,8 @@ def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
             rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(t_interval(means))}"))
         names = ", ".join(run.name for run in group)
         parts.append(
-            f"<h3>{len(group)} seeds of one configuration: {escaped(names)}</h3>" + table(("last tenth", "mean, 90 %"), rows)
+            f"<h3>{len(group)} seeds of one configuration: {escaped(names)}</h3>"
+            + table(("last tenth", "mean, 90 %"), rows)
         )
     return "".join(parts)
 
@@ -111,7 +128,8 @@ def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
-    """Of any two configurations that ran with the same seeds, the mean difference of runs with equal seeds."""
+    """Of any two configurations that ran with the same seeds, the mean difference of runs with equal
+    seeds."""
     parts = []
     for one, other in combinations(groups, 2):
         left, right = ({run.settings.get(_SEED): run for run in group} for group in (one, other))
@@ -125,7 +143,10 @@ def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
             mean, half = statistics.fmean(differences), t_interval(differences)
             told = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
             rows.append((escaped(name), f"{number(mean)} ± {number(half)}", told))
-        names = f"{', '.join(right[seed].name for seed in shared)} less {', '.join(left[seed].name for seed in shared)}"
+        names = (
+            f"{', '.join(right[seed].name for seed in shared)} less "
+            f"{', '.join(left[seed].name for seed in shared)}"
+        )
         head = ("last tenth", "mean difference, 90 %", "")
         parts.append(f"<h3>{len(shared)} pairs of equal seeds: {escaped(names)}</h3>{table(head, rows)}")
     said = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
@@ -140,8 +161,9 @@ def t_interval(values: Sequence[float]) -> float:
 def first_parting(one: Series, other: Series) -> int | None:
     """The first step from which on two runs differ; None: they do not part.
 
-    The difference is averaged over windows of a twentieth of the steps. They part at the first window whose mean lies three
-    standard errors from 0, if all later windows, two at least, lie on the same side and so does the interval of the rest.
+    The difference is averaged over windows of a twentieth of the steps. They part at the first window whose
+    mean lies three standard errors from 0, if all later windows, two at least, lie on the same side and so
+    does the interval of the rest.
     """
     left, right = one.by_step(), other.by_step()
     steps = sorted(left.keys() & right.keys())

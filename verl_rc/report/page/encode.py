@@ -24,10 +24,14 @@ class Curve:
     high: list[float] | None = None
 
 
-def curve_of(line: Series, low: Series | None = None, high: Series | None = None, most_points: int = MOST_POINTS) -> Curve:
-    """A curve of at most ``most_points`` points, with the band between ``low`` and ``high`` where there is one.
+def curve_of(
+    line: Series, low: Series | None = None, high: Series | None = None, most_points: int = MOST_POINTS
+) -> Curve:
+    """A curve of at most ``most_points`` points, with the band between ``low`` and ``high`` where there is
+    one.
 
-    Steps without a finite value are gaps. A spike of one step stays visible: the bucket's extremes become the band.
+    Steps without a finite value are gaps. A spike of one step stays visible: the bucket's extremes become the
+    band.
     """
     lows = None if low is None else low.by_step()
     highs = None if high is None else high.by_step()
@@ -59,13 +63,22 @@ def curve_of(line: Series, low: Series | None = None, high: Series | None = None
 
 
 def _finite(steps: Iterable[int], by_step: dict[int, float] | None) -> list[float]:
-    return [] if by_step is None else [by_step[step] for step in steps if step in by_step and is_usable(by_step[step])]
+    return (
+        []
+        if by_step is None
+        else [by_step[step] for step in steps if step in by_step and is_usable(by_step[step])]
+    )
 
 
 def packed(values: Iterable[float]) -> str:
     """Base64 of the numbers as float32; beyond its range they become infinite."""
-    numbers = array("f", (value if is_usable(value) or math.isnan(value) else math.copysign(math.inf, value) for value in values))
+    numbers = array(
+        "f",
+        (
+            value if is_usable(value) or math.isnan(value) else math.copysign(math.inf, value)
+            for value in values
+        ),
+    )
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode("ascii")
-

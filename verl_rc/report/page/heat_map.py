@@ -1,4 +1,5 @@
-"""The heat map of log-ratios as bytes: steps across, log-ratio up, one byte a cell for the logarithm of its count."""
+"""The heat map of log-ratios as bytes: steps across, log-ratio up, one byte a cell for the logarithm of its
+count."""
 
 import base64
 import math
@@ -10,14 +11,20 @@ from verl_rc.report.page.encode import packed
 from verl_rc.report.run_folder import HeatMap
 
 _PERCENTS = (1, 50, 99)
-_THRESHOLD, _LEVEL = "algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_is"
+_THRESHOLD, _LEVEL = (
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_is",
+)
 
 
 def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script draws: cells by column from the lowest row up, edges, percentiles, and bounds of token weights."""
+    """What the script draws: cells by column from the lowest row up, edges, percentiles, and bounds of token
+    weights."""
     largest = max((count for column in heat_map.counts for count in column), default=0.0)
     scale = 255 / math.log1p(largest) if largest > 0 else 0.0
-    cells = bytes(round(math.log1p(max(count, 0.0)) * scale) for column in heat_map.counts for count in column)
+    cells = bytes(
+        round(math.log1p(max(count, 0.0)) * scale) for column in heat_map.counts for count in column
+    )
     rows = len(heat_map.edges) - 1
     return {
         "columns": len(heat_map.steps),
@@ -27,7 +34,8 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
         "cells": base64.b64encode(cells).decode("ascii"),
         "largest": largest,
         "percentiles": {
-            str(percent): packed(float(_row_at(column, percent)) for column in heat_map.counts) for percent in _PERCENTS
+            str(percent): packed(float(_row_at(column, percent)) for column in heat_map.counts)
+            for percent in _PERCENTS
         },
         "bounds": _bounds(settings),
     }

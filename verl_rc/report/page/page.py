@@ -1,4 +1,5 @@
-"""The whole page as text. Data stand in one block of JSON; nothing is fetched, and the policy allows its own scripts only."""
+"""The whole page as text. Data stand in one block of JSON; nothing is fetched, and the policy allows its own
+scripts only."""
 
 import base64
 import hashlib
@@ -65,13 +66,20 @@ _LESS = (
 )
 
 
-def build_page(runs: Sequence[RunData], verdicts: Sequence[Verdict], options: PageOptions = PageOptions()) -> str:
-    """The page of one run, or of several compared, at most as large as asked for where that can be reached."""
+def build_page(
+    runs: Sequence[RunData], verdicts: Sequence[Verdict], options: PageOptions = PageOptions()
+) -> str:
+    """The page of one run, or of several compared, at most as large as asked for where that can be
+    reached."""
     page = ""
     for number, detail in enumerate(_LESS):
         if not options.with_text:
             detail = replace(detail, samples=0, with_text=False)
-        left_out = [] if number == 0 else [f"To fit {options.max_megabytes:g} MB the page leaves out {_missing(detail)}."]
+        left_out = (
+            []
+            if number == 0
+            else [f"To fit {options.max_megabytes:g} MB the page leaves out {_missing(detail)}."]
+        )
         page = _build(runs, verdicts, detail, left_out)
         if len(page.encode("utf-8", "replace")) <= options.max_megabytes * _MIB:
             break
@@ -81,7 +89,9 @@ def build_page(runs: Sequence[RunData], verdicts: Sequence[Verdict], options: Pa
 def _missing(detail: _Detail) -> str:
     parts = ["samples" if detail.samples == 0 else f"all but {detail.samples} samples"]
     if detail.tokens < MOST_TOKENS:
-        parts.append(f"all but {detail.tokens:,} tokens of recorded rows" if detail.tokens else "rows of tokens")
+        parts.append(
+            f"all but {detail.tokens:,} tokens of recorded rows" if detail.tokens else "rows of tokens"
+        )
     if detail.points < MOST_POINTS:
         parts.append(f"points of curves beyond {detail.points}")
     if not detail.metrics:
@@ -89,7 +99,9 @@ def _missing(detail: _Detail) -> str:
     return ", ".join(parts)
 
 
-def _build(runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail, left_out: Sequence[str]) -> str:
+def _build(
+    runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail, left_out: Sequence[str]
+) -> str:
     data = _PageData(detail.points)
     panels = _panels(runs, verdicts, detail, data, left_out)
     title = " against ".join(run.name for run in runs)
@@ -97,20 +109,28 @@ def _build(runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail
     content = "".join(section(name, heading, text) for name, heading, text in panels)
     scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
     sources = " ".join(f"'sha256-{_digest(asset(name))}'" for name in _SCRIPTS)
-    policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    policy = (
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    )
     sources_read = ", ".join(dict.fromkeys(run.source for run in runs))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<!doctype html>\n<html lang="en"><head><meta http-equiv="Content-Security-Policy" content="{policy}">'  # noqa: E501
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escaped(title)}: report</title><style>{''.join(asset(name) for name in _STYLES)}</style></head>"
-        f"<body><header><h1>{escaped(title)}</h1><p>{escaped(sources_read)}, read by verl_rc {escaped(__version__)}</p>"
+        f"<title>{escaped(title)}: "
+        f"report</title><style>{''.join(asset(name) for name in _STYLES)}</style></head>"
+        f"<body><header><h1>{escaped(title)}</h1><p>{escaped(sources_read)}, read by verl_rc "
+        f"{escaped(__version__)}</p>"
         f"<nav>{links}</nav></header><main>{content}</main>"
-        f'<script type="application/json" id="report-data">{as_script(data.as_json(runs))}</script>{scripts}</body></html>\n'
+        f'<script type="application/json" id="report-data">{as_script(data.as_json(runs))}</script>{scripts}</body></html>\n'  # noqa: E501
     )
 
 
 def _panels(
-    runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail, data: "_PageData", left_out: Sequence[str]
+    runs: Sequence[RunData],
+    verdicts: Sequence[Verdict],
+    detail: _Detail,
+    data: "_PageData",
+    left_out: Sequence[str],
 ) -> list[tuple[str, str, str]]:
     """Id, heading and content, from the top."""
     several = len(runs) > 1
@@ -122,7 +142,9 @@ def _panels(
         if name == "correction" and not several:
             figures = data.heat_figure(runs[0]) + figures
         if figures or name != "ledger":
-            content = f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
+            content = (
+                f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
+            )
             panels.append((name, heading, content))
     evidence = [doctor_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
     panels.append(("doctor", "Evidence", _each(runs, evidence)))
@@ -132,12 +154,18 @@ def _panels(
         content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
         shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
         panels.append(("tokens", "Tokens", content))
-        text = samples_panel(runs[0], detail.samples) if detail.samples > 0 else "<p>Samples are left out of this page.</p>"
+        text = (
+            samples_panel(runs[0], detail.samples)
+            if detail.samples > 0
+            else "<p>Samples are left out of this page.</p>"
+        )
         panels.append(("samples", "Samples", text))
         panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
     if detail.metrics:
         panels.append(("metrics", "All metrics", _each(runs, [metrics_panel(run) for run in runs])))
-    panels.append(("read", "What was read", _each(runs, [reading_panel(run, shows_text, left_out) for run in runs])))
+    panels.append(
+        ("read", "What was read", _each(runs, [reading_panel(run, shows_text, left_out) for run in runs]))
+    )
     return panels
 
 
@@ -145,7 +173,9 @@ def _each(runs: Sequence[RunData], contents: Sequence[str]) -> str:
     """The contents below each other, with names where there are several runs."""
     if len(runs) == 1:
         return contents[0]
-    return "".join(f"<h3>{escaped(run.name)}</h3>{content}" for run, content in zip(runs, contents, strict=True))
+    return "".join(
+        f"<h3>{escaped(run.name)}</h3>{content}" for run, content in zip(runs, contents, strict=True)
+    )
 
 
 class _PageData:
@@ -167,12 +197,14 @@ class _PageData:
             for line, curve in zip(chart.lines, curves, strict=True)
         ]
         number = len(self._charts)
-        self._charts.append({"title": chart.title, "stacked": chart.stacked, "healthy": chart.healthy, "lines": lines})
+        self._charts.append(
+            {"title": chart.title, "stacked": chart.stacked, "healthy": chart.healthy, "lines": lines}
+        )
         unit = f" <small>{escaped(chart.unit)}</small>" if chart.unit else ""
         return (
             f'<figure class="chart" id="chart-{number}" data-chart="{number}" tabindex="0">'
-            f'<figcaption>{escaped(chart.title)}{unit}</figcaption><div class="plot">{sparkline(curves)}</div>'
-            f'<details class="about"><summary>what this is</summary><p>{escaped(chart.about)}</p></details></figure>'
+            f'<figcaption>{escaped(chart.title)}{unit}</figcaption><div class="plot">{sparkline(curves)}</div>'  # noqa: E501
+            f'<details class="about"><summary>what this is</summary><p>{escaped(chart.about)}</p></details></figure>'  # noqa: E501
         )
 
     def heat_figure(self, run: RunData) -> str:
@@ -185,7 +217,7 @@ class _PageData:
         self._heat = heat_map_data(run.heat_map, run.settings)
         return (
             '<figure class="heat" id="heat" tabindex="0"><figcaption>Log-ratios of all tokens <small>nats, '
-            'log trainer over engine; stronger colour: more tokens</small></figcaption><div class="plot"></div></figure>'
+            'log trainer over engine; stronger colour: more tokens</small></figcaption><div class="plot"></div></figure>'  # noqa: E501
         )
 
     def as_json(self, runs: Sequence[RunData]) -> dict[str, Any]:
@@ -196,7 +228,11 @@ class _PageData:
 
     def _line(self, label: str, curve: Curve) -> dict[str, Any]:
         steps = packed(curve.x)  # the same steps stand in the page once
-        line: dict[str, Any] = {"label": label, "x": self._steps.setdefault(steps, len(self._steps)), "y": packed(curve.y)}
+        line: dict[str, Any] = {
+            "label": label,
+            "x": self._steps.setdefault(steps, len(self._steps)),
+            "y": packed(curve.y),
+        }
         if curve.low is not None and curve.high is not None:
             line |= {"low": packed(curve.low), "high": packed(curve.high)}
         return line

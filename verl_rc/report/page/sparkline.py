@@ -1,4 +1,5 @@
-"""Small drawings without scripts, as SVG text: what a chart shows where scripts are off, and in the summary table."""
+"""Small drawings without scripts, as SVG text: what a chart shows where scripts are off, and in the summary
+table."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ def sparkline(curves: Sequence[Curve]) -> str:
     for number, curve in enumerate(shown):
         for part in _unbroken(curve):
             points = [
-                f"{4 + (x - left) / width * (_WIDTH - 8):.1f},{_HEIGHT - 4 - (y - bottom) / height * (_HEIGHT - 8):.1f}"
+                f"{4 + (x - left) / width * (_WIDTH - 8):.1f},{_HEIGHT - 4 - (y - bottom) / height * (_HEIGHT - 8):.1f}"  # noqa: E501
                 for x, y in part
             ]
             if len(points) < 3:

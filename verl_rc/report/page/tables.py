@@ -31,7 +31,7 @@ def verdict_panel(verdict: Verdict) -> str:
     if verdict.do_first:
         first = f"<h3>Do this first</h3><pre>{escaped(chr(10).join(verdict.do_first))}</pre>"
     return (
-        f'<p class="headline {verdict.level}">{escaped(verdict.headline)}</p><p>{escaped(verdict.progress)}</p>'
+        f'<p class="headline {verdict.level}">{escaped(verdict.headline)}</p><p>{escaped(verdict.progress)}</p>'  # noqa: E501
         f'<ul class="verdict">{items}</ul>{first}'
     )
 
@@ -40,7 +40,7 @@ def _statement(statement: Statement) -> str:
     test = f'<br><span class="next">{escaped(statement.next_test)}</span>' if statement.next_test else ""
     return (
         f'<li class="{statement.level}"><span class="mark">{_MARKS[statement.level]}</span> '
-        f'<a href="#{PANEL_OF_TOPIC[statement.topic]}">{statement.topic}</a>: {escaped(statement.text)}{test}</li>'
+        f'<a href="#{PANEL_OF_TOPIC[statement.topic]}">{statement.topic}</a>: {escaped(statement.text)}{test}</li>'  # noqa: E501
     )
 
 
@@ -93,7 +93,10 @@ def _replays(run: RunData) -> str:
         for record in records
     ]
     head = ("step", "weights said", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
-    return f"<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its variance.</p>{table(head, rows)}"
+    return (
+        "<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its "
+        f"variance.</p>{table(head, rows)}"
+    )
 
 
 def _part(part: Part | None) -> str:
@@ -107,7 +110,13 @@ def alerts_panel(run: RunData) -> str:
     shown = list(run.alerts)[-MOST_ALERTS:]
     cut = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
     rows = [
-        (str(alert.step), escaped(alert.title), shortened(alert.text, 500), escaped(alert.cause), _evidence(alert.evidence))
+        (
+            str(alert.step),
+            escaped(alert.title),
+            shortened(alert.text, 500),
+            escaped(alert.cause),
+            _evidence(alert.evidence),
+        )
         for alert in reversed(shown)
     ]
     head = ("step", "alert", "text", "cause", "evidence")
@@ -122,17 +131,26 @@ def _evidence(numbers: Mapping[str, float]) -> str:
 def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
     """Samples of the last step that has any, worst and best first, and the same prompts before."""
     if not run.samples:
-        return "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
+        return (
+            "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
+        )
     chosen = chosen_samples(run.samples, most)
     columns = list(dict.fromkeys(name for sample in chosen for name in sample.cells))
-    rows = [(str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns)) for sample in chosen]
+    rows = [
+        (str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns))
+        for sample in chosen
+    ]
     changed = _changes(run.samples)
-    said = f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then the first.</p>"
+    said = (
+        f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then "
+        "the first.</p>"
+    )
     return said + table(("step", *map(escaped, columns)), rows, "samples") + changed
 
 
 def _changes(samples: Sequence[SavedSample]) -> str:
-    """The answers to one prompt at the first and at the last step that has them; nothing where no prompt comes twice."""
+    """The answers to one prompt at the first and at the last step that has them; nothing where no prompt
+    comes twice."""
     by_prompt: dict[str, list[SavedSample]] = {}
     for sample in samples:
         if "input" in sample.cells and "output" in sample.cells:
@@ -141,10 +159,19 @@ def _changes(samples: Sequence[SavedSample]) -> str:
     if not pairs:
         return ""
     rows = [
-        tuple(f"<bdi>{shortened(value, 500)}</bdi>" for value in (first.cells["input"], *_answer(first), *_answer(last)))
+        tuple(
+            f"<bdi>{shortened(value, 500)}</bdi>"
+            for value in (first.cells["input"], *_answer(first), *_answer(last))
+        )
         for first, last in pairs[:_MOST_PROMPTS]
     ]
-    head = ("prompt", f"answer at step {pairs[0][0].step}", "score", f"answer at step {pairs[0][1].step}", "score")
+    head = (
+        "prompt",
+        f"answer at step {pairs[0][0].step}",
+        "score",
+        f"answer at step {pairs[0][1].step}",
+        "score",
+    )
     return "<h3>The same prompts, first and last</h3>" + table(head, rows, "samples")
 
 
@@ -186,7 +213,9 @@ def metrics_panel(run: RunData) -> str:
                 "not in the catalogue" if entry is None else escaped("" if entry.unit == "1" else entry.unit),
                 number(finite.values[0]) if len(finite) else "",
                 number(finite.values[-1]) if len(finite) else "",
-                "" if last is None else number(last.value) + (f" ± {number(last.error)}" if last.interval else ""),
+                ""
+                if last is None
+                else number(last.value) + (f" ± {number(last.error)}" if last.interval else ""),
                 number(min(finite.values)) if len(finite) else "",
                 number(max(finite.values)) if len(finite) else "",
                 escaped(healthy),
@@ -194,7 +223,18 @@ def metrics_panel(run: RunData) -> str:
                 sparkline([_small(run, name)]),
             )
         )
-    head = ("metric", "unit", "first", "last", "last tenth", "smallest", "largest", "healthy", "not finite", "")
+    head = (
+        "metric",
+        "unit",
+        "first",
+        "last",
+        "last tenth",
+        "smallest",
+        "largest",
+        "healthy",
+        "not finite",
+        "",
+    )
     return f"<details><summary>{len(rows)} metrics</summary>{table(head, rows, 'metrics')}</details>"
 
 
@@ -208,9 +248,14 @@ def configuration_panel(run: RunData) -> str:
         return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
     usual = dict(leaves_of(defaults(RunConfig)))
     given = [(key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value]
-    rows = [(escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300)) for key, value in given]
+    rows = [
+        (escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300))
+        for key, value in given
+    ]
     own = table(("key", "value", "default"), rows)
-    every = [(escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]]
+    every = [
+        (escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]
+    ]
     plan = f"<details><summary>plan.txt</summary><pre>{escaped(run.plan)}</pre></details>" if run.plan else ""
     return (
         f"<p>{len(given)} of {len(run.settings):,} keys differ from their defaults.</p>{own}"
@@ -233,5 +278,9 @@ def differing_settings(runs: Sequence[RunData]) -> str:
 
 def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
     """Say where the numbers come from, and whether the page may be shown to others."""
-    text = "This page holds texts of prompts and responses." if has_text else "This page holds no text of prompts or responses."
+    text = (
+        "This page holds texts of prompts and responses."
+        if has_text
+        else "This page holds no text of prompts or responses."
+    )
     return listed([*run.notes, *left_out, text])

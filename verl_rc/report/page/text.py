@@ -9,7 +9,8 @@ LONGEST_TEXT = 2_000
 
 
 def escaped(value: object) -> str:
-    """Text for the page: nothing in it is markup, and half a surrogate pair becomes a replacement character."""
+    """Text for the page: nothing in it is markup, and half a surrogate pair becomes a replacement
+    character."""
     text = str(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return html.escape(text, quote=True)
 
@@ -38,7 +39,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css_class: str = "
     header = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     kind = f' class="{css_class}"' if css_class else ""
-    return f'<div class="scroll" tabindex="0"><table{kind}><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll" tabindex="0"><table{kind}><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'  # noqa: E501
 
 
 def section(name: str, title: str, content: str) -> str:

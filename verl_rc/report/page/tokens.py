@@ -1,4 +1,5 @@
-"""Single tokens: rows whose tokens the script colours by what happened to them, the worst tokens, and profiles as bars."""
+"""Single tokens: rows whose tokens the script colours by what happened to them, the worst tokens, and
+profiles as bars."""
 
 import base64
 from collections.abc import Sequence
@@ -41,13 +42,20 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
     parts = [f"<p>{said}: those of the newest record, then those whose log-probs differ most.</p>"]
     if data.profiles is None:
         parts.append(
-            '<p class="missing">The trainer\'s log-probs before the update are not in the records: where the actor corrects '
-            "(bypass mode, proximal=interpolate) there are none; algorithm.rollout_correction.bypass_mode=False has them.</p>"
+            '<p class="missing">The trainer\'s log-probs before the update are not in the records: where the actor corrects '  # noqa: E501
+            "(bypass mode, proximal=interpolate) there are none; "
+            "algorithm.rollout_correction.bypass_mode=False has them.</p>"
         )
     if not shown.pieces:
-        why = "is left out of this page" if not with_text else "was not recorded (trainer.token_records.contents=full does)"
+        why = (
+            "is left out of this page"
+            if not with_text
+            else "was not recorded (trainer.token_records.contents=full does)"
+        )
         parts.append(f"<p>The text of tokens {why}; a box stands for a token.</p>")
-    parts.append('<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>")
+    parts.append(
+        '<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>"
+    )
     parts.append(_worst_table(shown))
     if data.profiles is not None:
         parts.append(profiles_html(data.profiles))
@@ -81,7 +89,16 @@ def _worst_table(data: TokenData) -> str:
         )
         for token in data.worst
     ]
-    head = ("step", "row", "position", "token", "kind", "log-prob of the engine", "of the trainer", "log-ratio")
+    head = (
+        "step",
+        "row",
+        "position",
+        "token",
+        "kind",
+        "log-prob of the engine",
+        "of the trainer",
+        "log-ratio",
+    )
     return f"<h3>Tokens that differ most</h3>{table(head, rows, 'samples')}"
 
 
@@ -94,13 +111,22 @@ def _piece(data: TokenData, token: WorstToken) -> str:
 def profiles_html(profiles: Profiles) -> str:
     """Bars with their bands, readable without scripts."""
     unit = "logit noise √(Σl²/Σg), nats" if profiles.has_noise else "root mean square log-ratio, nats"
-    floor = "" if profiles.floor is None else f" The line is that of the first two steps, {number(profiles.floor)}."
+    floor = (
+        ""
+        if profiles.floor is None
+        else f" The line is that of the first two steps, {number(profiles.floor)}."
+    )
     said = (
-        f"<h3>Which tokens the gap belongs to</h3><p>{profiles.tokens:,} tokens of {profiles.rows:,} rows that were drawn at "
+        f"<h3>Which tokens the gap belongs to</h3><p>{profiles.tokens:,} tokens of {profiles.rows:,} rows "
+        "that were drawn at "
         f"random; {escaped(unit)}, with a band of 90 % over rows.{floor}</p>"
     )
     largest = max((bar.high for profile in profiles.profiles for bar in profile.bars), default=0.0)
-    drawn = "".join(_profile_table(profile, largest, profiles.floor) for profile in profiles.profiles if len(profile.bars) > 1)
+    drawn = "".join(
+        _profile_table(profile, largest, profiles.floor)
+        for profile in profiles.profiles
+        if len(profile.bars) > 1
+    )
     return said + f'<div class="charts">{drawn}</div>'
 
 
@@ -123,7 +149,11 @@ def _bar(bar: Bar, largest: float, floor: float | None) -> str:
     def at(value: float) -> float:
         return 1 + (_BAR_WIDTH - 2) * min(value / largest, 1.0) if largest > 0 else 1.0
 
-    mark = "" if floor is None else f'<line class="floor" x1="{at(floor):.1f}" x2="{at(floor):.1f}" y1="0" y2="14"/>'
+    mark = (
+        ""
+        if floor is None
+        else f'<line class="floor" x1="{at(floor):.1f}" x2="{at(floor):.1f}" y1="0" y2="14"/>'
+    )
     return (
         f'<svg viewBox="0 0 {_BAR_WIDTH:g} 14" role="img" aria-hidden="true">'
         f'<rect class="bar" x="1" y="3" width="{at(bar.size) - 1:.1f}" height="8"/>'
@@ -154,7 +184,11 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
     flags = np.where(mask, _POLICY, 0) | (_KEPT if kept is None else np.where(kept, _KEPT, 0))
     if weight is not None:
         flags = flags | np.where(_is_cut(weight, mask, row), _CUT, 0)
-    age = None if "version" not in tokens else int(row.facts.get("current_version", row.step - 1)) - tokens["version"]
+    age = (
+        None
+        if "version" not in tokens
+        else int(row.facts.get("current_version", row.step - 1)) - tokens["version"]
+    )
     made: dict[str, Any] = {
         "step": row.step,
         "why": str(row.facts.get("why", "")),
@@ -170,8 +204,13 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "rollout": packed(tokens["rollout_log_prob"].tolist()),
         "train": packed(tokens["old_log_prob"].tolist()) if "old_log_prob" in tokens else None,
     }
-    small = {"weight": weight, "advantage": tokens.get("advantage"), "entropy": tokens.get("entropy"),
-             "noise": tokens.get("noise_scale"), "age": age}  # fmt: skip
+    small = {
+        "weight": weight,
+        "advantage": tokens.get("advantage"),
+        "entropy": tokens.get("entropy"),
+        "noise": tokens.get("noise_scale"),
+        "age": age,
+    }
     return made | {name: _small(values, mask) for name, values in small.items() if values is not None}
 
 

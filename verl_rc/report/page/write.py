@@ -73,8 +73,14 @@ def _beside(path: Path) -> Path:
 
 
 def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Runs whose folders have one name get the name of the folder above as well, and a number if that does not help."""
+    """Runs whose folders have one name get the name of the folder above as well, and a number if that does
+    not help."""
     names = [run.name for run in runs]
-    longer = [f"{run.path.resolve().parent.name}/{run.name}" if names.count(run.name) > 1 else run.name for run in runs]
-    numbered = [f"{name} ({index})" if longer.count(name) > 1 else name for index, name in enumerate(longer, start=1)]
+    longer = [
+        f"{run.path.resolve().parent.name}/{run.name}" if names.count(run.name) > 1 else run.name
+        for run in runs
+    ]
+    numbered = [
+        f"{name} ({index})" if longer.count(name) > 1 else name for index, name in enumerate(longer, start=1)
+    ]
     return [replace(run, name=name) for run, name in zip(runs, numbered, strict=True)]

@@ -1,11 +1,26 @@
-"""The plan of a run derived from its configuration: objective, batch sizes, stages of a step, unused options. Pure."""
+"""The plan of a run derived from its configuration: objective, batch sizes, stages of a step, unused options.
+Pure."""
 
 from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
-from verl_rc.report.plan.objective import AdvantagePlan, Operand, PolicyPlan, ValuePlan, plan_advantages, plan_policy, plan_value
+from verl_rc.report.plan.objective import (
+    AdvantagePlan,
+    Operand,
+    PolicyPlan,
+    ValuePlan,
+    plan_advantages,
+    plan_policy,
+    plan_value,
+)
 from verl_rc.report.plan.options import UnusedOption, unused_options, warnings_of
-from verl_rc.report.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
+from verl_rc.report.plan.schedule import (
+    BatchArithmetic,
+    Phase,
+    UpdateArithmetic,
+    plan_arithmetic,
+    plan_phases,
+)
 
 __all__ = [
     "AdvantagePlan",

@@ -14,7 +14,8 @@ class Operand:
     """A tensor that a loss depends on."""
 
     name: str
-    """Field of ``TokenScores``, ``TrainBatch`` or ``CriticBatch``; ``values`` are the critic's current ones."""
+    """Field of ``TokenScores``, ``TrainBatch`` or ``CriticBatch``; ``values`` are the critic's current ones.
+    """
     has_gradient: bool
     """False: a constant of the loss."""
 
@@ -192,7 +193,9 @@ def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
     if "sum_pi_squared" in needed:
         yield "sum_pi_squared"
     corrects = policy.weights or policy.rejects
-    reads_old = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
+    reads_old = (
+        policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
+    )
     if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"
     if not policy.in_actor and (corrects or reads_old):

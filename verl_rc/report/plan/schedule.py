@@ -12,7 +12,8 @@ from verl_rc.report.plan.objective import PolicyPlan
 
 @dataclass(frozen=True)
 class UpdateArithmetic:
-    """How one role cuts a train batch into optimizer steps; sizes are those of the whole mini-batch, over all ranks."""
+    """How one role cuts a train batch into optimizer steps; sizes are those of the whole mini-batch, over all
+    ranks."""
 
     mini_batch_prompts: int
     mini_batch_rows: int
@@ -26,7 +27,8 @@ class UpdateArithmetic:
     sharing: int = 1
     """Ranks that share the tokens of a micro-batch."""
     sums_gradients_once: bool | None = None
-    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of memory decides."""
+    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of
+    memory decides."""
     ranks_per_copy: int = 1
     """Ranks that share one copy of weights and moments."""
 
@@ -42,7 +44,8 @@ class UpdateArithmetic:
 
     @property
     def rows_per_group(self) -> tuple[int, int]:
-        """Rows of a mini-batch that a group gets on average, rounded down and up; shares are balanced by tokens, not by rows."""
+        """Rows of a mini-batch that a group gets on average, rounded down and up; shares are balanced by
+        tokens, not by rows."""
         return self.mini_batch_rows // self.groups, -(-self.mini_batch_rows // self.groups)
 
     def fewest_rows_per_micro_batch(self, longest: int) -> int:
@@ -110,10 +113,20 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
 
-    def arithmetic(mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig) -> UpdateArithmetic:
+    def arithmetic(
+        mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
+    ) -> UpdateArithmetic:
         given = fsdp.use_no_sync_for_gradient_accumulation
         once = True if given is None and trainer.device == "cpu" else given
-        sizes = (mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
+        sizes = (
+            mini,
+            mini * samples,
+            prompts // mini,
+            epochs,
+            config.num_ranks,
+            limit.max_tokens,
+            limit.max_rows,
+        )
         sharing, copies = fsdp.ulysses_sequence_parallel_size, fsdp.ranks_per_copy(config.num_ranks)
         return UpdateArithmetic(*sizes, sharing, sums_gradients_once=once, ranks_per_copy=copies)
 
@@ -127,9 +140,13 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         longest_response=config.data.max_response_length,
         total_steps=trainer.total_training_steps,
         epochs=trainer.total_epochs,
-        critic_only_steps=warmup if trainer.total_training_steps is None else min(warmup, trainer.total_training_steps),
+        critic_only_steps=warmup
+        if trainer.total_training_steps is None
+        else min(warmup, trainer.total_training_steps),
         actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config), actor.fsdp_config),
-        critic=arithmetic(critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(config), critic.fsdp_config)
+        critic=arithmetic(
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(config), critic.fsdp_config
+        )
         if config.needs_critic
         else None,
     )
@@ -143,7 +160,11 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     trainer, rows = config.trainer, sizes.rows
     resampled = config.algorithm.filter_groups.enable
-    yield Phase("gen", "engines", every="and reward, until enough prompts have samples that differ" if resampled else "")
+    yield Phase(
+        "gen",
+        "engines",
+        every="and reward, until enough prompts have samples that differ" if resampled else "",
+    )
     if config.algorithm.estimator_reads("reward_baselines"):
         yield Phase("gen_max", "engines", every="one greedy response for each prompt")
     yield Phase("reward", "driver")
@@ -162,7 +183,9 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
     trained = rows * sizes.actor.epochs
     from_step = f"from step {trainer.critic_warmup}" if sizes.critic_only_steps else ""
     if policy.statistics_passes:
-        yield Phase("correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step)
+        yield Phase(
+            "correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step
+        )
     yield Phase("update_actor", "actor", trained_rows=trained, every=from_step)
     yield Phase("update_weights", "actor and engines")
     yield from _phases_after_publication(config, sizes)
@@ -179,10 +202,15 @@ def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iter
     if trainer.rollout_data_dir is not None:
         yield Phase("dump_rollout_generations", "driver")
     if trainer.token_records.enable:
-        yield Phase("token_records", "driver", every=_every(trainer.token_records.freq, "steps 1 and 2, after alerts"))
+        yield Phase(
+            "token_records", "driver", every=_every(trainer.token_records.freq, "steps 1 and 2, after alerts")
+        )
     if trainer.save_freq > 0:
-        yield Phase("save_checkpoint", "actor and driver" if sizes.critic is None else "actor, critic and driver",
-                    every=_every(trainer.save_freq, "the last"))  # fmt: skip
+        yield Phase(
+            "save_checkpoint",
+            "actor and driver" if sizes.critic is None else "actor, critic and driver",
+            every=_every(trainer.save_freq, "the last"),
+        )
 
 
 def _every(frequency: int, besides: str) -> str:

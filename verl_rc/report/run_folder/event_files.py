@@ -1,6 +1,7 @@
 """TensorBoard event files, scalars only, read without TensorBoard.
 
-A file is a row of records ``length (uint64), its checksum, data, checksum``; the data of a record is a protocol buffer ``Event``.
+A file is a row of records ``length (uint64), its checksum, data, checksum``; the data of a record is a
+protocol buffer ``Event``.
 """
 
 import struct
@@ -25,7 +26,8 @@ class DamagedFileError(ValueError):
 
 
 def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Step, tag and value of each scalar, up to the last whole record; ``DamagedFileError`` where the bytes make no sense."""
+    """Step, tag and value of each scalar, up to the last whole record; ``DamagedFileError`` where the bytes
+    make no sense."""
     with path.open("rb") as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])

@@ -11,14 +11,30 @@ import yaml
 from verl_rc.config.schema import leaves_of, without_secrets
 from verl_rc.report.run_folder.foreign import read_foreign
 from verl_rc.report.run_folder.histograms import read_heat_map
-from verl_rc.report.run_folder.lines import Record, as_step, numbers_of, parse_line, read_records, reading_notes
-from verl_rc.report.run_folder.records import LARGEST_STEP, OWN_RUN, Alert, Columns, Ending, RunData, SavedSample
+from verl_rc.report.run_folder.lines import (
+    Record,
+    as_step,
+    numbers_of,
+    parse_line,
+    read_records,
+    reading_notes,
+)
+from verl_rc.report.run_folder.records import (
+    LARGEST_STEP,
+    OWN_RUN,
+    Alert,
+    Columns,
+    Ending,
+    RunData,
+    SavedSample,
+)
 from verl_rc.report.run_folder.tokens import read_tokens
 
 ENDING = "ending.json"
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
 DIAGNOSIS = "diagnosis.json"
-"""Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each record."""
+"""Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
+record."""
 _METRICS, _CONFIG, _PLAN, _ALERTS = "metrics.jsonl", "resolved_config.yaml", "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
@@ -82,12 +98,16 @@ def _read_folder(folder: Path) -> RunData:
         if {"title", "text"} <= record.keys()
     ]
     run.samples = _samples(folder, run.notes)
-    run.heat_map = read_heat_map(read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes)
+    run.heat_map = read_heat_map(
+        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes
+    )
     run.tokens = read_tokens(folder, run.notes)
     run.ending = _ending(folder / ENDING)
     run.replays = _replays(folder / DIAGNOSIS, run.notes)
     if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
-        run.notes.append("The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here.")
+        run.notes.append(
+            "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
+        )
     return run
 
 
@@ -190,5 +210,8 @@ def _cut(run: RunData, first: int, last: int) -> RunData:
         samples=[sample for sample in run.samples if sample.step in wanted],
         tokens=None if run.tokens is None else read_tokens(run.path, [], first, last),
     )
-    cut_run.notes = [*run.notes, f"Only steps {first} to {min(last, run.steps[-1] if run.steps else last)} are shown."]
+    cut_run.notes = [
+        *run.notes,
+        f"Only steps {first} to {min(last, run.steps[-1] if run.steps else last)} are shown.",
+    ]
     return cut_run

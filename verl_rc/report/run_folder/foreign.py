@@ -21,9 +21,11 @@ _EQUAL_NAMES = {
     "mismatch/rollout_is_clipped_fraction": "rollout_corr/rollout_is_oob_ratio",
     "mismatch/rollout_is_masked_fraction": "rollout_corr/rollout_rs_masked_fraction",
     "mismatch/rollout_is_seq_masked_fraction": "rollout_corr/rollout_rs_seq_masked_fraction",
-    "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",  # TRL, GRPOTrainer: mean |trainer - vLLM log-prob|
+    # TRL, GRPOTrainer: mean |trainer - vLLM log-prob|
+    "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",
     "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
-    "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",  # slime: mean over samples of |old - rollout log-prob|
+    # slime: mean over samples of |old - rollout log-prob|
+    "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",
     "gen_kl_error": "rollout_corr/k3_kl",  # NeMo-RL, policy loss: k3 over tokens of KL(generation || trainer)
 }
 _EQUAL_BEGINNINGS = (
@@ -41,7 +43,8 @@ _MOST_DUMPED_SAMPLES = 2_000
 
 
 def catalogue_name(name: str) -> str:
-    """The catalogue's name of a metric of another trainer; the name itself where none is known to mean the same."""
+    """The catalogue's name of a metric of another trainer; the name itself where none is known to mean the
+    same."""
     bare = name.removeprefix("train/")  # slime's and NeMo-RL's section
     if bare in _EQUAL_NAMES:
         return _EQUAL_NAMES[bare]
@@ -56,7 +59,10 @@ def read_foreign(path: Path) -> RunData | None:
     if path.is_dir():
         if events := sorted(path.glob(f"*{event_files.MARK}*")):
             return _from_events(path, events)
-        dumps = sorted((found for found in path.glob("*.jsonl") if found.stem.isdecimal()), key=lambda found: int(found.stem))
+        dumps = sorted(
+            (found for found in path.glob("*.jsonl") if found.stem.isdecimal()),
+            key=lambda found: int(found.stem),
+        )
         return _from_dumps(path, dumps) if dumps else None
     if event_files.MARK in path.name:
         return _from_events(path, [path])
@@ -65,7 +71,9 @@ def read_foreign(path: Path) -> RunData | None:
     if b"\0" in head:
         return None
     first = parse_line(head.decode("utf-8", "replace").lstrip().partition("\n")[0])
-    is_logger = isinstance((first or {}).get("data"), dict) or (head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80])
+    is_logger = isinstance((first or {}).get("data"), dict) or (
+        head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80]
+    )
     run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE)
     lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
     columns = Columns()
@@ -78,9 +86,13 @@ def _finished(run: RunData, columns: Columns) -> RunData:
     run.steps, run.series = columns.steps, columns.series()
     run.notes = [f"Read as {run.source}.", *reading_notes(columns), *run.notes]
     if columns.steps[0] > 1:
-        run.notes.append(f"The log begins at step {columns.steps[0]}: what came before was overwritten or is in another file.")
+        run.notes.append(
+            f"The log begins at step {columns.steps[0]}: what came before was overwritten or is in another "
+            "file."
+        )
     run.notes.append(
-        "What this log lacks, a run of verl_rc records; `verl-rc migrate --recipe YOUR_SCRIPT.sh` translates the recipe."
+        "What this log lacks, a run of verl_rc records; `verl-rc migrate --recipe YOUR_SCRIPT.sh` translates "
+        "the recipe."
     )
     return run
 
@@ -168,7 +180,9 @@ def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
                     continue
                 scores.append(score)
                 if len(samples) < _MOST_DUMPED_SAMPLES:
-                    samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
+                    samples.append(
+                        SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
+                    )
         if step is not None and scores:
             columns.add(step, {"critic/score/mean": sum(scores) / len(scores)})
     run.samples = samples

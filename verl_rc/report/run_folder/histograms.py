@@ -12,9 +12,12 @@ LOG_RATIO = "rollout_corr/log_ratio"
 MOST_COLUMNS = 400
 _ROWS_PER_SIDE = 47
 _NEAREST, _FARTHEST = 1e-4, 20.0
-"""Nats. Rows are the same for every run, so that pictures compare; what is nearer to 0 than the first is in the middle row."""
+"""Nats. Rows are the same for every run, so that pictures compare; what is nearer to 0 than the first is in
+the middle row."""
 
-_SIDE = tuple(_NEAREST * (_FARTHEST / _NEAREST) ** (row / _ROWS_PER_SIDE) for row in range(_ROWS_PER_SIDE + 1))
+_SIDE = tuple(
+    _NEAREST * (_FARTHEST / _NEAREST) ** (row / _ROWS_PER_SIDE) for row in range(_ROWS_PER_SIDE + 1)
+)
 EDGES = (*(-edge for edge in reversed(_SIDE)), *_SIDE)
 """Edges of the rows, ascending, nats."""
 _ROWS = len(EDGES) - 1
@@ -52,7 +55,8 @@ class _HeatMapBuilder:
 
 
 def read_heat_map(records: Iterable[tuple[int, Record]], notes: list[str]) -> HeatMap | None:
-    """Merge histograms. Each has edges of its own, or those of the last one that had some; None without any."""
+    """Merge histograms. Each has edges of its own, or those of the last one that had some; None without
+    any."""
     builder, edges, rows, damaged = _HeatMapBuilder(), None, [], 0
     for step, record in records:
         if record.get("name") != LOG_RATIO:
@@ -74,7 +78,8 @@ def _row_of(value: float) -> int:
 
 
 def _merged(record: Record, rows: Sequence[int]) -> list[float]:
-    """Counts of the rows, from pairs (bin, count) of the bins that hold any, or from one count a bin as runs once wrote."""
+    """Counts of the rows, from pairs (bin, count) of the bins that hold any, or from one count a bin as runs
+    once wrote."""
     pairs = record["bins"] if "bins" in record else list(enumerate(record["counts"]))
     if "bins" not in record and len(pairs) != len(rows):
         raise ValueError("a histogram must have one count a bin")

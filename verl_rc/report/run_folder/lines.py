@@ -28,7 +28,10 @@ def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Itera
         elif line.strip():
             broken.append(number)
     if half:
-        notes.append(f"{path.name}: the last line is half written and left out; the run was killed, or is writing it now.")
+        notes.append(
+            f"{path.name}: the last line is half written and left out; the run was killed, or is writing it "
+            "now."
+        )
     if broken:
         named = ", ".join(map(str, broken[:max_complaints])) + (", …" if len(broken) > max_complaints else "")
         notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {named}.")
@@ -40,7 +43,8 @@ def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
-    """Number and text of each line; None for half a line, which a killed run leaves behind, or a run is writing now."""
+    """Number and text of each line; None for half a line, which a killed run leaves behind, or a run is
+    writing now."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n"):
@@ -96,7 +100,8 @@ def reading_notes(columns: Columns) -> list[str]:
     if columns.repeated:
         notes.append(f"{columns.repeated} line(s) repeat a step; each step counts once, later values win.")
     notes += [
-        f"The run went on at step {first} after it had reached {last}; the steps that it did again count once."
+        f"The run went on at step {first} after it had reached {last}; the steps that it did again count "
+        "once."
         for first, last in columns.restarts[-3:]
     ]
     usual = _usual_distance(steps)

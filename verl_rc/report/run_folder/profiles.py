@@ -1,6 +1,8 @@
-"""Which tokens the gap belongs to: its size by position, length, age, probability, kind, turn and data source of the tokens.
+"""Which tokens the gap belongs to: its size by position, length, age, probability, kind, turn and data source
+of the tokens.
 
-Sums over rows that were drawn at random; bands are bootstrapped over rows, for tokens of one row are not independent.
+Sums over rows that were drawn at random; bands are bootstrapped over rows, for tokens of one row are not
+independent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +84,9 @@ class ProfileSums:
         noise = record.tokens.get("noise_scale")
         self._has_noise = self._has_noise and noise is not None
         squares = np.where(counted, np.square(np.where(counted, logs, 0.0)), 0.0)
-        gradients = np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
+        gradients = (
+            np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
+        )
         values = np.stack([squares, np.where(counted, gradients, 0.0), counted.astype("float64")])
         place = np.cumsum(drawn) - 1
         for name, (buckets, of_token) in self._buckets(record, of_row).items():
@@ -101,13 +105,24 @@ class ProfileSums:
         starts_turn = mask & ~np.concatenate([[False], mask[:-1]])
         starts_turn |= mask & (positions == 0)
         turns = np.cumsum(starts_turn)
-        before = (turns - starts_turn)[np.minimum(record.starts, max(len(turns) - 1, 0))] if len(turns) else turns
-        ages = int(record.facts.get("current_version", record.step - 1)) - tokens["version"] if "version" in tokens else None
+        before = (
+            (turns - starts_turn)[np.minimum(record.starts, max(len(turns) - 1, 0))] if len(turns) else turns
+        )
+        ages = (
+            int(record.facts.get("current_version", record.step - 1)) - tokens["version"]
+            if "version" in tokens
+            else None
+        )
         found = {
             "position": _digitize(positions, _POSITIONS),
             "length": _digitize(record.lengths[of_row], _LENGTHS),
-            "probability": _digitize(np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES),
-            "class": (len(TOKEN_CLASSES), np.clip(tokens["token_class"].astype("int64"), 0, len(TOKEN_CLASSES) - 1)),
+            "probability": _digitize(
+                np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES
+            ),
+            "class": (
+                len(TOKEN_CLASSES),
+                np.clip(tokens["token_class"].astype("int64"), 0, len(TOKEN_CLASSES) - 1),
+            ),
             "turn": _digitize(turns - before[of_row] if len(turns) else turns, _TURNS),
             "source": (_MOST_SOURCES, self._source_numbers(record)[of_row]),
         }
@@ -121,7 +136,9 @@ class ProfileSums:
             if name not in self._sources and len(self._sources) < _MOST_SOURCES:
                 self._sources.append(name)
         known = {name: number for number, name in enumerate(self._sources)}
-        return np.array([known.get(str(name), _MOST_SOURCES - 1) for name in record.rows["source"]], dtype="int64")
+        return np.array(
+            [known.get(str(name), _MOST_SOURCES - 1) for name in record.rows["source"]], dtype="int64"
+        )
 
     def profiles(self) -> Profiles | None:
         """What was collected; None without any row."""
@@ -136,9 +153,17 @@ class ProfileSums:
             "turn": ("Turn of the conversation", _labels(_TURNS)),
             "source": ("Data source", self._sources),
         }
-        made = [self._profile(title, names, self._sums[name]) for name, (title, names) in labels.items() if name in self._sums]
+        made = [
+            self._profile(title, names, self._sums[name])
+            for name, (title, names) in labels.items()
+            if name in self._sums
+        ]
         tokens = int(sum(part[2].sum() for part in self._sums["position"]))
-        floor = None if not self._floor[1] else float(np.sqrt(self._floor[0] / self._floor[1 if self._has_noise else 2]))
+        floor = (
+            None
+            if not self._floor[1]
+            else float(np.sqrt(self._floor[0] / self._floor[1 if self._has_noise else 2]))
+        )
         return Profiles(tuple(made), self._rows, tokens, self._has_noise, floor)
 
     def _profile(self, title: str, labels: Sequence[str], parts: Sequence[Array]) -> Profile:
@@ -172,7 +197,8 @@ def _root(squares: Array, below: Array) -> Array:
 
 
 def _drawn(rows: Array) -> Array:
-    """``[draws, buckets]``: sums over rows that are drawn again, from ``[rows, buckets]``; the same draws for equal rows."""
+    """``[draws, buckets]``: sums over rows that are drawn again, from ``[rows, buckets]``; the same draws for
+    equal rows."""
     count = min(len(rows), _MOST_BLOCKS)
     blocks = np.zeros((count, rows.shape[1]))
     np.add.at(blocks, np.arange(len(rows)) % count, rows)
@@ -182,7 +208,9 @@ def _drawn(rows: Array) -> Array:
 
 
 def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:
-    return len(edges), np.clip(np.searchsorted(np.array(edges, dtype="float64"), values, side="right") - 1, 0, None)
+    return len(edges), np.clip(
+        np.searchsorted(np.array(edges, dtype="float64"), values, side="right") - 1, 0, None
+    )
 
 
 def _labels(edges: Sequence[float], whole: bool = True) -> list[str]:

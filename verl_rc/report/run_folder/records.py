@@ -52,8 +52,9 @@ NO_SERIES = Series((), ())
 class Columns:
     """Metrics by name, collected step by step; a step that comes twice counts once.
 
-    Lines of the same step are one step, later values win. A step that lies before the one read last begins a later life of a
-    resumed run: what the earlier life logged from that step on is dropped, as the run itself dropped it.
+    Lines of the same step are one step, later values win. A step that lies before the one read last begins a
+    later life of a resumed run: what the earlier life logged from that step on is dropped, as the run itself
+    dropped it.
     """
 
     def __init__(self) -> None:

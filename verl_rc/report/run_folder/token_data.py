@@ -20,7 +20,8 @@ class TokenRow:
     """Its values of ``TOKEN_COLUMNS``."""
     prompt: Array | None
     squares: float
-    """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are not known."""
+    """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
+    not known."""
 
 
 @dataclass(frozen=True)

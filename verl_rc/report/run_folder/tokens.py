@@ -1,4 +1,5 @@
-"""The token records of a run's folder: rows to show, the tokens that differ most, and profiles over all of them."""
+"""The token records of a run's folder: rows to show, the tokens that differ most, and profiles over all of
+them."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_rc.data.token_record import FOLDER, PIECES, Array, DamagedRecordError, TokenRecord, read_record, record_files
+from verl_rc.data.token_record import (
+    FOLDER,
+    PIECES,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+    read_record,
+    record_files,
+)
 from verl_rc.report.run_folder.lines import read_records
 from verl_rc.report.run_folder.profiles import ProfileSums
 from verl_rc.report.run_folder.records import LARGEST_STEP
@@ -43,15 +52,22 @@ class _Reading:
 
 
 def read_tokens(
-    folder: Path, notes: list[str], first_step: int = 0, last_step: int = LARGEST_STEP, most_rows: int = MOST_ROWS
+    folder: Path,
+    notes: list[str],
+    first_step: int = 0,
+    last_step: int = LARGEST_STEP,
+    most_rows: int = MOST_ROWS,
 ) -> TokenData | None:
-    """Read the records of a run's folder; None where there are none. A file that cannot be read is left out and named."""
+    """Read the records of a run's folder; None where there are none. A file that cannot be read is left out
+    and named."""
     files = [(step, path) for step, path in record_files(folder / FOLDER) if first_step <= step <= last_step]
     reading = _Reading()
     for step, path in files:
         reading.add(step, path)
     if reading.damaged:
-        named = "; ".join(reading.damaged[:_MOST_NAMED]) + ("; …" if len(reading.damaged) > _MOST_NAMED else "")
+        named = "; ".join(reading.damaged[:_MOST_NAMED]) + (
+            "; …" if len(reading.damaged) > _MOST_NAMED else ""
+        )
         notes.append(f"{len(reading.damaged)} token record(s) cannot be read and are left out: {named}.")
     if not reading.steps:
         return None
@@ -132,12 +148,14 @@ def _rows(chosen: Sequence[tuple[int, Path, int]]) -> list[TokenRow]:
             rows[path, index] = TokenRow(
                 record.step,
                 record.facts,
-                {name: values[index].item() if hasattr(values[index], "item") else values[index]
-                 for name, values in record.rows.items()},
+                {
+                    name: values[index].item() if hasattr(values[index], "item") else values[index]
+                    for name, values in record.rows.items()
+                },
                 {name: values[place].copy() for name, values in record.tokens.items()},
                 None if record.prompts is None else record.prompts[index].copy(),
                 float(squares[index]),
-            )  # fmt: skip
+            )
     return [rows[path, index] for _, path, index in chosen if (path, index) in rows]
 
 

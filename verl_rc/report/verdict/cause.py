@@ -1,7 +1,9 @@
-"""Causes of a gap as data: rows of the decision table in docs/see_why.md that the signatures of single steps speak to.
+"""Causes of a gap as data: rows of the decision table in docs/see_why.md that the signatures of single steps
+speak to.
 
-The report reads this table after a run and the alerts read it beside one (``judge_causes``), in the same words. A rule sees the
-metrics of one step below ``rollout_corr/``; the first that holds names the cause, and speaks when it holds in two steps in a row.
+The report reads this table after a run and the alerts read it beside one (``judge_causes``), in the same
+words. A rule sees the metrics of one step below ``rollout_corr/``; the first that holds names the cause, and
+speaks when it holds in two steps in a row.
 """
 
 import math
@@ -38,7 +40,8 @@ class Cause:
     row: int
     name: str
     needs: tuple[str, ...]
-    """Metrics without which nothing is claimed; medians of them, and what ``_derived`` adds, fill the sentence."""
+    """Metrics without which nothing is claimed; medians of them, and what ``_derived`` adds, fill the
+    sentence."""
     holds: Callable[[Step], bool]
     condition: str
     """``holds`` in words: z is missing_mass_z, R² temperature_r2."""
@@ -52,16 +55,21 @@ def _is_misaligned(step: Step) -> bool:
 
 
 def _misses_mass(step: Step, least: float, most: float) -> bool:
-    """Whether mass is missing, and a temperature explains more than ``least`` and at most ``most`` of the gap."""
+    """Whether mass is missing, and a temperature explains more than ``least`` and at most ``most`` of the
+    gap."""
     return _is_misaligned(step) and step["missing_mass"] > 0 and least < step["temperature_r2"] <= most
 
 
 def _is_temperature(step: Step) -> bool:
-    """Whether a temperature explains a clear part of the gap, and nearly all of it, or all but what rounding may make.
+    """Whether a temperature explains a clear part of the gap, and nearly all of it, or all but what rounding
+    may make.
 
     Another model moves the tails of distributions, too.
     """
-    is_clear = abs(step["temperature_z"]) > BOUNDS.temperature_z and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
+    is_clear = (
+        abs(step["temperature_z"]) > BOUNDS.temperature_z
+        and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
+    )
     left = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
     is_all = step["temperature_r2"] > BOUNDS.raw_r2 or left <= BOUNDS.implausible_noise
     return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and is_all
@@ -83,7 +91,8 @@ CAUSES = (
         ("rounded_fraction",),
         lambda step: step["rounded_fraction"] > BOUNDS.rounded_fraction,
         f"rounded fraction > {BOUNDS.rounded_fraction:g}",
-        "{rounded_fraction:.1%} of the engine's log-probs have no more than 16 bits: they were rounded on their way",
+        "{rounded_fraction:.1%} of the engine's log-probs have no more than 16 bits: they were rounded on "
+        "their way",
         "Keep them in float32 from the engine to the trainer.",
     ),
     Cause(
@@ -100,9 +109,12 @@ CAUSES = (
         5,
         "sampling filter not mirrored",
         (*_Z, *_SLOPE, "concentration"),
-        lambda step: _misses_mass(step, -1.0, BOUNDS.temperature_r2) and step["concentration"] <= BOUNDS.concentration,
+        lambda step: (
+            _misses_mass(step, -1.0, BOUNDS.temperature_r2) and step["concentration"] <= BOUNDS.concentration
+        ),
         f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}",
-        "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its probability, "
+        "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
+        "probability, "
         "z {z:.0f}",
         f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}",
         NO_FILTERS,
@@ -113,9 +125,11 @@ CAUSES = (
         (*_Z, *_SLOPE),
         lambda step: _misses_mass(step, BOUNDS.temperature_r2, BOUNDS.raw_r2),
         f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
-        "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
+        "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is "
+        "missing, most where "
         "others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
-        f"Look at min_p, min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {NO_CORRECTION}",
+        "Look at min_p, min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the "
+        f"trainer. {NO_CORRECTION}",
     ),
     Cause(
         7,
@@ -123,18 +137,21 @@ CAUSES = (
         _Z,
         _is_misaligned,
         f"{_MISALIGNED}, else",
-        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {z:.0f}",
-        "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by one token. "
-        + NO_CORRECTION,
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
+        "{z:.0f}",
+        "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a "
+        "shift by one token. " + NO_CORRECTION,
     ),
     Cause(
         8,
         "temperature",
         ("temperature_z", *_SLOPE, "logit_noise"),
         _is_temperature,
-        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}, "
+        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > "
+        f"{BOUNDS.temperature_r2:g}, "
         f"logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > {BOUNDS.raw_r2:g}",
-        "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
+        "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope "
+        "{temperature_slope:.3f}, "
         "which explains {temperature_r2:.0%} of the gap",
         f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}",
     ),
@@ -144,21 +161,26 @@ CAUSES = (
         ("surprisal_excess", "surprisal_excess_bound"),
         lambda step: abs(step["surprisal_excess"]) > step["surprisal_excess_bound"],
         "|surprisal excess| > its bound",
-        "Sampled tokens have {surprisal_excess:+.3f} nats of surprisal beyond what the trainer expects, where "
-        "{surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from another distribution, though "
+        "Sampled tokens have {surprisal_excess:+.3f} nats of surprisal beyond what the trainer expects, "
+        "where "
+        "{surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from another "
+        "distribution, though "
         "the log-probs agree",
-        f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn filters and penalties off. "
-        + NO_CORRECTION,
+        f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn filters "
+        "and penalties off. " + NO_CORRECTION,
         NO_FILTERS,
     ),
     Cause(
         12,
         "few tokens are others than sampled",
         ("concentration", "logit_noise"),
-        lambda step: step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise,
+        lambda step: (
+            step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise
+        ),
         f"concentration > {BOUNDS.few_tokens:g}, logit noise > {BOUNDS.implausible_noise:g}",
         f"{100 * BOUNDS.largest_share:g} %"
-        " of the tokens make {concentration:.1%} of the squared gap, and logit noise is {logit_noise:.3f}: more, and on fewer "
+        " of the tokens make {concentration:.1%} of the squared gap, and logit noise is {logit_noise:.3f}: "
+        "more, and on fewer "
         "tokens, than rounding makes",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),
@@ -167,10 +189,13 @@ CAUSES = (
         "one engine differs from the others",
         ("noisiest_engine", "noisiest_engine_ratio", "noisiest_engine_z"),
         lambda step: step["noisiest_engine_z"] > BOUNDS.engine_z,
-        f"logit noise of one engine > {BOUNDS.engine_noise:g} times that of the others, by {BOUNDS.engine_z:g} standard errors",
-        "What engine {noisiest_engine:.0f} samples has {noisiest_engine_ratio:.1f} times the logit noise of the other engines: "
+        f"logit noise of one engine > {BOUNDS.engine_noise:g} times that of the others, by "
+        f"{BOUNDS.engine_z:g} standard errors",
+        "What engine {noisiest_engine:.0f} samples has {noisiest_engine_ratio:.1f} times the logit noise of "
+        "the other engines: "
         "it has other weights, or computes otherwise",
-        "Restart it, and compare one of its tensors with the trainer's after a sync; replay R3 finds the weights that it had.",
+        "Restart it, and compare one of its tensors with the trainer's after a sync; replay R3 finds the "
+        "weights that it had.",
     ),
 )
 """In the order in which they are asked."""
@@ -184,14 +209,28 @@ def cause_of_row(row: int) -> Cause:
 
 def cause_of(step: Step) -> Cause | None:
     """The first cause whose rule holds; None if none does. Nothing is claimed from absent metrics."""
-    return next((cause for cause in CAUSES if all(name in step for name in cause.needs) and cause.holds(step)), None)
+    return next(
+        (cause for cause in CAUSES if all(name in step for name in cause.needs) and cause.holds(step)), None
+    )
 
 
-def statement_of(cause: Cause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None) -> Statement:
-    """What is said of a cause that was ``seen`` in these steps; ``temperature`` is that of the configuration."""
+def statement_of(
+    cause: Cause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None
+) -> Statement:
+    """What is said of a cause that was ``seen`` in these steps; ``temperature`` is that of the
+    configuration."""
     evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
     filled = evidence | _derived(evidence, temperature)
-    said = say("gap", cause.name, "fault", cause.sentence, filled, steps=steps, next_test=cause.next_test, row=cause.row)
+    said = say(
+        "gap",
+        cause.name,
+        "fault",
+        cause.sentence,
+        filled,
+        steps=steps,
+        next_test=cause.next_test,
+        row=cause.row,
+    )
     return replace(said, overrides=cause.overrides, confidence="named")
 
 
@@ -200,7 +239,9 @@ def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, flo
     derived = {"temperature": temperature}
     if "missing_mass" in evidence:
         derived["kept"] = 1 - evidence["missing_mass"]
-        derived["z"] = abs(evidence["missing_mass_z"])  # the sentence says on which side of 1 the mean ratio is
+        derived["z"] = abs(
+            evidence["missing_mass_z"]
+        )  # the sentence says on which side of 1 the mean ratio is
     if "temperature_slope" in evidence:
         derived["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
     return derived
@@ -223,13 +264,19 @@ def judge_causes(
 
     ``temperature`` is that of the configuration, which sentences name.
     """
-    if f"{PREFIX}missing_mass" not in metrics:  # no signatures: not before the update where the actor corrects, or never
+    if (
+        f"{PREFIX}missing_mass" not in metrics
+    ):  # no signatures: not before the update where the actor corrects, or never
         return {}, {}, history
     first = history.first_noise
     if f"{PREFIX}logit_noise" in metrics and len(first) < BOUNDS.floor_steps:
         first = (*first, metrics[f"{PREFIX}logit_noise"])
     further = {FLOOR: sum(first) / BOUNDS.floor_steps} if len(first) == BOUNDS.floor_steps else {}
-    seen = {name.removeprefix(PREFIX): value for name, value in {**metrics, **further}.items() if name.startswith(PREFIX)}
+    seen = {
+        name.removeprefix(PREFIX): value
+        for name, value in {**metrics, **further}.items()
+        if name.startswith(PREFIX)
+    }
     cause, episodes, told = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
     for name in told:
         del episodes[name]

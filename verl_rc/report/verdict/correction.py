@@ -1,4 +1,5 @@
-"""What the correction costs: effective sample size, rejection, and the length at which weights of whole rows fail."""
+"""What the correction costs: effective sample size, rejection, and the length at which weights of whole rows
+fail."""
 
 import math
 
@@ -24,10 +25,14 @@ def judge_correction(run: RunData) -> list[Statement]:
 
 
 def half_life(run: RunData) -> Series:
-    """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2 / (2 k3) tokens."""
+    """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2
+    / (2 k3) tokens."""
     k3 = run.get("rollout_corr/k3_kl")
     kept = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
-    return mapped(Series([step for step, _ in kept], [value for _, value in kept]), lambda value: math.log(2) / (2 * value))
+    return mapped(
+        Series([step for step, _ in kept], [value for _, value in kept]),
+        lambda value: math.log(2) / (2 * value),
+    )
 
 
 def _level(run: RunData) -> str:
@@ -42,10 +47,18 @@ def _low_ess(run: RunData) -> list[Statement]:
     evidence = {"ess": ess.value}
     template = "The weights leave {ess:.0%} of the batch"
     half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
-    too_long = half is not None and length is not None and length.value > half.value and _level(run) in ("sequence", "")
+    too_long = (
+        half is not None
+        and length is not None
+        and length.value > half.value
+        and _level(run) in ("sequence", "")
+    )
     if half is not None and length is not None and too_long:
         evidence |= {"half": half.value, "length": length.value}
-        template += "; with this gap, weights of whole rows lose half of it at {half:.2g} tokens, and responses have {length:.0f}"
+        template += (
+            "; with this gap, weights of whole rows lose half of it at {half:.2g} tokens, and responses have "
+            "{length:.0f}"
+        )
     return [
         say(
             "correction",
@@ -55,7 +68,9 @@ def _low_ess(run: RunData) -> list[Statement]:
             evidence,
             confidence="named" if first >= 0 else "likely",
             steps=(first, last) if first >= 0 else ess.steps,
-            next_test="Weigh tokens instead of rows." if too_long else "Close the gap first; then lower the cap of the weights.",
+            next_test="Weigh tokens instead of rows."
+            if too_long
+            else "Close the gap first; then lower the cap of the weights.",
             overrides=(f"{_SECTION}.rollout_is=token",) if too_long else (),
         )
     ]
@@ -68,7 +83,8 @@ def _rejected(run: RunData) -> list[Statement]:
     rules = {
         name.removeprefix("rollout_corr/rollout_rs_").removesuffix("_masked_fraction"): mean.value
         for name, series in run.matching("rollout_corr/rollout_rs_", "_masked_fraction")
-        if not name.endswith(("_seq_masked_fraction", "rollout_rs_masked_fraction")) and (mean := mean_of(last_part(series)))
+        if not name.endswith(("_seq_masked_fraction", "rollout_rs_masked_fraction"))
+        and (mean := mean_of(last_part(series)))
     }
     evidence = {"rejected": rejected.value}
     template = "{rejected:.0%} of the tokens are rejected"
@@ -76,7 +92,10 @@ def _rejected(run: RunData) -> list[Statement]:
         worst = max(rules, key=lambda rule: rules[rule])
         evidence["worst"] = rules[worst]
         template += f", {{worst:.0%}} by {literal(worst)}"
-    kept, dropped = last_mean(run, "rollout_corr/kept_score_mean"), last_mean(run, "rollout_corr/rejected_score_mean")
+    kept, dropped = (
+        last_mean(run, "rollout_corr/kept_score_mean"),
+        last_mean(run, "rollout_corr/rejected_score_mean"),
+    )
     if kept is not None and dropped is not None:
         evidence |= {"kept": kept.value, "dropped": dropped.value}
         template += "; rejected rows score {dropped:.3g}, kept ones {kept:.3g}"
@@ -89,7 +108,8 @@ def _rejected(run: RunData) -> list[Statement]:
             evidence,
             confidence="named" if rejected.count > 1 else "likely",
             steps=rejected.steps,
-            next_test="Filters are for log-probs that are wrong, not for rounding: compare with weights alone.",
+            next_test="Filters are for log-probs that are wrong, not for rounding: compare with weights "
+            "alone.",
             overrides=(f"{_SECTION}.rollout_rs=null",),
         )
     ]
@@ -104,7 +124,8 @@ def _heavy_tail(run: RunData) -> list[Statement]:
             "correction",
             "few weights decide",
             "notice",
-            f"The tail of the raw weights has shape k {{k:.2f}}: above {HEAVY_TAIL:g} few rows decide every average",
+            f"The tail of the raw weights has shape k {{k:.2f}}: above {HEAVY_TAIL:g} few rows decide every "
+            "average",
             {"k": tail.value},
             confidence="named" if tail.count > 1 else "likely",
             steps=tail.steps,
@@ -120,12 +141,17 @@ def _cost(run: RunData) -> Statement:
     reach = ""
     if half is not None and length is not None:
         evidence |= {"half": half.value, "length": length.value}
-        reach = "; weights of whole rows would lose half the sample at {half:,.0f} tokens, responses have {length:,.0f}"
+        reach = (
+            "; weights of whole rows would lose half the sample at {half:,.0f} tokens, responses have "
+            "{length:,.0f}"
+        )
     if ess is None:
         if half is None:
             sentence = "The correction cannot be told: neither weights nor gap were logged"
             return say("correction", "not measured", "unknown", sentence, {})
-        return say("correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps)
+        return say(
+            "correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps
+        )
     rejected = last_mean(run, _REJECTED)
     evidence["ess"] = ess.value
     unit = f" of the {_LEVELS[_level(run)]}" if _level(run) in _LEVELS else ""

@@ -7,15 +7,16 @@ from verl_rc.report.verdict.replays import OTHER_INPUTS, judge_replays, replayed
 from verl_rc.report.verdict.statement import Statement
 
 _SIGNED = range(1, 13)
-"""Rows of the decision table that a step's own tokens explain; replays explain what is left, as why one engine differs (13)."""
+"""Rows of the decision table that a step's own tokens explain; replays explain what is left, as why one
+engine differs (13)."""
 
 
 def ranked(said: Sequence[Statement], replayed: Sequence[Statement]) -> list[Statement]:
     """The first cause first.
 
-    A trainer that scores other inputs comes first, because every signature is computed from its log-probs. Then what signatures
-    name, which explains a difference of engines, then what replays alone see; statements that name no fault are said only
-    without one.
+    A trainer that scores other inputs comes first, because every signature is computed from its log-probs.
+    Then what signatures name, which explains a difference of engines, then what replays alone see; statements
+    that name no fault are said only without one.
     """
     inputs = [one for one in replayed if one.cause == OTHER_INPUTS]
     signed = [one for one in said if one.level == "fault" and one.row in _SIGNED]

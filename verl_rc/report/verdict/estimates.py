@@ -1,4 +1,5 @@
-"""Numbers that verdicts rest on: means with intervals, trends, straight lines, what lasts. Pure; nothing depends on chance."""
+"""Numbers that verdicts rest on: means with intervals, trends, straight lines, what lasts. Pure; nothing
+depends on chance."""
 
 import math
 import random
@@ -18,7 +19,8 @@ FEWEST_FOR_TREND = 12
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over some steps, with the 90 % interval of a block bootstrap; None where there are too few values for one."""
+    """A mean over some steps, with the 90 % interval of a block bootstrap; None where there are too few
+    values for one."""
 
     value: float
     interval: tuple[float, float] | None
@@ -40,7 +42,8 @@ def mean_of(series: Series) -> Mean | None:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 90 % interval of the mean from drawing blocks of neighbouring values, which may depend on each other."""
+    """The 90 % interval of the mean from drawing blocks of neighbouring values, which may depend on each
+    other."""
     if len(values) < _FEWEST_FOR_INTERVAL:
         return None
     blocks = min(_MOST_BLOCKS, max(_FEWEST_FOR_INTERVAL, len(values) // 2))
@@ -140,9 +143,11 @@ def mapped(series: Series, function: Callable[[float], float]) -> Series:
 
 
 def lasting(series: Series, holds: Callable[[float], bool]) -> tuple[int, int, int]:
-    """(steps at which a condition holds, first step of a pair of neighbours at which it does, last such step); -1: no pair.
+    """(steps at which a condition holds, first step of a pair of neighbours at which it does, last such
+    step); -1: no pair.
 
-    A rule that speaks must hold on two recorded steps in a row: a heavy tail alone reaches any bound once in a long run.
+    A rule that speaks must hold on two recorded steps in a row: a heavy tail alone reaches any bound once in
+    a long run.
     """
     marks = [holds(value) for value in series.values]
     pairs = [i for i in range(len(marks) - 1) if marks[i] and marks[i + 1]]

@@ -1,7 +1,9 @@
-"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its order.
+"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its
+order.
 
-k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that the engine reports,
-the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap, in nats per token.
+k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that
+the engine reports, the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap,
+in nats per token.
 """
 
 import math
@@ -27,13 +29,23 @@ from verl_rc.report.verdict.cause import (
     cause_of_row,
     statement_of,
 )
-from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, Line, change_of, fit_line, last_part, lasting, mapped, mean_of
+from verl_rc.report.verdict.estimates import (
+    FEWEST_FOR_TREND,
+    Line,
+    change_of,
+    fit_line,
+    last_part,
+    lasting,
+    mapped,
+    mean_of,
+)
 from verl_rc.report.verdict.statement import Confidence, Statement, literal, say
 
 LINEAR = 0.8
 """r² above which a relation is called linear."""
 PINNED_SLOPE = 0.1
-"""Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
+"""Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow
+growth of rounding."""
 _MOST_JUMPS = 0.25
 """Share of the steps up to which a large gap is one of single steps."""
 _FEWEST_AT_START = 2
@@ -46,16 +58,25 @@ _GAP = "sync/rollout_gap_mean"
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _FAULTS_OF_NUMBERS = {
-    "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an overflow",
-    "rollout_corr/safety_clamped_fraction": "log-ratios beyond the bound of exp: an overflow, or log-probs of other tokens",
+    "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an "
+    "overflow",
+    "rollout_corr/safety_clamped_fraction": "log-ratios beyond the bound of exp: an overflow, or log-probs "
+    "of other tokens",
 }
 
 
 def judge_gap(run: RunData) -> list[Statement]:
-    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
+    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
+    none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        over_time = (_staleness, _weights_never_arrive, _one_version_late, _staleness_at_one_age, _missed_update)
+        over_time = (
+            _staleness,
+            _weights_never_arrive,
+            _one_version_late,
+            _staleness_at_one_age,
+            _missed_update,
+        )
         rules = (*over_time, _drift_within_the_step, _large_from_the_start)
         faults = next((found for rule in rules if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
@@ -95,28 +116,35 @@ def token_count(run: RunData) -> Series:
     if run.has("ledger/sampled_tokens"):
         return run.get("ledger/sampled_tokens")
     totals, responses, prompts = (
-        run.get(name).by_step() for name in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
+        run.get(name).by_step()
+        for name in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
     )
     steps = [step for step in totals if responses.get(step, 0.0) > 0 and step in prompts]
-    return Series(steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps])
+    return Series(
+        steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps]
+    )
 
 
 def missing_mass(run: RunData) -> Series:
-    """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what was reported."""
+    """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what
+    was reported."""
     k3 = run.get(_K3).by_step()
     pairs = [(step, k1 - k3[step]) for step, k1 in run.get(_K1).by_step().items() if step in k3]
     return Series([step for step, _ in pairs], [value for _, value in pairs])
 
 
 def z_of_mean_ratio(run: RunData) -> Series:
-    """Return by step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
+    """Return by step the mean ratio less 1, in standard errors; from the moments where the run does not
+    report it.
 
-    It is negative where mass is missing, as ``misalignment_z``. Over tokens: with every context given, ratios less 1 are
-    uncorrelated when the tokens come from what was reported.
+    It is negative where mass is missing, as ``misalignment_z``. Over tokens: with every context given, ratios
+    less 1 are uncorrelated when the tokens come from what was reported.
     """
     if run.has("rollout_corr/misalignment_z"):
         return run.get("rollout_corr/misalignment_z")
-    k1, k3, chi2, counts = (series.by_step() for series in (run.get(_K1), run.get(_K3), run.get(_CHI2), token_count(run)))
+    k1, k3, chi2, counts = (
+        series.by_step() for series in (run.get(_K1), run.get(_K3), run.get(_CHI2), token_count(run))
+    )
     steps, values = [], []
     for step in sorted(k1.keys() & k3.keys() & chi2.keys() & counts.keys()):
         mean_ratio = 1 - k1[step] + k3[step]
@@ -144,19 +172,28 @@ def _not_finite(run: RunData) -> list[Statement]:
     found = []
     for name, what in _FAULTS_OF_NUMBERS.items():
         series = run.get(name)
-        touched = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0]
+        touched = [
+            (step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0
+        ]
         if touched:
-            evidence = {"share": max(value for _, value in touched), "count": len(touched), "steps": len(series)}
+            evidence = {
+                "share": max(value for _, value in touched),
+                "count": len(touched),
+                "steps": len(series),
+            }
             found.append(
                 say(
                     "gap",
                     "overflow or empty logits",
                     "fault",
-                    "Up to {share:.3%} of a step's tokens have " + what + " ({count:.0f} of {steps:.0f} steps)",
+                    "Up to {share:.3%} of a step's tokens have "
+                    + what
+                    + " ({count:.0f} of {steps:.0f} steps)",
                     evidence,
                     confidence="named" if len(touched) > 1 else "likely",
                     steps=(touched[0][0], touched[-1][0]),
-                    next_test="Run ten steps with the engine in float32; if it stays, look at the logits of the longest rows.",
+                    next_test="Run ten steps with the engine in float32; if it stays, look at the logits of "
+                    "the longest rows.",
                     overrides=(f"{_ROLLOUT}.dtype=float32",),
                     row=1,
                 )
@@ -175,7 +212,9 @@ def _missing_mass(run: RunData) -> list[Statement]:
             beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
             evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
             evidence["ratio"] = _mean_ratio(run, first, last)
-            return [_below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))]
+            return [
+                _below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))
+            ]
     return []
 
 
@@ -206,8 +245,10 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         evidence,
         confidence="named" if filters else "likely",
         steps=steps,
-        next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
-        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens (min_tokens, stop, ignore_eos, "
+        next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled "
+        "(verl: "
+        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
+        "(min_tokens, stop, ignore_eos, "
         f"logit bias). {NO_CORRECTION}",
         overrides=NO_FILTERS,
         row=5,
@@ -235,7 +276,9 @@ def _filters(run: RunData) -> list[str]:
     """Sampling filters of the configuration, as they are written there."""
     neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
     given = {key: run.settings[key] for key in neutral if key in run.settings}
-    return [f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]]
+    return [
+        f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]
+    ]
 
 
 def _gaps_by_age(run: RunData) -> dict[int, Series]:
@@ -252,12 +295,17 @@ def _staleness(run: RunData) -> list[Statement]:
     """Row 16: the gap grows with the age of a token."""
     gaps = _gaps_by_age(run)
     points = [(float(age), gap) for age, series in gaps.items() for gap in series.values]
-    line = fit_line(*zip(*points, strict=True)) if len(gaps) > 1 and len(points) >= _FEWEST_POINTS_OF_AGES else None
+    line = (
+        fit_line(*zip(*points, strict=True))
+        if len(gaps) > 1 and len(points) >= _FEWEST_POINTS_OF_AGES
+        else None
+    )
     return _grows_with_age(run, gaps, line, "named" if len(gaps) > 2 else "likely")
 
 
 def _staleness_at_one_age(run: RunData) -> list[Statement]:
-    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no measure."""
+    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no
+    measure."""
     gaps = _gaps_by_age(run)
     if len(gaps) < 2:
         return []
@@ -270,7 +318,9 @@ def _staleness_at_one_age(run: RunData) -> list[Statement]:
     return _grows_with_age(run, kept, Line(slope, low - slope * youngest, 1.0), "likely")
 
 
-def _grows_with_age(run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence) -> list[Statement]:
+def _grows_with_age(
+    run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence
+) -> list[Statement]:
     floor = mean_of(gaps[min(gaps)]) if gaps else None
     if line is None or floor is None or line.r_squared <= LINEAR or line.slope <= 0:
         return []
@@ -284,7 +334,8 @@ def _grows_with_age(run: RunData, gaps: Mapping[int, Series], line: Line | None,
             "gap",
             "staleness",
             "notice",
-            "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the youngest, {at:.4f} at age "
+            "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the "
+            "youngest, {at:.4f} at age "
             "{oldest:.0f} (r² {r:.2f})",
             evidence,
             confidence=confidence,
@@ -297,8 +348,11 @@ def _grows_with_age(run: RunData, gaps: Mapping[int, Series], line: Line | None,
 
 
 def _no_lead(run: RunData) -> tuple[str, ...]:
-    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have to go with it."""
-    defaults = {f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY}
+    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have
+    to go with it."""
+    defaults = {
+        f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY
+    }
     defaults |= {f"{_ROLLOUT}.checkpoint_engine.stage_updates": False, f"{_CORRECTION}.proximal": "recompute"}
     stands_alone = all(run.settings.get(key, default) == default for key, default in defaults.items())
     return ("async_training.staleness_threshold=0",) if run.is_own and stands_alone else ()
@@ -320,11 +374,16 @@ def _weights_never_arrive(run: RunData) -> list[Statement]:
 
 
 def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
-    """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean |log-ratio| less so."""
+    """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean
+    |log-ratio| less so."""
     last, line = mean_of(last_part(gap)), fit_line(_policy_distance(run, gap.steps), gap.values)
     if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
         return []
-    if line.r_squared <= LINEAR or line.slope < PINNED_SLOPE or last.value < BOUNDS.above_floor * gap.values[0]:
+    if (
+        line.r_squared <= LINEAR
+        or line.slope < PINNED_SLOPE
+        or last.value < BOUNDS.above_floor * gap.values[0]
+    ):
         return []
     evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
     return [
@@ -332,12 +391,14 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
             "gap",
             "weights never arrive",
             "fault",
-            "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: {slope:.2f} for each nat "
+            "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: "
+            "{slope:.2f} for each nat "
             "of movement, r² {r:.2f}. The engine has kept the weights it started with",
             evidence,
             confidence="named",
             steps=(gap.steps[0], gap.steps[-1]),
-            next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs at "
+            next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary "
+            "compares log-probs at "
             "every update with canary_freq=1. " + NO_CORRECTION,
             overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
             row=18,
@@ -360,7 +421,12 @@ def _one_version_late(run: RunData) -> list[Statement]:
     # Differences: a trend that both share says nothing about which causes which.
     line = fit_line([b[0] - a[0] for a, b in pairwise(pairs)], [b[1] - a[1] for a, b in pairwise(pairs)])
     typical = math.fsum(value for _, value in pairs) / len(pairs)
-    if line is None or line.slope <= 0 or line.r_squared <= LINEAR or typical < BOUNDS.above_floor * gap.values[0]:
+    if (
+        line is None
+        or line.slope <= 0
+        or line.r_squared <= LINEAR
+        or typical < BOUNDS.above_floor * gap.values[0]
+    ):
         return []
     evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
     return [
@@ -368,12 +434,14 @@ def _one_version_late(run: RunData) -> list[Statement]:
             "gap",
             "one version late",
             "fault",
-            "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in the first step, which "
+            "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in "
+            "the first step, which "
             "had none. The engine samples with weights that are one update old",
             evidence,
             confidence="likely",
             steps=(gap.steps[0], gap.steps[-1]),
-            next_test="Look at the order of weight update and sampling; wait for the sync before the next batch.",
+            next_test="Look at the order of weight update and sampling; wait for the sync before the next "
+            "batch.",
             row=19,
         )
     ]
@@ -389,19 +457,26 @@ def _missed_update(run: RunData) -> list[Statement]:
     jumps = [(step, value) for step, value in zip(noise.steps, noise.values, strict=True) if value > bound]
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
-    evidence = {"first": first, "peak": max(value for _, value in jumps), "count": len(jumps), "steps": len(noise)}
+    evidence = {
+        "first": first,
+        "peak": max(value for _, value in jumps),
+        "count": len(jumps),
+        "steps": len(noise),
+    }
     evidence["step"] = jumps[0][0]
     return [
         say(
             "gap",
             "an update was missed",
             "notice",
-            "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), {first:.3f} at the "
+            "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
+            "{first:.3f} at the "
             "start, and as before in between: the engine sampled those steps with other weights",
             evidence,
             confidence="likely",
             steps=(jumps[0][0], jumps[-1][0]),
-            next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look at the log for what "
+            next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look "
+            "at the log for what "
             "delayed or skipped a weight update.",
             row=19,
         )
@@ -409,7 +484,8 @@ def _missed_update(run: RunData) -> list[Statement]:
 
 
 def _drift_within_the_step(run: RunData) -> list[Statement]:
-    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any of them.
+    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any
+    of them.
 
     Noise s on the logits makes log-ratios of s sqrt(g), and the mean of g over tokens is at most 1.
     """
@@ -426,7 +502,10 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     if first < 0:
         return []
     within = [(size, noise[step]) for step, size in shared if first <= step <= last]
-    evidence = {"drift": statistics.median(size for size, _ in within), "noise": statistics.median(s for _, s in within)}
+    evidence = {
+        "drift": statistics.median(size for size, _ in within),
+        "noise": statistics.median(s for _, s in within),
+    }
     evidence |= {"count": count, "steps": len(shared)}
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
@@ -434,13 +513,16 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
             "gap",
             "drift within the step",
             "notice",
-            "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it was sampled with; "
-            "before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). It moves away while it learns "
+            "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it "
+            "was sampled with; "
+            "before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). It moves "
+            "away while it learns "
             "from the batch",
             evidence,
             confidence="named",
             steps=(first, last),
-            next_test="Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a tighter clip.",
+            next_test="Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a "
+            "tighter clip.",
             overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
             row=17,
         )
@@ -461,12 +543,14 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
             "gap",
             LARGE,
             "fault",
-            f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes {{plausible:g}}: engine "
+            f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes "
+            f"{{plausible:g}}: engine "
             "and trainer differ in something else, which metrics do not tell apart",
             {"first": first, "plausible": plausible},
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
-            next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, padding, dropout) from "
+            next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, "
+            "padding, dropout) from "
             "an engine that computes otherwise.",
             row=20,
         )
@@ -474,21 +558,28 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
 
 
 def _precision(run: RunData) -> str | None:
-    """The least precise part of engine and trainer, a key of the plausible noises; None where the configuration is not known."""
-    given = [run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")]
+    """The least precise part of engine and trainer, a key of the plausible noises; None where the
+    configuration is not known."""
+    given = [
+        run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")
+    ]
     if not run.is_own or None in given:
         return None
     engine, trainer = (torch_name(str(dtype)) for dtype in given)
     if not {engine, trainer} <= PLAUSIBLE_NOISE.keys():
         return None
-    quantization, cache = run.settings.get(f"{_ROLLOUT}.quantization"), run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto")
+    quantization, cache = (
+        run.settings.get(f"{_ROLLOUT}.quantization"),
+        run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto"),
+    )
     return least_precise(engine, quantization, str(cache), trainer)
 
 
 def _size_of_gap(run: RunData) -> Statement:
     """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one.
 
-    Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled while the mean fell.
+    Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
+    while the mean fell.
     """
     measures = _measures(run)
     grown = []
@@ -520,11 +611,13 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
         "gap",
         "grown, cause not separable by metrics",
         "fault" if evidence["gap"] > BOUNDS.far_above_floor * evidence["first"] else "notice",
-        f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not explain it",
+        f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not "
+        "explain it",
         evidence,
         confidence="possible",
         steps=steps,
-        next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten steps "
+        next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike "
+        "here. Run ten steps "
         "with the engine in float32 and without prefix caching, one change at a time.",
         overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
         row=20,

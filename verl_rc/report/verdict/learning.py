@@ -14,7 +14,8 @@ _VALIDATION = re.compile(r"val-core/(.+)/(acc|reward)/mean@\d+")
 _ACTOR = "actor_rollout_ref.actor"
 
 COLLAPSE = 0.5
-"""Share of the best level that must be lost, beyond four standard errors: what the alert of a run means by a collapse."""
+"""Share of the best level that must be lost, beyond four standard errors: what the alert of a run means by a
+collapse."""
 _STANDARD_ERRORS = 4.0
 ENTROPY_LOST = 0.1
 """Entropy that is left, of the first tenth's, below which the policy has collapsed onto few answers."""
@@ -28,7 +29,13 @@ _SIZES_OF_UPDATES = {"actor/ppo_kl": "ppo_kl", "actor/pg_clipfrac": "clipped sha
 
 def judge_learning(run: RunData) -> list[Statement]:
     """What went wrong, most telling first; one statement about the reward if nothing did."""
-    rules: tuple[Callable[[RunData], list[Statement]], ...] = (_not_finite, _collapse, _cut_off, _length_for_reward, _no_entropy)
+    rules: tuple[Callable[[RunData], list[Statement]], ...] = (
+        _not_finite,
+        _collapse,
+        _cut_off,
+        _length_for_reward,
+        _no_entropy,
+    )
     return [found for rule in rules for found in rule(run)] or [_progress(run)]
 
 
@@ -62,7 +69,8 @@ def _not_finite(run: RunData) -> list[Statement]:
             {"count": len(set(bad)), "steps": len(run.steps)},
             confidence="named" if len(set(bad)) > 1 else "likely",
             steps=(min(bad), max(bad)),
-            next_test="Look at log-probs and rewards of the first such step; learn more slowly if the gradient grew before.",
+            next_test="Look at log-probs and rewards of the first such step; learn more slowly if the "
+            "gradient grew before.",
             overrides=_smaller_rate(run),
         )
     ]
@@ -94,7 +102,8 @@ def _collapse(run: RunData) -> list[Statement]:
             steps=(int(evidence["best_step"]), score.steps[-1]),
             next_test="Go on from a checkpoint before the fall with smaller updates."
             if why
-            else "Read samples before and after the fall, and the gap's verdict: learning from wrong ratios ends like this.",
+            else "Read samples before and after the fall, and the gap's verdict: learning from wrong ratios "
+            "ends like this.",
             overrides=overrides,
         )
     ]
@@ -105,7 +114,9 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
-def _what_came_before(run: RunData, best_step: int, evidence: dict[str, float]) -> tuple[str, tuple[str, ...]]:
+def _what_came_before(
+    run: RunData, best_step: int, evidence: dict[str, float]
+) -> tuple[str, tuple[str, ...]]:
     """Signs of updates that were too large, in words, and what to set; nothing where there is none."""
     signs = []
     for name, word in _SIZES_OF_UPDATES.items():
@@ -139,11 +150,14 @@ def _cut_off(run: RunData) -> list[Statement]:
             "learning",
             "responses cut off",
             "fault" if change is not None and change.is_clear else "notice",
-            "{share:.0%} of the responses reach the length limit" + grown + ": rewards tell about the limit, not the answer",
+            "{share:.0%} of the responses reach the length limit"
+            + grown
+            + ": rewards tell about the limit, not the answer",
             evidence,
             confidence="named" if last.count > 1 else "likely",
             steps=last.steps,
-            next_test="Read the longest samples: thoughts that go on need a larger limit, repetition needs a penalty for length.",
+            next_test="Read the longest samples: thoughts that go on need a larger limit, repetition needs a "
+            "penalty for length.",
             overrides=(f"data.max_response_length={2 * limit}",) if isinstance(limit, int) else (),
         )
     ]
@@ -152,7 +166,11 @@ def _cut_off(run: RunData) -> list[Statement]:
 def _length_for_reward(run: RunData) -> list[Statement]:
     """The training reward rises with the length, and validation falls."""
     score, length = change_of(run.get(_SCORE)), change_of(run.get("response_length/mean"))
-    falls = [change for _, series in validation(run) if (change := _ends(series)) is not None and change.difference < 0]
+    falls = [
+        change
+        for _, series in validation(run)
+        if (change := _ends(series)) is not None and change.difference < 0
+    ]
     if score is None or length is None or not falls or not score.is_clear or score.difference <= 0:
         return []
     if length.first.value <= 0 or length.last.value < LONGER * length.first.value:
@@ -168,19 +186,24 @@ def _length_for_reward(run: RunData) -> list[Statement]:
             "learning",
             "reward for length",
             "fault",
-            "The training reward rose by {score:.3g} while validation fell from {before:.3g} to {after:.3g} and responses became "
+            "The training reward rose by {score:.3g} while validation fell from {before:.3g} to {after:.3g} "
+            "and responses became "
             "{longer:.1f} times as long: the reward can be had by length",
             evidence,
             confidence="likely",
             steps=(run.steps[0], run.steps[-1]),
-            next_test="Read the samples with the highest reward; score them by hand, or without the part that grows with length.",
+            next_test="Read the samples with the highest reward; score them by hand, or without the part "
+            "that grows with length.",
         )
     ]
 
 
 def _ends(series: Series) -> Change | None:
     """First and last validation: there are too few of them for tenths."""
-    first, last = mean_of(Series(series.steps[:1], series.values[:1])), mean_of(Series(series.steps[-1:], series.values[-1:]))
+    first, last = (
+        mean_of(Series(series.steps[:1], series.values[:1])),
+        mean_of(Series(series.steps[-1:], series.values[-1:])),
+    )
     return Change(first, last) if first is not None and last is not None and len(series) > 1 else None
 
 
@@ -196,11 +219,13 @@ def _no_entropy(run: RunData) -> list[Statement]:
             "learning",
             "entropy lost",
             "fault",
-            "Entropy fell from {first:.3g} to {last:.3g} nats and the reward does not rise: the policy no longer explores",
+            "Entropy fell from {first:.3g} to {last:.3g} nats and the reward does not rise: the policy no "
+            "longer explores",
             {"first": entropy.first.value, "last": entropy.last.value},
             confidence="named",
             steps=entropy.last.steps,
-            next_test="Raise the upper clip bound, or go on from an earlier checkpoint with more samples a prompt.",
+            next_test="Raise the upper clip bound, or go on from an earlier checkpoint with more samples a "
+            "prompt.",
             overrides=(f"{_ACTOR}.clip_ratio_high=0.28",),
         )
     ]
@@ -214,8 +239,14 @@ def _progress(run: RunData) -> Statement:
     for number, (name, series) in enumerate(validation(run)[:2], start=1):
         ends = _ends(series)
         if ends is not None:
-            evidence |= {f"validation_{number}_first": ends.first.value, f"validation_{number}_last": ends.last.value}
-            parts.append(f"validation {literal(name)} {{validation_{number}_first:.3f}} to {{validation_{number}_last:.3f}}")
+            evidence |= {
+                f"validation_{number}_first": ends.first.value,
+                f"validation_{number}_last": ends.last.value,
+            }
+            parts.append(
+                f"validation {literal(name)} {{validation_{number}_first:.3f}} to "
+                f"{{validation_{number}_last:.3f}}"
+            )
             improved = ends.difference > 0 if improved is None else improved
         else:
             evidence[f"validation_{number}"] = series.values[-1]
@@ -223,7 +254,12 @@ def _progress(run: RunData) -> Statement:
     score = run.get(_SCORE)
     change, steps = change_of(score), None
     if change is not None:
-        evidence |= {"first": change.first.value, "last": change.last.value, "change": change.difference, "error": change.error}
+        evidence |= {
+            "first": change.first.value,
+            "last": change.last.value,
+            "change": change.difference,
+            "error": change.error,
+        }
         parts.append("reward {first:.3g} to {last:.3g} ({change:+.3g} ± {error:.2g})")
         improved = change.difference > 0 and change.is_clear if improved is None else improved
         steps = (score.steps[0], score.steps[-1])
@@ -231,7 +267,13 @@ def _progress(run: RunData) -> Statement:
         evidence["mean"], steps = mean.value, mean.steps
         parts.append("reward {mean:.3g}, too few steps for a trend")
     if not parts:
-        return say("learning", "not measured", "unknown", "Learning cannot be told: no reward and no validation was logged", {})
+        return say(
+            "learning",
+            "not measured",
+            "unknown",
+            "Learning cannot be told: no reward and no validation was logged",
+            {},
+        )
     cause = "learns" if improved else "no trend" if improved is None else "does not improve"
     lead = {"learns": "It learns: ", "no trend": "", "does not improve": "It does not improve: "}[cause]
     said = lead + ", ".join(parts)

@@ -1,4 +1,5 @@
-"""What a verdict says: statements with their numbers, so that the same words stand on the page, the console and in JSON."""
+"""What a verdict says: statements with their numbers, so that the same words stand on the page, the console
+and in JSON."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ class Statement:
     """A template that was filled with ``evidence``: no other numbers are in it but thresholds."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     confidence: Confidence = ""
-    """named: a rule holds on two records or more; likely: on one, or near a bound; possible: only a correlation says so."""
+    """named: a rule holds on two records or more; likely: on one, or near a bound; possible: only a
+    correlation says so."""
     steps: tuple[int, int] | None = None
     next_test: str = ""
     """What decides, or what to do; empty when nothing is to be done."""
@@ -54,7 +56,9 @@ class Statement:
             "level": self.level,
             "sentence": self.sentence,
             "confidence": self.confidence,
-            "evidence": {name: value if math.isfinite(value) else None for name, value in self.evidence.items()},
+            "evidence": {
+                name: value if math.isfinite(value) else None for name, value in self.evidence.items()
+            },
             "steps": None if self.steps is None else list(self.steps),
             "next_test": self.next_test,
             "overrides": list(self.overrides),
@@ -67,6 +71,8 @@ def literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def say(topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **further: Any) -> Statement:
+def say(
+    topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **further: Any
+) -> Statement:
     """A statement whose sentence is ``template`` filled with ``evidence``; ``further``: the other fields."""
     return Statement(topic, cause, level, template.format(**evidence), dict(evidence), **further)

@@ -37,7 +37,11 @@ class Verdict:
     @property
     def level(self) -> Level:
         """The gravest level of any statement."""
-        return min((statement.level for statement in self.statements), key=lambda level: _RANK[level], default="unknown")
+        return min(
+            (statement.level for statement in self.statements),
+            key=lambda level: _RANK[level],
+            default="unknown",
+        )
 
     @property
     def code(self) -> str:
@@ -49,7 +53,9 @@ class Verdict:
         """Return at most eight lines for the console."""
         lines = [f"{self.headline} {self.progress}"]
         kept = sorted(self.statements, key=lambda statement: _RANK[statement.level])[: MOST_LINES - 2]
-        lines += [f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept]
+        lines += [
+            f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept
+        ]
         if self.do_first:
             lines.append(f"  do first: {' '.join(self.do_first)}")
         return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
@@ -74,9 +80,16 @@ def judge(run: RunData) -> Verdict:
     if not any(run.has(name) for name in _TRAINED):
         statements = tuple(judge_learning(run))[:1] if run.series else ()
     else:
-        statements = (*judge_learning(run), *judge_with_replays(run, judge_gap(run)), *judge_correction(run), *judge_speed(run))
+        statements = (
+            *judge_learning(run),
+            *judge_with_replays(run, judge_gap(run)),
+            *judge_correction(run),
+            *judge_speed(run),
+        )
     do_first = tuple(_do_first(statements))
-    return Verdict(_headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run))
+    return Verdict(
+        _headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run)
+    )
 
 
 def _headline(statements: tuple[Statement, ...]) -> str:
@@ -101,17 +114,23 @@ def _progress(run: RunData) -> str:
     if run.ending is not None:
         if run.ending.status == 0:
             return f"The run ended after {steps}."
-        return f"The run ended after {steps} with exit code {run.ending.status}: {run.ending.reason.removesuffix('.')}."
+        return (
+            f"The run ended after {steps} with exit code {run.ending.status}: "
+            f"{run.ending.reason.removesuffix('.')}."
+        )
     if run.total_steps and done < run.total_steps and run.is_own:
         return f"{steps} are logged: it still trains, or was killed."
     return f"{steps} are logged."
 
 
 def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:
-    """Overrides of the gravest statements. A fault of the gap comes before the correction: no preset repairs it."""
+    """Overrides of the gravest statements. A fault of the gap comes before the correction: no preset repairs
+    it."""
     gap_is_wrong = any(statement.topic == "gap" and statement.level == "fault" for statement in statements)
     told: set[str] = set()
-    for statement in sorted(statements, key=lambda statement: (_RANK[statement.level], statement.topic != "gap")):
+    for statement in sorted(
+        statements, key=lambda statement: (_RANK[statement.level], statement.topic != "gap")
+    ):
         if statement.level not in ("fault", "notice") or (gap_is_wrong and statement.topic == "correction"):
             continue
         for override in statement.overrides:

@@ -1,4 +1,5 @@
-"""What each preset would have done with the tokens that a run recorded, with intervals; and which one it would take."""
+"""What each preset would have done with the tokens that a run recorded, with intervals; and which one it
+would take."""
 
 from verl_rc.report.what_if.answer import Answer, answer, tried_configs
 from verl_rc.report.what_if.batch import NoRecordsError, RecordedBatch, read_batch

@@ -56,7 +56,10 @@ class Answer:
             for one in self.estimates
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
         chosen = f"recommended: {self.recommended}" if self.recommended else "no preset is recommended"
         return [*table, "", *self.notes, chosen, *(f"  {reason}" for reason in self.reasons)]
 
@@ -78,7 +81,8 @@ class Answer:
 
 
 def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, RolloutCorrectionConfig]:
-    """Corrections by name: the presets named with commas, or all of today; and ``given``, with ``fields`` as ``KEY=VALUE``.
+    """Corrections by name: the presets named with commas, or all of today; and ``given``, with ``fields`` as
+    ``KEY=VALUE``.
 
     Raises ``ValueError`` for what is no preset or no field.
     """
@@ -102,12 +106,19 @@ def answer(
     batch_size: int | None = None,
     updates: Updates = bias_updates,
 ) -> Answer:
-    """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what gradients are looked at."""
+    """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what
+    gradients are looked at."""
     estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
     notes = list(_notes(batch, updates is bias_updates))
-    faults = [] if verdict is None else [
-        said for said in verdict.statements if said.topic == "gap" and said.level == "fault" and said.row in FAULT_ROWS
-    ]  # fmt: skip
+    faults = (
+        []
+        if verdict is None
+        else [
+            said
+            for said in verdict.statements
+            if said.topic == "gap" and said.level == "fault" and said.row in FAULT_ROWS
+        ]
+    )
     if faults:
         reasons = [f"{said.cause}: no preset repairs this. {said.next_test}".strip() for said in faults]
         return Answer(estimates, None, tuple(reasons), tuple(notes))
@@ -116,7 +127,8 @@ def answer(
 
 
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
-    """The simplest preset whose error is not above the smallest in most draws, and a reason for each simpler one that is not."""
+    """The simplest preset whose error is not above the smallest in most draws, and a reason for each simpler
+    one that is not."""
     able = [one for one in estimates if one.columns["effective_batch"].value > _SMALLEST_BATCH]
     if not able:
         return None, ["Weights and rejection leave less than half of the batch with every one of them."]
@@ -125,11 +137,13 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
     for one in sorted(estimates, key=_complexity):
         if one not in able:
             reasons.append(
-                f"{one.name}: weights and rejection leave {one.columns['effective_batch'].value:.0%} of the batch."
+                f"{one.name}: weights and rejection leave {one.columns['effective_batch'].value:.0%} of the "
+                "batch."
             )
         elif _is_mostly_above(one, best):
             reasons.append(
-                f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, {best.name} "
+                f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, "
+                f"{best.name} "
                 f"{best.error.value:.3g})."
             )
         else:
@@ -142,7 +156,8 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
 def _is_mostly_above(one: Estimate, best: Estimate) -> bool:
     """Whether the error is above the best one's in more than half of the draws, which are the same for both.
 
-    To ask for 95 % of them chose too little correction from the few rows that a run records (docs/evidence.md, bill).
+    To ask for 95 % of them chose too little correction from the few rows that a run records
+    (docs/evidence.md, bill).
     """
     differences = one.error_draws[1:] - best.error_draws[1:]
     differences = differences[differences.isfinite()]
@@ -150,11 +165,15 @@ def _is_mostly_above(one: Estimate, best: Estimate) -> bool:
 
 
 def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
-    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip straight against
-    the rollout policy counts as token weights."""
+    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip
+    straight against the rollout policy counts as token weights."""
     config = one.config
     fields = config.effective_fields()
-    rejects = sum(1 for name in ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold") if fields.get(name))
+    rejects = sum(
+        1
+        for name in ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold")
+        if fields.get(name)
+    )
     has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
     level = "token" if config.bypass_mode and config.loss_type == "ppo_clip" else config.rollout_is
     return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, one.name
@@ -168,23 +187,31 @@ def extra_forwards(config: RolloutCorrectionConfig) -> int:
 def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
     level = reference_level(batch)
     rows, prompts = len(batch.mask), batch.num_prompts
-    notes = [f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed {SEED}."]
+    notes = [
+        f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed "
+        f"{SEED}."
+    ]
     if prompts < FEWEST_PROMPTS:
         notes.append(
-            f"Too few prompts: {FEWEST_PROMPTS} are needed for intervals that hold; trainer.token_records.full_freq records "
+            f"Too few prompts: {FEWEST_PROMPTS} are needed for intervals that hold; "
+            "trainer.token_records.full_freq records "
             "whole steps."
         )
     if level == "token":
         notes.append(
-            "The reference has token weights: sequence weights have too heavy a tail here (less than half of the sample is "
+            "The reference has token weights: sequence weights have too heavy a tail here (less than half of "
+            "the sample is "
             "left, or one row has a twentieth of the sum of squares)."
         )
     if of_logits and not batch.has_gradients:
         notes.append(
-            "Norm and cosine count every token alike: algorithm.rollout_correction.diagnostics=full records how much each moves."
+            "Norm and cosine count every token alike: algorithm.rollout_correction.diagnostics=full records "
+            "how much each moves."
         )
     if of_logits:
-        notes.append("Bias, noise and error are of the part of the update that moves the biases of sampled tokens.")
+        notes.append(
+            "Bias, noise and error are of the part of the update that moves the biases of sampled tokens."
+        )
     notes.append("Bypass presets are judged at their first update.")
     return notes
 

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.data.token_record import FOLDER, Array, DamagedRecordError, TokenRecord, read_record, record_files
+from verl_rc.data.token_record import (
+    FOLDER,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+    read_record,
+    record_files,
+)
 from verl_rc.report.run_folder.records import LARGEST_STEP
 
 
@@ -33,9 +40,11 @@ class RecordedBatch:
     prompts: Tensor
     """int64 ``[B]``: the prompt of each row, from 0."""
     gradients: Tensor
-    """float64 ``[B, T]``: ``g``, the squared norm of a token's gradient for its logits; 1 where it was not recorded."""
+    """float64 ``[B, T]``: ``g``, the squared norm of a token's gradient for its logits; 1 where it was not
+    recorded."""
     directions: Tensor
-    """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient itself."""
+    """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient
+    itself."""
     has_gradients: bool = True
     steps: Sequence[int] = ()
     """Of the records."""
@@ -51,7 +60,8 @@ class RecordedBatch:
 def read_batch(
     folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, only: Container[int] | None = None
 ) -> RecordedBatch:
-    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without any.
+    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without
+    any.
 
     ``only``: steps that may be among them; None: all.
     """
@@ -63,11 +73,16 @@ def read_batch(
             except DamagedRecordError:
                 continue
     if not records:
-        raise NoRecordsError(f"{folder} must have token records; trainer.token_records.enable=True writes them.")
-    usable = [record for record in records if "old_log_prob" in record.tokens and "advantage" in record.tokens]
+        raise NoRecordsError(
+            f"{folder} must have token records; trainer.token_records.enable=True writes them."
+        )
+    usable = [
+        record for record in records if "old_log_prob" in record.tokens and "advantage" in record.tokens
+    ]
     if not any((record.rows["chosen_by"] == "random").any() for record in usable):
         raise NoRecordsError(
-            f"the token records of {folder} must hold log-probs of the trainer before the update; where the actor corrects "
+            f"the token records of {folder} must hold log-probs of the trainer before the update; where the "
+            "actor corrects "
             "(bypass mode, proximal=interpolate) there are none: record a few steps with "
             "algorithm.rollout_correction.bypass_mode=False."
         )
@@ -75,7 +90,11 @@ def read_batch(
 
 
 def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
-    rows = [(record, index) for record in records for index in np.flatnonzero(record.rows["chosen_by"] == "random").tolist()]
+    rows = [
+        (record, index)
+        for record in records
+        for index in np.flatnonzero(record.rows["chosen_by"] == "random").tolist()
+    ]
     width = max(1, max(int(record.lengths[index]) for record, index in rows))
     numbers: dict[tuple[int, int], int] = {}
     for record, index in rows:
@@ -85,7 +104,8 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     distinct = np.unique(np.concatenate(list(ids_of.values())))
     # A token's direction is the place of its id among all that were recorded.
     columns = {
-        record.step: {**record.tokens, "direction": np.searchsorted(distinct, ids_of[record.step])} for record in records
+        record.step: {**record.tokens, "direction": np.searchsorted(distinct, ids_of[record.step])}
+        for record in records
     }
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
@@ -103,7 +123,9 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         mask=mask,
         advantages=padded("advantage", torch.float32),
         scores=torch.tensor([float(record.rows["score"][index]) for record, index in rows]),
-        prompts=torch.tensor([numbers[record.step, int(record.rows["group"][index])] for record, index in rows]),
+        prompts=torch.tensor(
+            [numbers[record.step, int(record.rows["group"][index])] for record, index in rows]
+        ),
         gradients=gradients,
         directions=padded("direction", torch.int64),
         has_gradients=has_gradients,

@@ -1,4 +1,5 @@
-"""What a correction does to a recorded batch: numbers that are quotients of sums over prompts, with bootstrapped intervals."""
+"""What a correction does to a recorded batch: numbers that are quotients of sums over prompts, with
+bootstrapped intervals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ _CLIP = (0.8, 1.2, 3.0)
 """Ratios between which PPO's clip leaves tokens alone; the last for negative advantages."""
 
 Updates = Callable[[RecordedBatch, Sequence[Tensor], Tensor, int], Sequence[Tensor]]
-"""Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens' gradients, with the
-block of each row ``[B]`` and how many blocks there are, float64 ``[blocks, D]``."""
+"""Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens'
+gradients, with the block of each row ``[B]`` and how many blocks there are, float64 ``[blocks, D]``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Interval:
 
     @classmethod
     def from_draws(cls, values: Tensor) -> "Interval":
-        """``values`` ``[1 + draws]``: of all prompts first, then of the draws; draws that are not finite do not count."""
+        """``values`` ``[1 + draws]``: of all prompts first, then of the draws; draws that are not finite do
+        not count."""
         draws = values[1:][values[1:].isfinite()]
         if not len(draws):
             return cls(float(values[0]), float("nan"), float("nan"))
@@ -52,19 +54,26 @@ class Estimate:
     columns: Mapping[str, Interval]
     """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction."""
     bias: Interval
-    """Distance of the expected update from the reference's, relative to its length; below 0: its square was, by chance."""
+    """Distance of the expected update from the reference's, relative to its length; below 0: its square was,
+    by chance."""
     noise: Interval
     """Standard deviation of the update of a batch, relative to the length of the reference's expected one."""
     error: Interval
-    """Mean squared error of the update of a batch, bias and noise, relative to the mean square of one prompt's reference."""
+    """Mean squared error of the update of a batch, bias and noise, relative to the mean square of one
+    prompt's reference."""
     error_draws: Tensor
     """float64 ``[1 + draws]``."""
 
 
 def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tensor:
-    """float64 ``[B, T]``: what each token's policy gradient is multiplied by at the first update; 0 where it is rejected."""
+    """float64 ``[B, T]``: what each token's policy gradient is multiplied by at the first update; 0 where it
+    is rejected."""
     result = compute_rollout_correction(
-        batch.train, batch.rollout, batch.mask, config.model_copy(update={"diagnostics": "core"}), advantages=batch.advantages
+        batch.train,
+        batch.rollout,
+        batch.mask,
+        config.model_copy(update={"diagnostics": "core"}),
+        advantages=batch.advantages,
     )
     kept = (batch.mask & result.keep_mask).double()
     if config.bypass_mode and config.loss_type == "ppo_clip":
@@ -82,22 +91,31 @@ def uncapped(batch: RecordedBatch, level: str) -> Tensor:
 
 
 def reference_level(batch: RecordedBatch) -> str:
-    """``sequence``, which is unbiased, where its weights have a variance that such a batch can bear; else ``token``.
+    """``sequence``, which is unbiased, where its weights have a variance that such a batch can bear; else
+    ``token``.
 
-    They do where they keep half of the sample, and no row has more than a twentieth of the sum of their squares.
+    They do where they keep half of the sample, and no row has more than a twentieth of the sum of their
+    squares.
     """
     # Not the shape of a fitted tail: few different prompts give it few different values to be fitted to.
     weights = uncapped(batch, "sequence").amax(dim=-1)
     squares, answered = weights.square(), batch.mask.any(dim=-1).sum()
     keeps_half = weights.sum().square() > 0.5 * squares.sum() * answered
-    return "sequence" if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1)))) else "token"
+    return (
+        "sequence"
+        if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1))))
+        else "token"
+    )
 
 
 def bias_updates(batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
     """Updates of the biases of the sampled tokens' logits, or along the directions that the batch has."""
     if batch.directions.ndim == 3:
         of_rows = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
-        return [torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows) for rows in of_rows]
+        return [
+            torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows)
+            for rows in of_rows
+        ]
     size = int(batch.directions.max()) + 1
     places = blocks[:, None] * size + batch.directions
     # The gradient of log p(y) for the bias of y's own logit is 1 - p; other logits' are left out.
@@ -117,7 +135,8 @@ def estimate_presets(
     draws: int = DRAWS,
     updates: Updates = bias_updates,
 ) -> list[Estimate]:
-    """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default: those recorded)."""
+    """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default:
+    those recorded)."""
     blocks = _blocks(batch)
     count = int(blocks.max()) + 1
     generator = torch.Generator().manual_seed(SEED)
@@ -130,13 +149,18 @@ def estimate_presets(
     pull, plain, *of_presets = updates(batch, [share * used for used in tried], blocks, count)
     joined = batch.num_prompts / count  # a block's noise is that of so many prompts
     signal = _between(pull, weights)
-    unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(0.0)
+    unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(
+        0.0
+    )
     per_update = batch_size or batch.num_prompts
     made = []
     for (name, config), of_preset in zip(presets.items(), of_presets, strict=True):
         used = used_by[name]
         columns = _columns(batch, config, used, reference)
-        sums = {column: tuple(weights @ _by_block(part, blocks, count) for part in parts) for column, parts in columns.items()}
+        sums = {
+            column: tuple(weights @ _by_block(part, blocks, count) for part in parts)
+            for column, parts in columns.items()
+        }
         found = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
         if updates is not bias_updates:
             found |= _of_whole_updates(of_preset, plain, pull, weights)
@@ -161,7 +185,9 @@ def _blocks(batch: RecordedBatch) -> Tensor:
 
 
 def _counts(drawn: Tensor, count: int) -> Tensor:
-    return torch.zeros(len(drawn), count, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    return torch.zeros(len(drawn), count, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
 
 
 def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
@@ -184,8 +210,8 @@ def _of_whole_updates(used: Tensor, plain: Tensor, reference: Tensor, weights: T
 
 
 def _between(updates: Tensor, weights: Tensor) -> Tensor:
-    """float64 ``[1 + draws]``: mean product of two different blocks' ``updates`` ``[blocks, D]``, the squared length of the
-    expected update without the part that is noise."""
+    """float64 ``[1 + draws]``: mean product of two different blocks' ``updates`` ``[blocks, D]``, the squared
+    length of the expected update without the part that is noise."""
     if updates.shape[1] > len(updates):
         whole = ((weights @ (updates @ updates.T)) * weights).sum(dim=-1)
     else:

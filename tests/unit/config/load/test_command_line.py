@@ -1,4 +1,5 @@
-"""Hydra's options and overrides in any order, options that cannot be meant, and what the printing ones print."""
+"""Hydra's options and overrides in any order, options that cannot be meant, and what the printing ones
+print."""
 
 import logging
 import sys
@@ -42,7 +43,9 @@ def test_options_stand_anywhere_between_overrides(tmp_path: Path) -> None:
         ("data.shuffle", "an override must have the form key=value, got 'data.shuffle'"),
     ],
 )
-def test_what_cannot_be_meant(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_meant(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message) as raised:
         parse(arguments.split())
@@ -116,7 +119,12 @@ def test_interpolations_are_resolved_only_when_asked_for(printed) -> None:  # ty
 
 
 def test_a_section_alone(printed) -> None:  # type: ignore[no-untyped-def]
-    assert yaml.safe_load(printed("-c", "job", "-p", "algorithm.kl_ctrl", "algorithm.kl_ctrl.kl_coef=0.5"))["kl_coef"] == 0.5
+    assert (
+        yaml.safe_load(printed("-c", "job", "-p", "algorithm.kl_ctrl", "algorithm.kl_ctrl.kl_coef=0.5"))[
+            "kl_coef"
+        ]
+        == 0.5
+    )
 
 
 def test_hydras_own_configuration(printed) -> None:  # type: ignore[no-untyped-def]
@@ -127,11 +135,14 @@ def test_hydras_own_configuration(printed) -> None:  # type: ignore[no-untyped-d
 
 
 @pytest.mark.parametrize("option", [["--cfg=all"], ["--cfg=all", "--resolve"], ["--info"]])
-def test_secrets_are_hidden(printed, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_secrets_are_hidden(
+    printed, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
     for name in ("MY_SECRET", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_KEY"):
         monkeypatch.setenv(name, "abc123")
     (tmp_path / "run.yaml").write_text(
-        "ray_kwargs: {ray_init: {runtime_env: {env_vars: {HF_TOKEN: '${oc.env:MY_SECRET}', NCCL_DEBUG: INFO}}}}\n"
+        "ray_kwargs: {ray_init: {runtime_env: {env_vars: {HF_TOKEN: '${oc.env:MY_SECRET}', NCCL_DEBUG: "
+        "INFO}}}}\n"
         "hydra: {job: {env_set: {DB_PASSWORD: abc123}}}\n"
     )
     rest = "ray_kwargs.ray_init.runtime_env.env_vars={OPENAI_KEY: abc123}"
@@ -186,4 +197,8 @@ def test_mistakes_end_with_2_or_1_and_a_sentence(
     with pytest.raises(SystemExit) as raised:
         run_with_config(RunConfig, lambda _: None, "verl_rc.main_ppo")
     error = capsys.readouterr().err
-    assert (raised.value.code, message in error, "Traceback" in error) == (1 if "ghost" in arguments else 2, True, False)
+    assert (raised.value.code, message in error, "Traceback" in error) == (
+        1 if "ghost" in arguments else 2,
+        True,
+        False,
+    )

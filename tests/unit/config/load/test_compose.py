@@ -95,7 +95,11 @@ def test_a_run_file_that_chooses_from_one_group_has_place_for_the_others(folder:
     (folder / "mine.yaml").write_text("defaults: [{hardware: mine}, _self_]\ntrainer: {nnodes: 9}\n")
     options = ("--config-dir", str(folder), "--config-name=mine")
     tree = composed("task=digits", "correction=tis", options=options)
-    assert (tree["trainer"]["device"], tree["trainer"]["nnodes"], tree["data"]["train_batch_size"]) == ("cpu", 9, 32)  # type: ignore[index]
+    assert (tree["trainer"]["device"], tree["trainer"]["nnodes"], tree["data"]["train_batch_size"]) == (
+        "cpu",
+        9,
+        32,
+    )  # type: ignore[index]
     assert composed("hardware=cpu", options=options)["trainer"] == {"nnodes": 9}
 
 
@@ -109,7 +113,10 @@ def test_the_folder_that_wins_where_both_have_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (["task=digits", "task=digits"], "the group task must be given once, got task=digits and task=digits"),
+        (
+            ["task=digits", "task=digits"],
+            "the group task must be given once, got task=digits and task=digits",
+        ),
         (["task=digits", "~task"], "the group task must be given once, got task=digits and ~task"),
         (["hardware=cpus"], "hardware must be one of .*cpu.*; got 'cpus', did you mean cpu"),
         (["hardware=[cpu,gpu]"], "hardware must be one of .*cpu.*; got 'gpu'"),

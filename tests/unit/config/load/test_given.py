@@ -1,4 +1,5 @@
-"""Overrides and files become one plain tree; what cannot be meant, and what is wrong with values, is said in sentences."""
+"""Overrides and files become one plain tree; what cannot be meant, and what is wrong with values, is said in
+sentences."""
 
 from pathlib import Path
 
@@ -28,7 +29,14 @@ def prepared(*overrides: str, options: tuple[str, ...] = ()) -> Prepared:
 
 
 def test_groups_and_keys_are_distinguished(tmp_path: Path) -> None:
-    found = prepared("trainer.seed=1", "task=digits", "+data.shuffle=False", "hydra.searchpath=[a]", "~trainer.nnodes", "~model")
+    found = prepared(
+        "trainer.seed=1",
+        "task=digits",
+        "+data.shuffle=False",
+        "hydra.searchpath=[a]",
+        "~trainer.nnodes",
+        "~model",
+    )
     assert found.of_files == ["hydra.searchpath=[a]", "task=digits", "~model"]
     assert found.keys == ["++trainer.seed=1", "++data.shuffle=False", "~trainer.nnodes"]
 
@@ -38,7 +46,10 @@ def test_groups_and_keys_are_distinguished(tmp_path: Path) -> None:
     [
         (f"{CORRECTION}.rollout_rs=a,b", f"++{CORRECTION}.rollout_rs='a,b'"),
         (f"{CORRECTION}.rollout_is_threshold=0.5_5", f"++{CORRECTION}.rollout_is_threshold='0.5_5'"),
-        (f"{CORRECTION}.rollout_is_threshold=choice(1,2)", f"++{CORRECTION}.rollout_is_threshold=choice(1,2)"),
+        (
+            f"{CORRECTION}.rollout_is_threshold=choice(1,2)",
+            f"++{CORRECTION}.rollout_is_threshold=choice(1,2)",
+        ),
         (f"{CORRECTION}.rollout_is_threshold=null", f"++{CORRECTION}.rollout_is_threshold=null"),
         (f"{CORRECTION}.preset=a,b", f"++{CORRECTION}.preset=a,b"),
         ("trainer.logger=\"['console']\"", "++trainer.logger=['console']"),
@@ -53,8 +64,15 @@ def test_values_are_read_as_they_were_meant(override: str, rewritten: str) -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("harware=cpu", r"harware is not a known key or config group; the nearest is the group hardware of async, .*task\."),
-        ("tasks/digits=x", "tasks/digits is not a known key or config group; the nearest is the group task of"),
+        (
+            "harware=cpu",
+            r"harware is not a known key or config group; the nearest is the group hardware of async, "
+            r".*task\.",
+        ),
+        (
+            "tasks/digits=x",
+            "tasks/digits is not a known key or config group; the nearest is the group task of",
+        ),
         ("trainr.seed=1", "the nearest is trainer.seed"),
         ("trainr=1", "trainr is not a known key"),
         ("hydra.run.dir=x", "hydra.run.dir=x is refused: a run's files go to trainer.default_local_dir"),
@@ -103,22 +121,32 @@ def test_a_group_names_a_preset_over_which_leaves_win() -> None:
         return given("correction=icepop", *arguments)["algorithm"]["rollout_correction"]  # type: ignore[index]
 
     assert correction() == {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-    assert correction("algorithm.rollout_correction.rollout_is_threshold=2.0")["rollout_is_threshold"] == "2.0"  # type: ignore[index]
+    assert (
+        correction("algorithm.rollout_correction.rollout_is_threshold=2.0")["rollout_is_threshold"] == "2.0"
+    )  # type: ignore[index]
     assert correction("algorithm.rollout_correction.preset=decoupled_seq_is") == {"rollout_is": "sequence"}
 
 
 def test_a_preset_is_refused_where_a_file_would_undo_it(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: '2.0'}}\n")
+    (tmp_path / "run.yaml").write_text(
+        "algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: '2.0'}}\n"
+    )
     arguments = (f"--config-dir={tmp_path}", "-cn=run")
     message = r"must not be undone by a file, .* gives rollout_is: token\. Remove rollout_is from"
-    for choice in ("correction=decoupled_seq_is", "algorithm.rollout_correction.preset=decoupled_seq_is", "correction=disabled"):
+    for choice in (
+        "correction=decoupled_seq_is",
+        "algorithm.rollout_correction.preset=decoupled_seq_is",
+        "correction=disabled",
+    ):
         with pytest.raises(ConfigError, match=message):
             given(*arguments, choice)
     assert given(*arguments, "correction=decoupled_token_is") == given(*arguments)
 
 
 def test_the_runs_of_a_sweep() -> None:
-    runs = combinations(RunConfig, parse(["-m", "trainer.seed=1,2", "correction=icepop,tis", "data.shuffle=False"]))
+    runs = combinations(
+        RunConfig, parse(["-m", "trainer.seed=1,2", "correction=icepop,tis", "data.shuffle=False"])
+    )
     assert len(runs) == 4
     assert runs[0] == ["correction=icepop", "++trainer.seed=1", "++data.shuffle=False"]
 
@@ -127,7 +155,10 @@ def test_the_runs_of_a_sweep() -> None:
     ("text", "message"),
     [
         ("data:\n  shuffle: [", r"run\.yaml, line 3, must be YAML: while parsing a flow node\."),
-        ("data: {val_batch_size: '${data.nothing}'}", r"be composed: .*nothing.* \(at data\.val_batch_size\)"),
+        (
+            "data: {val_batch_size: '${data.nothing}'}",
+            r"be composed: .*nothing.* \(at data\.val_batch_size\)",
+        ),
         ("defaults: [task: ghost]", "the configuration cannot be composed: .*task/ghost"),
         ("defaults: [ghost]", "the configuration cannot be composed: .*ghost"),
     ],
@@ -140,7 +171,10 @@ def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> N
 
 
 ACTOR = {"use_dynamic_bsz": True}
-GIVEN = {"data": {"train_files": "a", "val_files": "b"}, "actor_rollout_ref": {"model": {"path": "m"}, "actor": ACTOR}}
+GIVEN = {
+    "data": {"train_files": "a", "val_files": "b"},
+    "actor_rollout_ref": {"model": {"path": "m"}, "actor": ACTOR},
+}
 
 
 def sentences(**sections: object) -> list[str]:
@@ -163,9 +197,13 @@ def test_a_value_that_another_key_got_wrong_is_named_once() -> None:
 
 
 def test_a_section_and_a_missing_key() -> None:
-    assert sentences(trainer=3) == ["trainer must be a section; got 3: write its keys one by one, trainer.<name>=<value>."]
-    assert sentences(data={}) == ["data.train_files must be given: write data.train_files=<value>.",
-                                  "data.val_files must be given: write data.val_files=<value>."]  # fmt: skip
+    assert sentences(trainer=3) == [
+        "trainer must be a section; got 3: write its keys one by one, trainer.<name>=<value>."
+    ]
+    assert sentences(data={}) == [
+        "data.train_files must be given: write data.train_files=<value>.",
+        "data.val_files must be given: write data.val_files=<value>.",
+    ]
 
 
 def test_numbers_have_at_most_64_bits() -> None:

@@ -13,9 +13,22 @@ from verl_rc.config.verl.migration import migrate
 
 FULLY_ASYNC = [
     *("data.train_batch_size=0", "data.gen_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
-    *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.mode=async"),
-    *("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"),
-    *("rollout.nnodes=2", "rollout.n_gpus_per_node=4", "rollout.total_rollout_steps=51200", "rollout.test_freq=10"),
+    *(
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.rollout.n=16",
+        "actor_rollout_ref.rollout.mode=async",
+    ),
+    *(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=8",
+    ),
+    *(
+        "rollout.nnodes=2",
+        "rollout.n_gpus_per_node=4",
+        "rollout.total_rollout_steps=51200",
+        "rollout.test_freq=10",
+    ),
     *("async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4"),
     *("async_training.require_batches=4", "async_training.partial_rollout=True"),
     "async_training.use_rollout_log_probs=True",
@@ -44,7 +57,12 @@ def test_a_fully_asynchronous_recipe() -> None:
 
 def test_a_one_step_off_recipe() -> None:
     """Its own entry point is what makes it asynchronous in verl; here one key does."""
-    one_step_off = ["actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=2", CORRECTION]
+    one_step_off = [
+        "actor_rollout_ref.hybrid_engine=False",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=2",
+        CORRECTION,
+    ]
     own = ["async_training.staleness_threshold=1", "async_training.partial_rollout=False"]
     config = load(*one_step_off, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", *own)
     assert (config.num_engines, config.async_training.oldest) == (1, 1)
@@ -80,9 +98,15 @@ OF_VERLS_FILES: dict[str, Any] = {
 
 def test_every_key_of_verls_files_is_known() -> None:
     given = [f"{key}={'null' if value is None else value}" for key, value in OF_VERLS_FILES.items()]
-    config = load_config(RunConfig, [*sound_run(without={*OF_VERLS_FILES, "actor_rollout_ref.rollout.n"}), *given])
+    config = load_config(
+        RunConfig, [*sound_run(without={*OF_VERLS_FILES, "actor_rollout_ref.rollout.n"}), *given]
+    )
     options = config.async_training
-    assert (options.staleness_threshold, options.trigger_parameter_sync_step, options.max_concurrent_rollouts) == (0.1, 4, 64)
+    assert (
+        options.staleness_threshold,
+        options.trigger_parameter_sync_step,
+        options.max_concurrent_rollouts,
+    ) == (0.1, 4, 64)
     assert (config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.n_gpus_per_node) == (4, 8)
     assert config.algorithm.rollout_correction.bypass_mode
     assert config.trainer.total_training_steps == 51200 // 16  # of one mini-batch
@@ -98,7 +122,9 @@ OTHER_VALUES_OF_VERL = [
 ]
 
 
-@pytest.mark.parametrize(("override", "said"), OTHER_VALUES_OF_VERL, ids=[one for one, _ in OTHER_VALUES_OF_VERL])
+@pytest.mark.parametrize(
+    ("override", "said"), OTHER_VALUES_OF_VERL, ids=[one for one, _ in OTHER_VALUES_OF_VERL]
+)
 def test_other_values_are_taken_over_or_refused_key_by_key(override: str, said: str | None) -> None:
     given = [one for one in FULLY_ASYNC if not one.startswith(override.partition("=")[0])]
     if said is None:
@@ -113,9 +139,12 @@ def test_other_values_are_taken_over_or_refused_key_by_key(override: str, said: 
 
 
 @pytest.mark.parametrize(
-    ("given", "most"), [(15, 240), (16, None), (999, None), ("16 actor_rollout_ref.rollout.multi_turn.enable=True", 256)]
+    ("given", "most"),
+    [(15, 240), (16, None), (999, None), ("16 actor_rollout_ref.rollout.multi_turn.enable=True", 256)],
 )
-def test_verl_counts_prompts_with_16_samples_and_an_engine_never_decodes_more_than_256(given: Any, most: int | None) -> None:
+def test_verl_counts_prompts_with_16_samples_and_an_engine_never_decodes_more_than_256(
+    given: Any, most: int | None
+) -> None:
     overrides = f"async_training.concurrent_samples_per_replica={given}".split()
     assert load(*FULLY_ASYNC, *overrides).async_training.max_concurrent_rollouts == most
 
@@ -124,13 +153,19 @@ def test_separate_async_brings_verls_defaults_and_yields_to_what_is_given() -> N
     options = load(*SEPARATE, CORRECTION).async_training
     assert (options.staleness_threshold, options.trigger_parameter_sync_step) == (1, 4)
     assert (options.max_off_policy_threshold, options.max_off_policy_strategy) == (8, "drop")
-    given = ["trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.sampler.max_off_policy_strategy=wait"]
+    given = [
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "trainer.v1.sampler.max_off_policy_strategy=wait",
+    ]
     options = load(*SEPARATE, CORRECTION, *given).async_training
     assert (options.trigger_parameter_sync_step, options.max_off_policy_strategy) == (2, "wait")
 
 
 def test_a_hard_bound_below_the_lead_is_refused_in_verls_words_too() -> None:
-    given = ["trainer.v1.separate_async.num_warmup_batches=2", "trainer.v1.sampler.max_off_policy_threshold=1"]
+    given = [
+        "trainer.v1.separate_async.num_warmup_batches=2",
+        "trainer.v1.sampler.max_off_policy_threshold=1",
+    ]
     (message,) = check_async_training(load(*SEPARATE, CORRECTION, *given))
     assert "max_off_policy_threshold must be at least async_training.staleness_threshold=2" in message
 
@@ -164,7 +199,10 @@ REFUSED: list[tuple[list[str], str]] = [
         ["async_training.use_dynamic_resource_scheduling=True", "async_training.dynamic_schedule_policy=own"],
         "async_training.dynamic_schedule_policy=own is refused: devices keep their role",
     ),
-    ([*SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"], "the trainer's devices never sample"),
+    (
+        [*SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"],
+        "the trainer's devices never sample",
+    ),
     (["trainer.v1.sampler.custom_sampler.path=a.py"], "write async_training.order"),
     (
         ["async_training.use_rollout_log_probs=True", "algorithm.rollout_correction.bypass_mode=False"],

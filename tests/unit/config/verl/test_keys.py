@@ -1,4 +1,5 @@
-"""Keys of verl: moved ones reach their place, accepted defaults are dropped, what is off means nothing, all else is refused."""
+"""Keys of verl: moved ones reach their place, accepted defaults are dropped, what is off means nothing, all
+else is refused."""
 
 from typing import Any
 
@@ -8,7 +9,15 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, translate_key, translate_tree
+from verl_rc.config.verl.keys import (
+    AGREEMENTS,
+    MOVED,
+    VALUE_NAMES,
+    is_verl_key,
+    moved,
+    translate_key,
+    translate_tree,
+)
 from verl_rc.config.verl.refused import refusal_of
 
 KNOWN = set(known_keys(RunConfig))
@@ -53,7 +62,9 @@ def test_a_section_moves_with_its_leaves() -> None:
 
 def test_a_moved_value_stands_in_its_place() -> None:
     given = nested(**{"critic/fsdp/param_offload": True, "actor_rollout_ref/actor/grad_clip": 0.5})
-    expected = nested(**{"critic/fsdp_config/param_offload": True, "actor_rollout_ref/actor/optim/clip_grad": 0.5})
+    expected = nested(
+        **{"critic/fsdp_config/param_offload": True, "actor_rollout_ref/actor/optim/clip_grad": 0.5}
+    )
     assert translate_tree(given).tree == expected
 
 
@@ -69,13 +80,17 @@ def test_an_accepted_default_leaves_nothing_behind() -> None:
     assert translate_tree(given).tree == {}
 
 
-@pytest.mark.parametrize(("value", "is_accepted"), [(False, True), (None, True), (True, False), (0, False), ("False", False)])
+@pytest.mark.parametrize(
+    ("value", "is_accepted"), [(False, True), (None, True), (True, False), (0, False), ("False", False)]
+)
 def test_accepted_values_are_compared_with_their_type(value: Any, is_accepted: bool) -> None:
     leaf = translate_key("actor_rollout_ref.model.use_liger", value, {})
     assert (leaf.accepted, leaf.problem is None) == (is_accepted, is_accepted)
 
 
-@pytest.mark.parametrize(("switch", "is_refused"), [({}, False), ({"enable": False}, False), ({"enable": True}, True)])
+@pytest.mark.parametrize(
+    ("switch", "is_refused"), [({}, False), ({"enable": False}, False), ({"enable": True}, True)]
+)
 def test_details_matter_only_where_they_are_turned_on(switch: dict[str, bool], is_refused: bool) -> None:
     given = {f"actor_rollout_ref.actor.profiler.{name}": value for name, value in switch.items()}
     leaf = translate_key("actor_rollout_ref.actor.profiler.ranks", [0], given)
@@ -135,7 +150,8 @@ def test_the_message_of_a_renamed_key_can_be_pasted() -> None:
         ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", True),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", False),
         (
-            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.enable=True "
+            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent "
+            "actor_rollout_ref.rollout.multi_turn.enable=True "
             "actor_rollout_ref.rollout.multi_turn.tools=[calculator]",
             True,
         ),
@@ -153,4 +169,6 @@ def test_keys_that_another_one_decides(overrides: str, holds: bool) -> None:
 def test_the_overlong_penalty_is_not_naive() -> None:
     penalty = "reward.reward_kwargs.overlong_buffer_cfg"
     with pytest.raises(ConfigError, match="write dapo"):
-        load_run_config([*SOUND, "reward.reward_manager.name=naive", f"+{penalty}.enable=True", f"+{penalty}.len=8"])
+        load_run_config(
+            [*SOUND, "reward.reward_manager.name=naive", f"+{penalty}.enable=True", f"+{penalty}.len=8"]
+        )

@@ -1,4 +1,5 @@
-"""verl's overrides and run files, translated; legacy keys given to a run are refused with their translation."""
+"""verl's overrides and run files, translated; legacy keys given to a run are refused with their
+translation."""
 
 from pathlib import Path
 
@@ -30,7 +31,12 @@ def test_a_cap_of_the_first_release_becomes_token_weights() -> None:
 
 def test_what_comes_out_runs() -> None:
     migration = migrate(
-        [*REST, "actor_rollout_ref.actor.grad_clip=0.5", "+algorithm.rollout_is=True", "algorithm.rollout_is_threshold=3"]
+        [
+            *REST,
+            "actor_rollout_ref.actor.grad_clip=0.5",
+            "+algorithm.rollout_is=True",
+            "algorithm.rollout_is_threshold=3",
+        ]
     )
     config = load_run_config([*migration.overrides, "actor_rollout_ref.rollout.n=2"])
     assert config.actor_rollout_ref.actor.optim.clip_grad == 0.5
@@ -39,7 +45,7 @@ def test_what_comes_out_runs() -> None:
 
 def test_a_run_file_is_read_like_overrides_and_bounds_may_be_inverse(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
-        'algorithm:\n  rollout_correction:\n    rollout_rs: seq_mean_k1\n    rollout_rs_threshold: "0.5_4.0"\n'
+        'algorithm:\n  rollout_correction:\n    rollout_rs: seq_mean_k1\n    rollout_rs_threshold: "0.5_4.0"\n'  # noqa: E501
         "critic:\n  enable: true\n"
     )
     migration = migrate([str(tmp_path / "run.yaml")], {"k1_bound_convention": "inverse"})
@@ -49,9 +55,10 @@ def test_a_run_file_is_read_like_overrides_and_bounds_may_be_inverse(tmp_path: P
 
 def test_a_shell_script_of_verl_becomes_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "verl.sh").write_text(
-        "set -x\nMODEL=org/model\npython3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_trainer \\\n"
+        "set -x\nMODEL=org/model\npython3 -m verl.trainer.main_ppo --config-path=config "
+        "--config-name=ppo_trainer \\\n"
         "  actor_rollout_ref.model.path=$MODEL actor_rollout_ref.actor.grad_clip=0.5 \\\n"
-        '  +algorithm.rollout_is=True algorithm.rollout_is_threshold=3 trainer.logger=\'["console","wandb"]\' $@\n'
+        '  +algorithm.rollout_is=True algorithm.rollout_is_threshold=3 trainer.logger=\'["console","wandb"]\' $@\n'  # noqa: E501
     )
     migration = migrate([str(tmp_path / "verl.sh"), "trainer.nnodes=2"])
     (tmp_path / "recipe.sh").write_text(migration.recipe())
@@ -87,7 +94,9 @@ def test_what_is_refused_is_left_out_and_said() -> None:
         (["algorithm.rollout_is_level=tokenn", "algorithm.rollout_is_threshold=2"], "cannot be translated"),
     ],
 )
-def test_a_legacy_key_given_to_a_run_is_refused_with_its_translation(overrides: list[str], message: str) -> None:
+def test_a_legacy_key_given_to_a_run_is_refused_with_its_translation(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config([*REST, *overrides])
     assert message in str(caught.value)

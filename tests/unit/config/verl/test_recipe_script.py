@@ -28,7 +28,9 @@ def test_variables_arrays_conditions_and_further_arguments_are_the_shells(tmp_pa
     assert arguments_of_script(path, ["z=1 2"]) == ["a.n=8", "a.lr=1e-6", "a.b=[x, y]", "a.c=2", "z=1 2"]
 
 
-@pytest.mark.parametrize("before", ["ray job submit --no-wait -- ", "nohup ", "env A=1 ", "CUDA_VISIBLE_DEVICES=0 ", "exec "])
+@pytest.mark.parametrize(
+    "before", ["ray job submit --no-wait -- ", "nohup ", "env A=1 ", "CUDA_VISIBLE_DEVICES=0 ", "exec "]
+)
 def test_a_trainer_is_found_behind_what_starts_it(before: str, tmp_path: Path) -> None:
     assert arguments_of_script(script(tmp_path, f"{before}{CALL} a=1")) == ["a=1"]
 
@@ -45,7 +47,10 @@ def test_programs_called_by_name_do_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([f"{CALL} a=1", f"{CALL} a=2"], "must start main_ppo once, but it starts verl.trainer.main_ppo, verl.trainer.main_ppo"),
+        (
+            [f"{CALL} a=1", f"{CALL} a=2"],
+            "must start main_ppo once, but it starts verl.trainer.main_ppo, verl.trainer.main_ppo",
+        ),
         (["torchrun -m verl.trainer.sft_trainer a=1"], "it starts verl.trainer.sft_trainer"),
         (["echo nothing"], "it starts nothing"),
         (["set -u", f"{CALL} a=$GHOST_OF_A_VARIABLE"], "GHOST_OF_A_VARIABLE: unbound variable"),
@@ -63,7 +68,9 @@ def test_a_script_that_is_not_there_is_refused() -> None:
         arguments_of_script("nowhere.sh")
 
 
-@pytest.mark.parametrize(("argument", "expected"), [("some/a.sh", True), ("data.custom=b.sh", False), ("run.yaml", False)])
+@pytest.mark.parametrize(
+    ("argument", "expected"), [("some/a.sh", True), ("data.custom=b.sh", False), ("run.yaml", False)]
+)
 def test_scripts_are_distinguished_from_overrides(argument: str, expected: bool) -> None:
     assert is_recipe_script(argument) is expected
 

@@ -1,8 +1,9 @@
-"""Shell recipes of verl's examples (text models, FSDP, vLLM) compose and validate, or are refused for keys that are listed.
+"""Shell recipes of verl's examples (text models, FSDP, vLLM) compose and validate, or are refused for keys
+that are listed.
 
-``tests/verl_recipes/examples`` holds one recipe a file: where it comes from, its overrides, the keys it is refused for, and what
-is said of values that do not fit here.
-``tests/verl_recipes/defaults`` holds every key of verl 0.9.1 with its default, null where that follows another key, and which.
+``tests/verl_recipes/examples`` holds one recipe a file: where it comes from, its overrides, the keys it is
+refused for, and what is said of values that do not fit here. ``tests/verl_recipes/defaults`` holds every key
+of verl 0.9.1 with its default, null where that follows another key, and which.
 """
 
 import json
@@ -60,13 +61,19 @@ def test_every_refused_key_is_documented(name: str) -> None:
 def test_most_recipes_are_accepted_and_no_key_of_any_is_unknown() -> None:
     assert len(RECIPES) >= 50
     assert sum(not recipe["refused"] for recipe in RECIPES.values()) >= 30
-    keys = {override.lstrip("+").partition("=")[0] for recipe in RECIPES.values() for override in recipe["overrides"]}
+    keys = {
+        override.lstrip("+").partition("=")[0]
+        for recipe in RECIPES.values()
+        for override in recipe["overrides"]
+    }
     free = (
         "data.apply_chat_template_kwargs.",
         "ray_kwargs.ray_init.runtime_env.",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.",
     )
-    assert not [key for key in keys if moved(key) not in KNOWN and not is_verl_key(key) and not key.startswith(free)]
+    assert not [
+        key for key in keys if moved(key) not in KNOWN and not is_verl_key(key) and not key.startswith(free)
+    ]
 
 
 @pytest.mark.parametrize("section", sorted({key.split(".")[0] for key in DEFAULTS}))
@@ -93,8 +100,8 @@ OUTSIDE_THE_SCHEMA = {
     "custom_reward_function.path": None,
     "model_engine": None,
 }
-"""Keys of verl's recipes that its own schema lacks, or that some releases never read; the value that is accepted, None: there is
-none."""
+"""Keys of verl's recipes that its own schema lacks, or that some releases never read; the value that is
+accepted, None: there is none."""
 
 
 @pytest.mark.parametrize("key", OUTSIDE_THE_SCHEMA)
@@ -111,7 +118,7 @@ REFUSED_BY_NAME = {
     "actor_rollout_ref.model.use_shm=True": "copy the folder to /dev/shm",
     "data.use_shm=True": "files are read where they lie",
     "actor_rollout_ref.rollout.agent.num_workers=4": "one loop drives all engines",
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",  # noqa: E501
     "data.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",
     "actor_rollout_ref.model.override_config.attn_implementation=eager": "edit config.json",
     "critic.model.override_config.num_labels=1": "edit config.json",
@@ -127,15 +134,21 @@ def test_what_is_done_in_another_way_here_is_refused_by_name(override: str) -> N
 OTHER_DEFAULTS = {
     **dict.fromkeys(["actor_rollout_ref.actor.strategy", "critic.strategy"], "both names mean FSDP2"),
     **dict.fromkeys(
-        [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")], "follow clip_ratio, which is 0.2"
+        [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")],
+        "follow clip_ratio, which is 0.2",
     ),
     **dict.fromkeys(["actor_rollout_ref.model.path", "data.train_files", "data.val_files"], "must be given"),
     **dict.fromkeys(["trainer.project_name", "trainer.experiment_name"], "names of examples"),
-    **{f"critic.model.{leaf}": "follows the actor's model" for leaf in ("path", "trust_remote_code", "use_remove_padding")},
+    **{
+        f"critic.model.{leaf}": "follows the actor's model"
+        for leaf in ("path", "trust_remote_code", "use_remove_padding")
+    },
     "critic.model.enable_gradient_checkpointing": "follows the actor's model",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "on GPUs as there; a CPU has memory and no time for it",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "on GPUs as there; a CPU has memory and no time "
+    "for it",
     "critic.checkpoint.async_save": "follows the actor",
-    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's older name does",
+    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's "
+    "older name does",
     "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "the temperature decides, as it does in verl",
     "data.dataloader_num_workers": "fastest for text",
@@ -155,9 +168,13 @@ OTHER_DEFAULTS = {
 
 def test_defaults_are_verls() -> None:
     shared = {
-        key: value for key, value in DEFAULTS.items() if moved(key) in KNOWN and key not in FOLLOWED_KEYS and value != "???"
+        key: value
+        for key, value in DEFAULTS.items()
+        if moved(key) in KNOWN and key not in FOLLOWED_KEYS and value != "???"
     }
-    differing = {key for key, value in shared.items() if translate_key(key, value, {}).value != default_of(moved(key))}
+    differing = {
+        key for key, value in shared.items() if translate_key(key, value, {}).value != default_of(moved(key))
+    }
     assert len(shared) > 150
     assert differing - {"actor_rollout_ref.rollout.name"} == set(OTHER_DEFAULTS)
 
@@ -171,9 +188,13 @@ def default_of(key: str) -> Any:
     return None if field.is_required() else field.default
 
 
-@pytest.mark.parametrize("key", [key for key, source in FOLLOWED_KEYS.items() if key in KNOWN and source in KNOWN])
+@pytest.mark.parametrize(
+    "key", [key for key, source in FOLLOWED_KEYS.items() if key in KNOWN and source in KNOWN]
+)
 def test_keys_follow_what_they_follow_in_verl(key: str) -> None:
-    assert OURS.get(key) == FOLLOWED_KEYS[key] or key == "actor_rollout_ref.ref.strategy"  # whose names mean the same
+    assert (
+        OURS.get(key) == FOLLOWED_KEYS[key] or key == "actor_rollout_ref.ref.strategy"
+    )  # whose names mean the same
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -183,24 +204,63 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 FREQUENT = [
-    *("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=['a.parquet','b.parquet']", "data.train_batch_size=512"),
-    *("actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=8", "data.val_files=b.parquet"),
-    *("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.project_name=DAPO", "trainer.experiment_name=x"),
-    *("data.max_prompt_length=2048", "data.max_response_length=8192", "actor_rollout_ref.actor.optim.lr=1e-6"),
-    *("actor_rollout_ref.rollout.gpu_memory_utilization=0.80", "trainer.logger=['console','wandb']", "trainer.nnodes=2"),
-    *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=-1", "trainer.test_freq=5"),
-    *("actor_rollout_ref.rollout.n=16", "data.truncation='left'", "trainer.total_epochs=10", "algorithm.use_kl_in_reward=False"),
+    *(
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "data.train_files=['a.parquet','b.parquet']",
+        "data.train_batch_size=512",
+    ),
+    *(
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "trainer.n_gpus_per_node=8",
+        "data.val_files=b.parquet",
+    ),
+    *(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "trainer.project_name=DAPO",
+        "trainer.experiment_name=x",
+    ),
+    *(
+        "data.max_prompt_length=2048",
+        "data.max_response_length=8192",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+    ),
+    *(
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.80",
+        "trainer.logger=['console','wandb']",
+        "trainer.nnodes=2",
+    ),
+    *(
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=5",
+    ),
+    *(
+        "actor_rollout_ref.rollout.n=16",
+        "data.truncation='left'",
+        "trainer.total_epochs=10",
+        "algorithm.use_kl_in_reward=False",
+    ),
     *("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.001"),
     *("actor_rollout_ref.actor.entropy_coeff=0", "actor_rollout_ref.model.use_remove_padding=True"),
     *("actor_rollout_ref.actor.use_dynamic_bsz=True", "trainer.val_before_train=False"),
-    *("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"),
+    *(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+    ),
     *("data.filter_overlong_prompts=True", "actor_rollout_ref.actor.fsdp_config.param_offload=True"),
     *(
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=True",
     ),
-    *("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576", "actor_rollout_ref.ref.fsdp_config.param_offload=True"),
-    *("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True"),
+    *(
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    ),
+    *(
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True",
+    ),
     *("actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_low=0.2"),
     *("+trainer.default_local_dir=ckpts/DAPO/x", "++actor_rollout_ref.actor.clip_ratio_c=10.0"),
 ]

@@ -1,4 +1,5 @@
-"""Refused keys: no entry hides a key of the schema, each says what to write, and renamed ones lead to keys that exist."""
+"""Refused keys: no entry hides a key of the schema, each says what to write, and renamed ones lead to keys
+that exist."""
 
 import re
 
@@ -26,7 +27,9 @@ def test_the_longest_entry_holds() -> None:
 @pytest.mark.parametrize("key", REFUSALS)
 def test_every_reason_says_what_to_do(key: str) -> None:
     reason = REFUSALS[key].reason
-    assert key in RENAMED or re.search(r"\b(write|drop|give|copy|put|edit|rename|merge|use|adapters are)\b", reason), reason
+    assert key in RENAMED or re.search(
+        r"\b(write|drop|give|copy|put|edit|rename|merge|use|adapters are)\b", reason
+    ), reason
     assert not reason.endswith(".")
 
 

@@ -36,7 +36,10 @@ def of_b(level: str, mode: str, weighted: bool, **more: object) -> Fields:
 @pytest.mark.parametrize("era", ["B1", "B2", "B3"])
 def test_era_b_truncation(level: str, era: str) -> None:
     no_veto = {"era": era, "rollout_is_veto_threshold": None}
-    assert imported(of_b(level, "truncate", True, **no_veto)) == {"rollout_is": level, "rollout_is_threshold": 4.0}
+    assert imported(of_b(level, "truncate", True, **no_veto)) == {
+        "rollout_is": level,
+        "rollout_is_threshold": 4.0,
+    }
     assert imported(of_b(level, "truncate", False, **no_veto)) == {}
 
 
@@ -48,15 +51,26 @@ def test_era_b_bands_make_weights_zero_before_the_third_release(level: str, era:
     assert imported(of_b(level, mode, False, **no_veto)) == {}
 
 
-@pytest.mark.parametrize(("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
+@pytest.mark.parametrize(
+    ("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
 def test_era_b_masks_reject_in_the_third_release(level: str, rule: str) -> None:
     rejection = {"rollout_rs": rule, "rollout_rs_threshold": BAND}
-    assert imported(of_b(level, "mask", True)) == {"rollout_is": level, "rollout_is_threshold": 4.0, **rejection}
+    assert imported(of_b(level, "mask", True)) == {
+        "rollout_is": level,
+        "rollout_is_threshold": 4.0,
+        **rejection,
+    }
     assert imported(of_b(level, "mask", False)) == rejection
 
 
 def test_era_b_lower_bound_is_the_reciprocal_by_default() -> None:
-    given = {"rollout_is_threshold": 4.0, "rollout_is": True, "rollout_is_mode": "clip", "rollout_is_veto_threshold": None}
+    given = {
+        "rollout_is_threshold": 4.0,
+        "rollout_is": True,
+        "rollout_is_mode": "clip",
+        "rollout_is_veto_threshold": None,
+    }
     assert imported(given) == {"rollout_is": "token", "rollout_is_threshold": "0.25_4.0"}
 
 
@@ -79,16 +93,23 @@ def test_era_b_veto(era: str, weighted: bool, given: Fields, veto: float | None)
 
 @pytest.mark.parametrize("threshold", [None, 0, -1.0])
 def test_era_b_without_a_threshold_computed_nothing(threshold: object) -> None:
-    config, notes = RolloutCorrectionConfig.from_legacy({"rollout_is_threshold": threshold, "rollout_is": True})
+    config, notes = RolloutCorrectionConfig.from_legacy(
+        {"rollout_is_threshold": threshold, "rollout_is": True}
+    )
     assert config == RolloutCorrectionConfig()
     assert any("nothing was computed" in note for note in notes)
 
 
-@pytest.mark.parametrize(("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
+@pytest.mark.parametrize(
+    ("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
 @pytest.mark.parametrize(("lower", "bound"), [(0.5, BAND), (None, 4.0), (0, "1e-09_4.0")])
 def test_era_c_rejection(level: str, rule: str, lower: object, bound: object) -> None:
     given = {"rollout_rs": level, "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": lower}
-    assert imported({"algorithm": {"rollout_correction": given}}) == {"rollout_rs": rule, "rollout_rs_threshold": bound}
+    assert imported({"algorithm": {"rollout_correction": given}}) == {
+        "rollout_rs": rule,
+        "rollout_rs_threshold": bound,
+    }
 
 
 @pytest.mark.parametrize("key", ["use_pure_rollout_correction", "use_policy_gradient"])
@@ -106,8 +127,14 @@ def test_era_c_veto_keeps_its_meaning() -> None:
 
 
 def test_era_d_is_read_as_it_stands_and_lopsided_bounds_are_pointed_out() -> None:
-    given = {"rollout_rs": "seq_mean_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_1.25,0.1", "rollout_is": "token"}
-    config, notes = RolloutCorrectionConfig.from_legacy({f"algorithm.rollout_correction.{k}": v for k, v in given.items()})
+    given = {
+        "rollout_rs": "seq_mean_k1,seq_mean_k3",
+        "rollout_rs_threshold": "0.5_1.25,0.1",
+        "rollout_is": "token",
+    }
+    config, notes = RolloutCorrectionConfig.from_legacy(
+        {f"algorithm.rollout_correction.{k}": v for k, v in given.items()}
+    )
     assert changed(config) == given
     assert any("k1_bound_convention=inverse" in note for note in notes)
     turned, _ = RolloutCorrectionConfig.from_legacy({**given, "k1_bound_convention": "inverse"})
@@ -150,7 +177,10 @@ def test_both_copies_of_era_d_are_accepted_when_equal() -> None:
         ({"k1_bound_convention": "both"}, "k1_bound_convention must be one of"),
         ({"era": "A", "tis_imp_ratio_cap": 2, "bypass_mode": True}, "does not belong to era A"),
         (
-            {"algorithm.rollout_correction.bypass_mode": True, "actor.policy_loss.rollout_correction.bypass_mode": False},
+            {
+                "algorithm.rollout_correction.bypass_mode": True,
+                "actor.policy_loss.rollout_correction.bypass_mode": False,
+            },
             "given twice",
         ),
     ],

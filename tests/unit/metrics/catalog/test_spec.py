@@ -70,7 +70,9 @@ def metric_names(node):
             yield from metric_names(child)
 
 
-@pytest.mark.parametrize("file", ["rollout_correction.json", "bypass_losses.json", "policy_losses.json", "value_loss.json"])
+@pytest.mark.parametrize(
+    "file", ["rollout_correction.json", "bypass_losses.json", "policy_losses.json", "value_loss.json"]
+)
 def test_every_name_of_the_golden_files_is_known(file):
     names = set(metric_names(json.loads((GOLDEN / file).read_text())))
     check_names(names)
@@ -82,8 +84,14 @@ def test_every_name_of_the_golden_files_is_known(file):
     [
         ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_masked_fraction"),
         ("rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction"),
-        ("rollout_corr/rollout_rs_token_k1_masked_fraction", "rollout_corr/rollout_rs_{rule}_masked_fraction"),
-        ("rollout_corr/rollout_rs_token_k1_seq_masked_fraction", "rollout_corr/rollout_rs_{rule}_seq_masked_fraction"),
+        (
+            "rollout_corr/rollout_rs_token_k1_masked_fraction",
+            "rollout_corr/rollout_rs_{rule}_masked_fraction",
+        ),
+        (
+            "rollout_corr/rollout_rs_token_k1_seq_masked_fraction",
+            "rollout_corr/rollout_rs_{rule}_seq_masked_fraction",
+        ),
         ("val-aux/digits/sort/reward/best@4/mean", "val-aux/{data_source}/{variable}/best@{n}/mean"),
     ],
 )

@@ -1,6 +1,8 @@
-"""One worked value for each entry of the catalogue: inputs that can be read, and the number that the formula gives by hand.
+"""One worked value for each entry of the catalogue: inputs that can be read, and the number that the formula
+gives by hand.
 
-The numbers on the right are worked out from the catalogue's words. What computes them is the code that reports the metric.
+The numbers on the right are worked out from the catalogue's words. What computes them is the code that
+reports the metric.
 """
 
 import json
@@ -24,7 +26,15 @@ from verl_rc.checkpoint import LengthTotals, RunState
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, Timed, TokenBatch, TokenScores, TrainBatch
+from verl_rc.data.batches import (
+    CriticBatch,
+    PolicyEvaluations,
+    RolloutBatch,
+    Timed,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+)
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import act_on_gap, act_on_mismatch, decide_update
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
@@ -65,7 +75,8 @@ def example(function: Example) -> Example:
     return function
 
 
-# Three sequences of 2, 1 and 1 tokens. Probability of each token under rollout and under train, and their ratio:
+# Three sequences of 2, 1 and 1 tokens. Probability of each token under rollout and under train, and their
+# ratio:
 #   1/4 -> 1/4: 1      1/2 -> 1/8: 1/4        1/8 -> 1/2: 4        1/2 -> 1/8: 1/4
 # The products of the sequences are 1/4, 4 and 1/4, the log-ratios 0, -2 ln 2, 2 ln 2, -2 ln 2.
 ROLLOUT = torch.tensor([[1 / 4, 1 / 2], [1 / 8, 1.0], [1 / 2, 1.0]], dtype=torch.float64).log()
@@ -74,7 +85,11 @@ RESPONSE = torch.tensor([[True, True], [True, False], [True, False]])
 
 
 def corrected(**fields: Any) -> dict[str, float]:
-    facts = {name: fields.pop(name) for name in ("advantages", "group_ids", "policy_versions", "scores") if name in fields}
+    facts = {
+        name: fields.pop(name)
+        for name in ("advantages", "group_ids", "policy_versions", "scores")
+        if name in fields
+    }
     return compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, fields, **facts).metrics()
 
 
@@ -138,7 +153,8 @@ def token_weights_in_a_band():
 
 @example
 def a_rule_on_tokens():
-    """Statistics 0, 2 ln 2, -2 ln 2, 2 ln 2; bounds -ln 2.5 and ln 2.5; means of the sequences ln 2, -2 ln 2, 2 ln 2."""
+    """Statistics 0, 2 ln 2, -2 ln 2, 2 ln 2; bounds -ln 2.5 and ln 2.5; means of the sequences ln 2, -2 ln 2,
+    2 ln 2."""
     found = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.4_2.5")
     rule = {
         "mean": (0 + 2 - 2 + 2) / 4 * LN2,
@@ -174,16 +190,23 @@ def veto():
 def log_probs_that_are_extreme_or_not_finite():
     train = torch.tensor([[-26.0, -1.0], [math.nan, -1.0]], dtype=torch.float64)
     config = {"diagnostics": "full", "nonfinite_logprob": "reject_token"}
-    found = compute_rollout_correction(train, torch.full_like(train, -1.0), torch.ones(2, 2), config).metrics()
+    found = compute_rollout_correction(
+        train, torch.full_like(train, -1.0), torch.ones(2, 2), config
+    ).metrics()
     return found, under(
         "rollout_corr/",
-        {"nonfinite_token_fraction": 1 / 4, "safety_clamped_fraction": 1 / 3, "safety_clamped_seq_fraction": 1 / 2},
+        {
+            "nonfinite_token_fraction": 1 / 4,
+            "safety_clamped_fraction": 1 / 3,
+            "safety_clamped_seq_fraction": 1 / 2,
+        },
     )
 
 
 @example
 def full_diagnostics_of_tokens():
-    """Two prompts, of two sequences and of one. The newest version is 5, so the tokens' ages are 0, 1, 2 and 0."""
+    """Two prompts, of two sequences and of one. The newest version is 5, so the tokens' ages are 0, 1, 2 and
+    0."""
     found = corrected(
         rollout_is="token",
         rollout_is_threshold=2.0,
@@ -230,7 +253,9 @@ def full_diagnostics_of_tokens():
 def turns_with_tool_output_between():
     log_ratio = torch.tensor([[1.0, 9.0, -0.5, 0.5]], dtype=torch.float64)
     mask = torch.tensor([[True, False, True, True]])
-    found = compute_rollout_correction(log_ratio - 9, torch.full_like(log_ratio, -9.0), mask, {"diagnostics": "full"}).metrics()
+    found = compute_rollout_correction(
+        log_ratio - 9, torch.full_like(log_ratio, -9.0), mask, {"diagnostics": "full"}
+    ).metrics()
     return found, under(
         "rollout_corr/",
         {
@@ -337,7 +362,8 @@ def reported(totals: ObjectiveTotals) -> dict[str, float]:
 
 @example
 def the_actors_loss():
-    """Ratios 3/2, 1/2, 4, 1 and advantages 1, -1, -1, 1 give -1.2 (clipped), 0.8 (clipped), 3 (dual clip) and -1."""
+    """Ratios 3/2, 1/2, 4, 1 and advantages 1, -1, -1, 1 give -1.2 (clipped), 0.8 (clipped), 3 (dual clip) and
+    -1."""
     further = ["entropy_coeff=0.1", "use_kl_loss=True", "kl_loss_coef=0.5", "kl_loss_type=mse"]
     config = load_run_config([*sound_run(), *(f"actor_rollout_ref.actor.{setting}" for setting in further)])
     current, everything = one_row(3 / 2, 1 / 2, 4, 1).log() - 5, torch.ones(1, 4, dtype=torch.bool)
@@ -354,7 +380,11 @@ def the_actors_loss():
     )
     correction = config.algorithm.rollout_correction
     objective = policy_objective(
-        TokenScores(current, one_row(1, 2, 3, 4)), batch, config.actor_rollout_ref.actor, correction, Aggregation("token-mean")
+        TokenScores(current, one_row(1, 2, 3, 4)),
+        batch,
+        config.actor_rollout_ref.actor,
+        correction,
+        Aggregation("token-mean"),
     )
     totals = ObjectiveTotals("actor", num_updates=2)
     for norm in (1.0, 3.0):
@@ -375,7 +405,9 @@ def the_actors_loss():
 @example
 def a_log_ratio_beyond_the_bound():
     mask = torch.ones(1, 2, dtype=torch.bool)
-    _, metrics = compute_policy_loss("vanilla", torch.tensor([[-1.0, -30.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), mask)
+    _, metrics = compute_policy_loss(
+        "vanilla", torch.tensor([[-1.0, -30.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), mask
+    )
     found = {name: float(metric.numerator / metric.denominator) for name, metric in metrics.items()}
     return found, {"actor/ppo_kl_clamped_fraction": 1 / 2, "actor/ppo_kl": -20 / 2}
 
@@ -386,7 +418,11 @@ def the_critics_loss():
     config = load_run_config([*sound_run("gae"), "critic.cliprange_value=0.5", "critic.model.path=m"]).critic
     mask = torch.tensor([[True, True, False, False]])
     batch = CriticBatch(
-        tokens=ROW, response_mask=mask, old_values=one_row(0, 1, 9, 9), returns=one_row(1, 3, 9, 9), batch_size=[1]
+        tokens=ROW,
+        response_mask=mask,
+        old_values=one_row(0, 1, 9, 9),
+        returns=one_row(1, 3, 9, 9),
+        batch_size=[1],
     )
     totals = ObjectiveTotals("critic", num_updates=1)
     totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
@@ -417,20 +453,34 @@ def gradients_that_are_not_finite():
 
 @example
 def rewards_that_fail_and_columns():
-    outputs = [RewardOutput(1.0, {"acc": 1.0}), RewardOutput(0.0, {"acc": 0.0}), RewardOutput(0.0, {FAILURE_COLUMN: "x"})]
+    outputs = [
+        RewardOutput(1.0, {"acc": 1.0}),
+        RewardOutput(0.0, {"acc": 0.0}),
+        RewardOutput(0.0, {FAILURE_COLUMN: "x"}),
+    ]
     found = reduce_metrics(reward_metrics([*outputs, RewardOutput(2.0, {"acc": 0.5})]))
-    expected = {"reward/failed_fraction": 1 / 4, "reward/acc/mean": 1 / 2, "reward/acc/max": 1, "reward/acc/min": 0}
+    expected = {
+        "reward/failed_fraction": 1 / 4,
+        "reward/acc/mean": 1 / 2,
+        "reward/acc/max": 1,
+        "reward/acc/min": 0,
+    }
     return found, expected
 
 
 @example
 def validation_by_two_samples_of_a_prompt():
-    """One prompt: accuracies 0 and 1, answers a and b. Of two drawn with replacement the better is 1 in three of four cases."""
+    """One prompt: accuracies 0 and 1, answers a and b. Of two drawn with replacement the better is 1 in three
+    of four cases."""
     rows, scores = [SimpleNamespace(data_source="d", row_index=0)] * 2, torch.tensor([0.0, 2.0])
-    found = validation_metrics(SimpleNamespace(rows=rows, scores=scores, extras={"acc": [0.0, 1.0], "pred": ["a", "b"]}), 2)
+    found = validation_metrics(
+        SimpleNamespace(rows=rows, scores=scores, extras={"acc": [0.0, 1.0], "pred": ["a", "b"]}), 2
+    )
     found |= {
         name.replace("/d/", "/e/"): value
-        for name, value in validation_metrics(SimpleNamespace(rows=rows, scores=scores, extras={"pred": ["a", "b"]}), 2).items()
+        for name, value in validation_metrics(
+            SimpleNamespace(rows=rows, scores=scores, extras={"pred": ["a", "b"]}), 2
+        ).items()
     }
     std = math.sqrt(3 / 4 * 1 / 4)
     return found, {
@@ -465,16 +515,25 @@ def engine_against_trainer():
 
 @example
 def a_batch_that_was_sampled_ahead():
-    versions, mask = torch.tensor([[4, 4, -1], [3, 3, 3]]), torch.tensor([[True, True, False], [True, True, True]])
+    versions, mask = (
+        torch.tensor([[4, 4, -1], [3, 3, 3]]),
+        torch.tensor([[True, True, False], [True, True, True]]),
+    )
     rollouts = SimpleNamespace(policy_versions=versions, response_mask=mask)
     found = age_metrics(rollouts, ages=[1, 2], current=5, bound=2, limit=1)
-    ages = {"async/group_age/max": 2, "async/group_age/bound": 2, "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5}
+    ages = {
+        "async/group_age/max": 2,
+        "async/group_age/bound": 2,
+        "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5,
+    }
     return found, {**ages, "async/too_old_fraction": 3 / 5}
 
 
 @example
 def groups_that_left_untrained():
-    found = StepTotals(tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5).metrics()
+    found = StepTotals(
+        tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5
+    ).metrics()
     return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
 
 
@@ -482,20 +541,28 @@ def groups_that_left_untrained():
 def an_update_under_running_responses():
     """Of two engines: one was held up for half a second, and computes 30 tokens again."""
     found = pause_metrics([Interrupted([3], None, 0.5, 30), Interrupted([], None, 0.25, 0)])
-    return found, under("async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5, "recomputed_tokens": 30})
+    return found, under(
+        "async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5, "recomputed_tokens": 30}
+    )
 
 
 @example
 def responses_of_several_versions():
-    """The trainer holds version 5. Tokens of versions 3, 3, 5 and of version 4, and of one that is no response token."""
-    versions, mask = torch.tensor([[3, 3, 5], [4, 4, -1]]), torch.tensor([[True, True, True], [True, True, False]])
+    """The trainer holds version 5. Tokens of versions 3, 3, 5 and of version 4, and of one that is no
+    response token."""
+    versions, mask = (
+        torch.tensor([[3, 3, 5], [4, 4, -1]]),
+        torch.tensor([[True, True, True], [True, True, False]]),
+    )
     found = version_metrics(versions, mask, current=5)
     spread = {
         "spans": {"mean": (3 + 1) / 2, "max": 3, "min": 1},
         "staleness": {"mean": (0 + 1) / 2, "max": 1, "min": 0},
         "staleness_worst": {"mean": (2 + 1) / 2, "max": 2, "min": 1},
     }
-    expected = under("fully_async/partial/", {"total_partial_num": 1, "partial_ratio": 1 / 2, "max_partial_span": 2})
+    expected = under(
+        "fully_async/partial/", {"total_partial_num": 1, "partial_ratio": 1 / 2, "max_partial_span": 2}
+    )
     for name, numbers in spread.items():
         expected |= under(f"training/off_policy/trajectory_{name}/", numbers)
     return found, expected
@@ -522,9 +589,13 @@ def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
 
 @example
 def a_reward_that_has_collapsed():
-    alerts = SimpleNamespace(reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None)
+    alerts = SimpleNamespace(
+        reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None
+    )
     correction = SimpleNamespace(in_actor=False)
-    config = SimpleNamespace(trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction))
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction)
+    )
     record, batch = StepRecord(), train_batch()
     record.ledger.sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
@@ -547,7 +618,9 @@ def the_histogram_and_a_threshold_that_follows():
     record_correction(services, statistics_of_step, control, record)
     record.log(tracker, step=1)
     name, edges, counts, _ = tracker.log_histogram.call_args.args
-    inside = sum(count for count, low, high in zip(counts, edges, edges[1:], strict=False) if low <= -2 * LN2 <= high)
+    inside = sum(
+        count for count, low, high in zip(counts, edges, edges[1:], strict=False) if low <= -2 * LN2 <= high
+    )
     return {**record.metrics(), name: inside}, {
         "rollout_corr/log_ratio": 2,
         "rollout_corr/rollout_rs_adaptive_threshold": 1.25,
@@ -561,7 +634,10 @@ def a_step_that_samples():
     expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / 0.5}
     _, greedy = sample(make_run("algorithm.adv_estimator=remax"))
     _, gdpo = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
-    expected |= {"critic/reward_baselines/mean": GREEDY_SCORE, "gdpo/length/std": statistics.pstdev([1, 2, 1, 2])}
+    expected |= {
+        "critic/reward_baselines/mean": GREEDY_SCORE,
+        "gdpo/length/std": statistics.pstdev([1, 2, 1, 2]),
+    }
     return {**gdpo, **greedy, **found}, expected
 
 
@@ -583,7 +659,9 @@ def prompts_that_tell_nothing():
 def the_overlong_penalty():
     """Responses of 1 and 2 tokens, of which the last 2 of 3 are penalised, by at most 1."""
     section = "reward.reward_kwargs.overlong_buffer_cfg"
-    _, found = sample(make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3"))
+    _, found = sample(
+        make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
+    )
     penalties = {"mean": (0 - 0.5 + 0 - 0.5) / 4, "max": 0, "min": -0.5}
     return found, {**under("critic/overlong_reward/", penalties), "response_length/overlong_ratio": 2 / 4}
 
@@ -593,7 +671,10 @@ def memory_in_gib():
     gib = 1 << 30
     device = SimpleNamespace(type="cuda")
     with (
-        patch("verl_rc.workers.policy_worker.host_memory", return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib}),
+        patch(
+            "verl_rc.workers.policy_worker.host_memory",
+            return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib},
+        ),
         patch("torch.cuda.max_memory_allocated", return_value=6 * gib),
         patch("torch.cuda.max_memory_reserved", return_value=7 * gib),
     ):
@@ -604,7 +685,15 @@ def memory_in_gib():
 
 @example
 def every_account_of_the_ledger():
-    tokens = {"trained": 1, "rejected": 2, "nonfinite": 3, "withheld": 4, "filtered": 5, "surplus": 6, "baseline": 7}
+    tokens = {
+        "trained": 1,
+        "rejected": 2,
+        "nonfinite": 3,
+        "withheld": 4,
+        "filtered": 5,
+        "surplus": 6,
+        "baseline": 7,
+    }
     prompts = {"in_batch": 3, "filtered": 2, "surplus": 1}
     record = StepRecord()
     record.ledger.sampled(28, prompts=6)
@@ -617,9 +706,14 @@ def every_account_of_the_ledger():
 
 @example
 def seconds_speeds_and_replacements():
-    """Stage number n takes n seconds, its slowest worker computes for n / 4 of them, and the step 100 in all."""
+    """Stage number n takes n seconds, its slowest worker computes for n / 4 of them, and the step 100 in
+    all."""
     names = [spec.name for spec in CATALOG]
-    stages = [name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/") and name != "timing_s/step"]
+    stages = [
+        name.removeprefix("timing_s/")
+        for name in names
+        if name.startswith("timing_s/") and name != "timing_s/step"
+    ]
     busy = [name.removeprefix("timing_busy_s/") for name in names if name.startswith("timing_busy_s/")]
     with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord(engines_replaced=2)
@@ -637,11 +731,16 @@ def seconds_speeds_and_replacements():
     seconds = {stage: float(number) for number, stage in enumerate(stages, start=1)}
     computed = sum(seconds[stage] / 4 for stage in busy)
     work = computed + seconds["reward"] + seconds["testing"] + seconds["save_checkpoint"]
-    per_token = [name.removeprefix("timing_per_token_ms/") for name in names if name.startswith("timing_per_token_ms/")]
+    per_token = [
+        name.removeprefix("timing_per_token_ms/") for name in names if name.startswith("timing_per_token_ms/")
+    ]
     return found, {
         **under("timing_s/", seconds),
         **under("timing_busy_s/", {stage: seconds[stage] / 4 for stage in busy}),
-        **under("timing_per_token_ms/", {stage: 1000 * seconds[stage] / (50 if stage == "gen" else 200) for stage in per_token}),
+        **under(
+            "timing_per_token_ms/",
+            {stage: 1000 * seconds[stage] / (50 if stage == "gen" else 200) for stage in per_token},
+        ),
         "timing_s/step": 200,
         "perf/time_per_step": 200,
         "perf/throughput": 200 / (200 * 4),
@@ -665,11 +764,12 @@ def signs_of_misalignment():
 
 @example
 def signatures_of_causes():
-    """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared probabilities 1/2;
-    varentropies 2, 1 | 1 | 0 in ln 2 squared, which add up to more than u squared does.
+    """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared
+    probabilities 1/2; varentropies 2, 1 | 1 | 0 in ln 2 squared, which add up to more than u squared does.
 
-    With l = 0, -2 | 2 | -2, l u is 0, 2 | 2 | 0. 1 - rho is 0, 3/4 | -3 | 3/4, and g = 1 - 2p + Q is 1, 5/4 | 1/2 | 5/4. Standard
-    errors: the root of the rows' squared (sum of a - quotient times sum of b), over the sum of b.
+    With l = 0, -2 | 2 | -2, l u is 0, 2 | 2 | 0. 1 - rho is 0, 3/4 | -3 | 3/4, and g = 1 - 2p + Q is 1, 5/4 |
+    1/2 | 5/4. Standard errors: the root of the rows' squared (sum of a - quotient times sum of b), over the
+    sum of b.
     """
     facts = {
         "entropies": LN2 * torch.tensor([[3, 2], [2, 0], [3, 0]]),
@@ -700,9 +800,14 @@ def signatures_of_causes():
 
 @example
 def two_engines():
-    """The log-probs of ``signatures_of_causes``; engine 0 sampled the outer rows: l^2 is 4 | 4 in ln 2 squared, g 9/4 | 5/4, and
-    of engine 1 4 and 1/2. So 16/7, whose rows are 8/7 from it on both sides, and 8, of one row and without an error."""
-    facts = {"entropies": torch.zeros(3, 2), "sum_pi_squared": torch.full((3, 2), 0.5), "engines": torch.tensor([0, 1, 0])}
+    """The log-probs of ``signatures_of_causes``; engine 0 sampled the outer rows: l^2 is 4 | 4 in ln 2
+    squared, g 9/4 | 5/4, and of engine 1 4 and 1/2. So 16/7, whose rows are 8/7 from it on both sides, and 8,
+    of one row and without an error."""
+    facts = {
+        "entropies": torch.zeros(3, 2),
+        "sum_pi_squared": torch.full((3, 2), 0.5),
+        "engines": torch.tensor([0, 1, 0]),
+    }
     found = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, {"diagnostics": "full"}, **facts).metrics()
     error = 8 / 7 * math.sqrt(2) / (7 / 2)
     return found, under(
@@ -720,7 +825,13 @@ def two_engines():
 @example
 def the_third_step_of_an_engine_at_another_temperature():
     """Logit noise was 0.02 and 0.04 in the first two steps, and the second was at the temperature, too."""
-    signs = {"missing_mass": 0, "temperature_slope": -0.1, "temperature_r2": 0.9, "temperature_z": -99, "logit_noise": 0.2}
+    signs = {
+        "missing_mass": 0,
+        "temperature_slope": -0.1,
+        "temperature_r2": 0.9,
+        "temperature_z": -99,
+        "logit_noise": 0.2,
+    }
     cooler = under("rollout_corr/", signs)
     history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
     _, further, _ = judge_causes(cooler, 3, history, temperature=1.0)
@@ -729,7 +840,8 @@ def the_third_step_of_an_engine_at_another_temperature():
 
 @example
 def log_probs_of_the_token_before():
-    """The engine's -1, -1/3, -2, -1/2 stand one position late in 16 bits, but for the third; 0 counts as neither."""
+    """The engine's -1, -1/3, -2, -1/2 stand one position late in 16 bits, but for the third; 0 counts as
+    neither."""
     train = torch.tensor([[-1.0, -1 / 3, -2.0, -0.5, -3.0]])
     rollout = torch.tensor([[0.0, -1.0, -1 / 3, -2.0, -0.5]])
     found = compute_rollout_correction(train, rollout, torch.ones(1, 5), {"diagnostics": "full"}).metrics()
@@ -738,11 +850,14 @@ def log_probs_of_the_token_before():
 
 @example
 def a_tail_without_variance():
-    """Weights u^(-k) of evenly spaced u have a Pareto tail of shape k = 1/2, which ten prior draws leave where it is."""
+    """Weights u^(-k) of evenly spaced u have a Pareto tail of shape k = 1/2, which ten prior draws leave
+    where it is."""
     count = 20_000
     logs = -0.5 * ((torch.arange(count, dtype=torch.float64) + 0.5) / count).log()
     mask, fields = torch.ones(1, count, dtype=torch.bool), {"rollout_is": "token", "diagnostics": "full"}
-    found = compute_rollout_correction(logs[None] - 30, torch.full((1, count), -30.0, dtype=torch.float64), mask, fields)
+    found = compute_rollout_correction(
+        logs[None] - 30, torch.full((1, count), -30.0, dtype=torch.float64), mask, fields
+    )
     return found.metrics(), {"rollout_corr/rollout_is_pareto_k": 1 / 2}
 
 
@@ -768,7 +883,10 @@ def weights_on_their_way():
     rollout = SimpleNamespace(sync_proof=SimpleNamespace(canary_freq=0))
     asynchrony = SimpleNamespace(trigger_parameter_sync_step=1)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=asynchrony)
-    services, record = SimpleNamespace(config=config, engines=Mock(), transport=transport, manifest=manifest), StepRecord()
+    services, record = (
+        SimpleNamespace(config=config, engines=Mock(), transport=transport, manifest=manifest),
+        StepRecord(),
+    )
     with patch("verl_rc.driver.weights.check_receipts"):
         publish(services, SimpleNamespace(canary_gap_limit=None), 1, record)
     return record.metrics(), {"sync/bytes": 4 * (2 + 3), "sync/tensors": 2}
@@ -778,8 +896,13 @@ def weights_on_their_way():
 def canary_tokens_of_two_engines():
     """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one."""
     mask = torch.tensor([[True, True]])
-    rollouts = [SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask) for log_probs in CANARIES]
-    actor = SimpleNamespace(compute_log_probs=lambda *_: Timed(SimpleNamespace(log_probs=torch.tensor([[-1.0, -1.0]])), 0.0))
+    rollouts = [
+        SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask)
+        for log_probs in CANARIES
+    ]
+    actor = SimpleNamespace(
+        compute_log_probs=lambda *_: Timed(SimpleNamespace(log_probs=torch.tensor([[-1.0, -1.0]])), 0.0)
+    )
     services = SimpleNamespace(
         config=load_run_config(sound_run()),
         stop_token_ids=(),
@@ -803,7 +926,8 @@ CANARIES = [torch.tensor([[-1.5, -1.25]]), torch.tensor([[-2.0, -1.0]])]
 
 @example
 def updates_of_which_none_had_anything_to_learn_from():
-    """Two mini-batches without a token in the loss, at a learning rate that has fallen to 3/4 of its peak of 1/8."""
+    """Two mini-batches without a token in the loss, at a learning rate that has fallen to 3/4 of its peak of
+    1/8."""
     shares = [SimpleNamespace(num_loss_tokens=0)] * 2
     model = MagicMock()
     model.advance_schedule.return_value = 3 / 4 / 8
@@ -819,33 +943,50 @@ def updates_of_which_none_had_anything_to_learn_from():
     with patch("verl_rc.workers.policy_worker.covariance_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
-    return reduce_metrics(records), {"rollout_corr/skipped_updates": 2, "actor/lr": 3 / 32, "critic/lr": 3 / 32}
+    return reduce_metrics(records), {
+        "rollout_corr/skipped_updates": 2,
+        "actor/lr": 3 / 32,
+        "critic/lr": 3 / 32,
+    }
 
 
 @example
 def penalties_of_the_divergence():
-    """k1 of 1 and 3 in a row of two tokens, of 1/2 in a row of one: means 2 and 1/2. The loss has a coefficient of 1/4."""
+    """k1 of 1 and 3 in a row of two tokens, of 1/2 in a row of one: means 2 and 1/2. The loss has a
+    coefficient of 1/4."""
     mask = torch.tensor([[True, True], [True, False]])
     evaluations = SimpleNamespace(
-        old_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]), ref_log_prob=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]])
+        old_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
+        ref_log_prob=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
     algorithm = SimpleNamespace(use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
-    _, divergence = _rewards(SimpleNamespace(response_mask=mask), torch.zeros(2), evaluations, algorithm, kl_coef=0.1)
+    _, divergence = _rewards(
+        SimpleNamespace(response_mask=mask), torch.zeros(2), evaluations, algorithm, kl_coef=0.1
+    )
     record, control = StepRecord(), SimpleNamespace(kl=SimpleNamespace(kl_coef=0.1))
-    in_the_loss = [f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=True", "kl_loss_coef=0.25")]
+    in_the_loss = [
+        f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=True", "kl_loss_coef=0.25")
+    ]
     config = load_run_config([*sound_run(), *in_the_loss])
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
     control.correction = lambda correction: correction
     scored = SimpleNamespace(reward_kl=divergence, statistics=None, batch=None, rewards=None)
     stages = "verl_rc.driver.stages"
-    with patch(f"{stages}.batch_metrics", return_value={}), patch(f"{stages}.policy_gap_metrics", return_value={}):
+    with (
+        patch(f"{stages}.batch_metrics", return_value={}),
+        patch(f"{stages}.policy_gap_metrics", return_value={}),
+    ):
         record_batch(services, Mock(), evaluations, scored, control, record)
     batch = train_batch()
     record.ledger.sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
         update_actor(services, SimpleNamespace(step=0, rollout_gap_limit=None), batch, control, record)
-    expected = {"actor/reward_kl_penalty": (2 + 1 / 2) / 2, "actor/reward_kl_penalty_coeff": 0.1, "actor/kl_coef": 0.25}
+    expected = {
+        "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
+        "actor/reward_kl_penalty_coeff": 0.1,
+        "actor/kl_coef": 0.25,
+    }
     return record.metrics(), expected
 
 
@@ -860,7 +1001,8 @@ def the_seventh_step_of_twelve_prompts_two_by_two():
 
 @example
 def groups_under_way():
-    """Two groups of 6 tokens were trained on; of those under way one is whole and has 3, the others are being sampled."""
+    """Two groups of 6 tokens were trained on; of those under way one is whole and has 3, the others are being
+    sampled."""
     groups = [SimpleNamespace(num_sampled=tokens, is_whole=tokens == 3) for tokens in (3, 1, 0)]
     trained = LengthTotals(2 * 6, 2)
     progress = SupplyProgress(None, RunningLedger(), trained=trained, groups=dict(enumerate(groups)))
@@ -872,7 +1014,8 @@ def groups_under_way():
 def test_the_code_reports_what_the_formula_gives(worked: Example) -> None:
     found, expected = worked()
     assert {name: found.get(name) for name in expected} == {
-        name: pytest.approx(value, rel=0.04 if name.endswith(APPROXIMATE) else 1e-6, abs=1e-6) for name, value in expected.items()
+        name: pytest.approx(value, rel=0.04 if name.endswith(APPROXIMATE) else 1e-6, abs=1e-6)
+        for name, value in expected.items()
     }
 
 

@@ -36,7 +36,8 @@ def lines_of(*steps, total_steps=55, **console):
 
 def test_one_line_a_step_with_the_numbers_people_watch():
     assert lines_of((12, STEP)) == [
-        "step 12/55  reward 0.438  len 11.0  pg_loss -0.0123  grad 0.412  ESS 0.971  |gap| 0.021  2,000 tok/s  2.5 s  ETA 1m48s"
+        "step 12/55  reward 0.438  len 11.0  pg_loss -0.0123  grad 0.412  ESS 0.971  |gap| 0.021  2,000 "
+        "tok/s  2.5 s  ETA 1m48s"
     ]
 
 
@@ -52,7 +53,16 @@ def test_validation_accuracy_is_shown_and_step_zero_does_not_enter_the_time_left
 
 
 def test_statistics_of_several_samples_keep_their_name():
-    line = lines_of((2, {"val-core/digits/acc/best@8/mean": 0.5, "val-core/digits/acc/mean@8": 0.25, "timing_s/step": 1.0}))[0]
+    line = lines_of(
+        (
+            2,
+            {
+                "val-core/digits/acc/best@8/mean": 0.5,
+                "val-core/digits/acc/mean@8": 0.25,
+                "timing_s/step": 1.0,
+            },
+        )
+    )[0]
     assert "val digits acc best@8/mean 0.500" in line
     assert "val digits acc mean@8 0.250" in line
 
@@ -72,7 +82,10 @@ def test_a_terminal_gets_a_bar_as_well():
 def test_an_alert_is_a_line_a_complaint():
     stream = io.StringIO()
     ConsoleSink(55, Console(file=stream)).alert("not healthy", "a = 1 [0 to 1]\nb = 2", step=3)
-    assert stream.getvalue().splitlines() == ["warning: not healthy: a = 1 [0 to 1]", "warning: not healthy: b = 2"]
+    assert stream.getvalue().splitlines() == [
+        "warning: not healthy: a = 1 [0 to 1]",
+        "warning: not healthy: b = 2",
+    ]
 
 
 def read(path):

@@ -27,4 +27,6 @@ def test_scalars_tables_and_histograms_arrive(tmp_path):
     (alert,) = events.Tensors("alerts/text_summary")
     assert alert.tensor_proto.string_val[0].decode() == "**title**<br>a \\| b<br>c"
     (text,) = events.Tensors("val/generations/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == "| input | score |\n| --- | --- |\n| a\\|b<br>c | 1.0 |"
+    assert (
+        text.tensor_proto.string_val[0].decode() == "| input | score |\n| --- | --- |\n| a\\|b<br>c | 1.0 |"
+    )

@@ -38,7 +38,11 @@ def test_everything_reaches_every_sink():
     tracker.log_table("t", ["x"], [[1]], step=2)
     tracker.log_histogram("h", [0.0, 1.0], [3], step=3)
     tracker.close()
-    expected = [("log", {"a": 1.0}, 1), ("log_table", "t", ["x"], [[1]], 2), ("log_histogram", "h", [0.0, 1.0], [3], 3)]
+    expected = [
+        ("log", {"a": 1.0}, 1),
+        ("log_table", "t", ["x"], [[1]], 2),
+        ("log_histogram", "h", [0.0, 1.0], [3], 3),
+    ]
     assert [sink.calls for sink in sinks] == [[*expected, ("close",)]] * 2
 
 
@@ -94,5 +98,8 @@ def test_tensorboard_that_is_not_installed_is_explained(tmp_path, monkeypatch):
 
 
 def test_wandb_and_torch_are_loaded_only_when_asked_for():
-    code = "import sys, verl_rc.metrics.sinks; sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"
+    code = (
+        "import sys, verl_rc.metrics.sinks; sys.exit(bool({'wandb', 'torch', 'tensorboard'} & "
+        "set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""W&B, offline: a real run in a temporary folder, read back record by record; online or offline; tags of a configuration."""
+"""W&B, offline: a real run in a temporary folder, read back record by record; online or offline; tags of a
+configuration."""
 
 import json
 import struct
@@ -13,12 +14,16 @@ from verl_rc.metrics.sinks.wandb_sink import join_bins, run_tags, use_writable_f
 
 wandb = pytest.importorskip("wandb")
 
-CONFIG = {"trainer": {"seed": 1}, "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}}}
+CONFIG = {
+    "trainer": {"seed": 1},
+    "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+}
 _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 
 def records_of(path):
-    """The whole records of a ``.wandb`` file, a log in 32-KiB blocks: a record is in one piece (kind 1) or in several (2, 3, 4).
+    """The whole records of a ``.wandb`` file, a log in 32-KiB blocks: a record is in one piece (kind 1) or in
+    several (2, 3, 4).
 
     W&B's process may still be writing: a piece whose end is not in the file yet ends the list.
     """
@@ -85,7 +90,9 @@ def test_an_offline_run_has_project_name_tags_and_the_whole_configuration(record
 
 def test_metrics_tables_histograms_and_alerts_are_in_it(records):
     items = [item for history in of_kind(records, "history") for item in history.item]
-    assert {"actor/lr", "val/generations", "log_ratio"} <= {item.nested_key[0] if item.nested_key else item.key for item in items}
+    assert {"actor/lr", "val/generations", "log_ratio"} <= {
+        item.nested_key[0] if item.nested_key else item.key for item in items
+    }
     (alert,) = of_kind(records, "alert")
     assert (alert.title, alert.text, alert.level) == ("title", "step 4\nfirst\nsecond", "WARN")
 
@@ -104,7 +111,9 @@ def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp
     tracker = open_tracker(["wandb", "file"], "project", "experiment", tmp_path, CONFIG, total_steps=4)
     tracker.log({"actor/lr": 0.5}, step=4)
     tracker.close_files()
-    page = "<!doctype html><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\"><p>a page"
+    page = (
+        "<!doctype html><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\"><p>a page"
+    )
     tracker.experiment.publish(FinalReport("all is\nwell", "good", page))
     tracker.experiment.finish(143)
     records = written(tmp_path, tracker.run_id)
@@ -124,15 +133,21 @@ def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp
 @pytest.mark.parametrize(
     ("variable", "logged_in", "mode"), [(None, False, "offline"), (None, True, None), ("online", False, None)]
 )
-def test_offline_only_when_the_user_neither_logged_in_nor_chose(tmp_path, monkeypatch, variable, logged_in, mode):
+def test_offline_only_when_the_user_neither_logged_in_nor_chose(
+    tmp_path, monkeypatch, variable, logged_in, mode
+):
     seen = {}
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     monkeypatch.setattr(wandb, "login", lambda **_: logged_in)
-    monkeypatch.setattr(wandb, "init", lambda **options: seen.update(options) or type("Run", (), {"id": options["id"]}))
+    monkeypatch.setattr(
+        wandb, "init", lambda **options: seen.update(options) or type("Run", (), {"id": options["id"]})
+    )
     previous = PreviousRun(0, "abc123")
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {"a": 1}, total_steps=1, previous=previous)
+    tracker = open_tracker(
+        ["wandb"], "project", "experiment", tmp_path, {"a": 1}, total_steps=1, previous=previous
+    )
     assert seen["mode"] == mode
     assert (seen["project"], seen["name"], seen["config"]) == ("project", "experiment", {"a": 1})
     assert (seen["id"], seen["resume"], tracker.run_id) == ("abc123", "allow", "abc123")
@@ -143,7 +158,9 @@ def test_a_resumed_run_goes_on_from_its_best(tmp_path, monkeypatch):
     run = type("Run", (), {"id": "abc", "summary": summary, "log": lambda *_, **__: None})
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setattr(wandb, "init", lambda **_: run())
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {}, total_steps=1, previous=PreviousRun(0, "abc"))
+    tracker = open_tracker(
+        ["wandb"], "project", "experiment", tmp_path, {}, total_steps=1, previous=PreviousRun(0, "abc")
+    )
     tracker.log({"val-core/digits/acc/mean@1": 0.65}, step=21)
     assert summary["best/digits/acc/mean@1/step"] == 20
     tracker.log({"val-core/digits/acc/mean@1": 0.75}, step=30)
@@ -177,7 +194,9 @@ def test_a_run_with_tables_needs_no_home_folder(tmp_path, monkeypatch):
     tracker = open_tracker(["wandb"], "project", "experiment", tmp_path / "run", CONFIG, total_steps=1)
     tracker.log_table("val/generations", ["input"], [["a"]], step=1)
     tracker.close()
-    assert any(record.WhichOneof("record_type") == "history" for record in written(tmp_path / "run", tracker.run_id))
+    assert any(
+        record.WhichOneof("record_type") == "history" for record in written(tmp_path / "run", tracker.run_id)
+    )
 
 
 CORRECTION = "algorithm.rollout_correction"
@@ -197,12 +216,19 @@ def test_a_plain_run_names_estimator_loss_and_that_nothing_is_corrected():
         ({f"{CORRECTION}.rollout_is": "sequence"}, {"decoupled", "is-sequence"}, {"uncorrected", "bypass"}),
         ({f"{CORRECTION}.bypass_mode": True}, {"bypass"}, {"decoupled"}),
         (
-            {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,1.0"},
+            {
+                f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2",
+                f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,1.0",
+            },
             {"rs-token_k1", "rs-seq_max_k2"},
             {"uncorrected"},
         ),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, {"gspo"}, {"ppo-clip"}),
-        ({"actor_rollout_ref.rollout.quantization": "fp8_per_channel"}, {"engine-fp8_per_channel"}, {"engine-bfloat16"}),
+        (
+            {"actor_rollout_ref.rollout.quantization": "fp8_per_channel"},
+            {"engine-fp8_per_channel"},
+            {"engine-bfloat16"},
+        ),
         ({"actor_rollout_ref.rollout.kv_cache_dtype": "fp8"}, {"kv-cache-fp8", "engine-bfloat16"}, set()),
         ({"actor_rollout_ref.model.lora_rank": 8}, {"lora-8"}, set()),
         ({"algorithm.filter_groups.enable": True}, {"dynamic-sampling"}, set()),
@@ -216,7 +242,9 @@ def test_what_a_run_is_about_becomes_a_tag(given, present, absent):
 
 
 def test_tags_are_short_enough_for_wandb_and_there_once():
-    tags = run_tags({"actor_rollout_ref": {"model": {"path": "m" * 100}}, "algorithm": {"adv_estimator": "m" * 80}})
+    tags = run_tags(
+        {"actor_rollout_ref": {"model": {"path": "m" * 100}}, "algorithm": {"adv_estimator": "m" * 80}}
+    )
     assert tags == ["m" * 64]
 
 

@@ -16,7 +16,9 @@ def test_every_chart_shows_metrics_of_the_catalogue() -> None:
     known = {spec.name for spec in CATALOG}
     names = [name for panels in PANELS.values() for panel in panels for name in panel.metrics]
     assert [name for name in names if name not in known and CATALOG.find(name) is None] == []
-    assert [name for panels in PANELS.values() for panel in panels for name in [panel.title] if not panel.metrics] == []
+    assert [
+        name for panels in PANELS.values() for panel in panels for name in [panel.title] if not panel.metrics
+    ] == []
 
 
 @pytest.mark.parametrize("project", ["project", "/project", "entity/", "a/b/c"])
@@ -25,7 +27,9 @@ def test_a_project_is_an_entity_and_a_name(project: str, capsys: pytest.CaptureF
     assert "ENTITY/PROJECT" in capsys.readouterr().err
 
 
-def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_package_its_name_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "verl_rc.metrics.sinks.wandb_workspace", None)
     assert main(["wandb-workspace", "entity/project"]) == 2
     assert "verl_rc[wandb-workspaces]" in capsys.readouterr().err
@@ -43,7 +47,9 @@ def test_the_view_has_the_sections_and_charts_of_the_list(capsys: pytest.Capture
     sections = found["spec"]["section"]["panelBankConfig"]["sections"]
     assert [one["name"] for one in sections[: len(PANELS)]] == list(PANELS)
     for section, panels in zip(sections, PANELS.values(), strict=False):
-        assert [chart["config"]["chartTitle"] for chart in section["panels"]] == [panel.title for panel in panels]
+        assert [chart["config"]["chartTitle"] for chart in section["panels"]] == [
+            panel.title for panel in panels
+        ]
         for chart, panel in zip(section["panels"], panels, strict=True):
             config = chart["config"]
             if any("{" in name for name in panel.metrics):
@@ -60,7 +66,9 @@ def test_the_view_has_the_sections_and_charts_of_the_list(capsys: pytest.Capture
 def test_the_address_is_printed_and_an_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package = pytest.importorskip("wandb_workspaces.workspaces", reason="the extra wandb-workspaces is not installed")
+    package = pytest.importorskip(
+        "wandb_workspaces.workspaces", reason="the extra wandb-workspaces is not installed"
+    )
     errors = pytest.importorskip("wandb.errors")
     monkeypatch.setattr(package.Workspace, "save", lambda self: self)
     monkeypatch.setattr(package.Workspace, "url", property(lambda self: f"at {self.entity}/{self.project}"))

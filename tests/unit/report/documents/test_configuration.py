@@ -25,7 +25,11 @@ def test_it_names_every_key_and_its_meaning() -> None:
         key, colon, _ = line.lstrip().removeprefix("# ").partition(":")
         indent = (len(line) - len(line.lstrip())) // 2
         name = ".".join([*path[:indent], key])
-        if colon and " " not in key and any(known == name or known.startswith(f"{name}.") for known in known_keys(RunConfig)):
+        if (
+            colon
+            and " " not in key
+            and any(known == name or known.startswith(f"{name}.") for known in known_keys(RunConfig))
+        ):
             path[indent:] = [key]
             found.append(name)
             assert lines[number - 1].lstrip().startswith("# "), f"{name} has no meaning above it"
@@ -34,7 +38,9 @@ def test_it_names_every_key_and_its_meaning() -> None:
 
 def test_given_as_a_run_file_it_changes_nothing() -> None:
     for preset in ([], ["correction=decoupled_token_icepop"]):
-        assert load_run_config(["--config-name=reference", *GIVEN, *preset]) == load_run_config([*GIVEN, *preset])
+        assert load_run_config(["--config-name=reference", *GIVEN, *preset]) == load_run_config(
+            [*GIVEN, *preset]
+        )
 
 
 def test_what_must_be_given_is_still_missing() -> None:

@@ -14,4 +14,9 @@ def test_fields_are_those_that_decide_something():
     assert effective_overrides("decoupled_k3_rs") == "`rollout_rs=seq_mean_k3 rollout_rs_threshold=0.01`"
     assert effective_overrides("icepop") == "`rollout_is=token rollout_is_threshold=0.5_5.0`"
     words = effective_overrides("bypass_pg_is").strip("`").split()
-    assert set(words) == {"rollout_is=sequence", "rollout_is_threshold=2.0", "bypass_mode=True", "loss_type=reinforce"}
+    assert set(words) == {
+        "rollout_is=sequence",
+        "rollout_is_threshold=2.0",
+        "bypass_mode=True",
+        "loss_type=reinforce",
+    }

@@ -1,4 +1,5 @@
-"""The page in headless Chromium: it draws, asks for nothing, complains about nothing, and nothing that a run says acts in it."""
+"""The page in headless Chromium: it draws, asks for nothing, complains about nothing, and nothing that a run
+says acts in it."""
 
 import json
 import math
@@ -27,13 +28,28 @@ READY = "document.documentElement.dataset.ready === 'yes'"
 
 
 def run_folder(folder: Path) -> Path:
-    """A run with everything that a page can show, and with hostile names and texts wherever a run can put them."""
+    """A run with everything that a page can show, and with hostile names and texts wherever a run can put
+    them."""
     steps = 60
     metrics = {**healthy(steps=steps), f"val-core/{HOSTILE}/acc/mean@1": [0.1, 0.2, 0.4]}
-    metrics |= {"critic/score/min": [0.0] * steps, "critic/score/max": [1.0] * steps, "actor/kl_loss": [math.nan] * steps}
-    metrics |= {"ledger/trained_tokens": wave(9_000.0, steps=steps), "ledger/rejected_tokens": wave(1_000.0, steps=steps)}
-    samples = [{"input": HOSTILE, "output": text, "score": 0.5} for text in (HOSTILE, "\u202eabc", "\ud800", "x" * 100_000)]
-    write_run(folder, metrics, [{**sample, "output": sample["output"].encode("utf-8", "replace").decode()} for sample in samples])
+    metrics |= {
+        "critic/score/min": [0.0] * steps,
+        "critic/score/max": [1.0] * steps,
+        "actor/kl_loss": [math.nan] * steps,
+    }
+    metrics |= {
+        "ledger/trained_tokens": wave(9_000.0, steps=steps),
+        "ledger/rejected_tokens": wave(1_000.0, steps=steps),
+    }
+    samples = [
+        {"input": HOSTILE, "output": text, "score": 0.5}
+        for text in (HOSTILE, "\u202eabc", "\ud800", "x" * 100_000)
+    ]
+    write_run(
+        folder,
+        metrics,
+        [{**sample, "output": sample["output"].encode("utf-8", "replace").decode()} for sample in samples],
+    )
     sink = JsonlSink(folder, steps)
     for step in range(1, steps + 1):
         counts = [0.0] * (len(HISTOGRAM_EDGES) - 1)
@@ -94,7 +110,10 @@ def test_what_a_run_says_stays_text(page):
 
 def test_the_policy_stops_a_script_that_got_in(page):
     page.run("document.body.insertAdjacentHTML('beforeend', arguments[0])", HOSTILE)
-    page.run("const s = document.createElement('script'); s.textContent = \"document.title='hacked'\"; document.body.append(s)")
+    page.run(
+        "const s = document.createElement('script'); s.textContent = \"document.title='hacked'\"; "
+        "document.body.append(s)"
+    )
     time.sleep(0.2)
     assert "hacked" not in page.run("return document.title")
     assert any("Content Security Policy" in line for line in page.console())
@@ -112,7 +131,7 @@ def test_every_chart_has_drawn_something(page):
           if (colours.size < 4) blank.push(canvas.closest("figure").id);
         }
         return blank
-        """
+        """  # noqa: E501
     )
     assert blank == []
     charts = page.run("return document.querySelectorAll('figure.chart').length")
@@ -134,20 +153,26 @@ def test_zoom_is_one_for_all_charts_and_ends_with_escape(page):
     scales = "[...report.charts.values()].map((u) => [u.scales.x.min, u.scales.x.max].join())"
     page.wait_for(f"{scales}.every((text) => text === '10,20')")
     assert page.run("return report.zoom()") == [10, 20]
-    page.run("document.getElementById('chart-1').dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
+    page.run(
+        "document.getElementById('chart-1').dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
+    )
     page.wait_for(f"{scales}.every((text) => text !== '10,20')")
 
 
 def test_the_keyboard_reaches_charts_and_their_numbers(page):
     page.run("report.makeEverything(); document.getElementById('chart-1').focus()")
-    page.run("document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}))")
+    page.run(
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Home', bubbles: true}))"
+    )
     words = page.run("return document.querySelector('#chart-1 .readout').textContent")
     first = healthy(steps=60)["critic/score/mean"][0]
     assert words.startswith("step 1: critic/score/mean 0.2")
     assert float(words.split()[-1]) == pytest.approx(first, rel=1e-3)
     page.run("document.querySelector('#chart-1 button').click()")
     assert page.run("return document.querySelectorAll('#chart-1 .numbers tbody tr').length") == 60
-    reachable = page.run("return document.querySelectorAll('figure[tabindex=\"0\"], nav a, figure button').length")
+    reachable = page.run(
+        "return document.querySelectorAll('figure[tabindex=\"0\"], nav a, figure button').length"
+    )
     assert reachable > 40
 
 
@@ -167,16 +192,23 @@ def test_the_viewer_shows_tokens_and_what_happened_to_them(page):
     rows = "document.querySelectorAll('#token-view tbody tr')"
     assert page.run(f"return {rows}.length") == 3
     page.run(f"[...{rows}].find((row) => row.cells[2].textContent === '0').querySelector('button').click()")
-    tokens = page.run("return [...document.querySelectorAll('.token-text .token')].map((span) => span.textContent)")
+    tokens = page.run(
+        "return [...document.querySelectorAll('.token-text .token')].map((span) => span.textContent)"
+    )
     assert tokens == ["0", HOSTILE, "\u202eabc", "x" * 200]
     assert page.run("return document.querySelectorAll('.token-text .rejected').length") == 1
     assert "hacked" not in page.run("return document.title")
     assert page.run("return document.querySelectorAll('#token-view img, #token-view script').length") == 0
     page.run("document.querySelector('.token-text').focus()")
-    key = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))"
+    key = (
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: "
+        "true}))"
+    )
     page.run(key, "Home")
     words = page.run("return document.querySelector('#token-view .readout').textContent")
-    assert words.startswith("token 0 “0” (id 1), digits, log-prob of the engine -0.1, of the trainer 0.2, log-ratio 0.3")
+    assert words.startswith(
+        "token 0 “0” (id 1), digits, log-prob of the engine -0.1, of the trainer 0.2, log-ratio 0.3"
+    )
     assert "rejected" in words
     page.run(key, "ArrowRight")
     assert "log-ratio -0.3" in page.run("return document.querySelector('#token-view .readout').textContent")
@@ -185,13 +217,24 @@ def test_the_viewer_shows_tokens_and_what_happened_to_them(page):
 def test_colours_tell_which_way_a_token_differs(page):
     choose = "const s = document.querySelector('#token-view select'); s.value = arguments[0]; "
     choose += "s.dispatchEvent(new Event('change'))"
-    colours = "return [...document.querySelectorAll('.token-text .token')].slice(-2).map((span) => span.style.backgroundColor)"
+    colours = (
+        "return [...document.querySelectorAll('.token-text .token')].slice(-2).map((span) => "
+        "span.style.backgroundColor)"
+    )
     page.run("tokenView.state.row; document.querySelectorAll('#token-view .controls button')[1].click()")
     page.run("document.querySelectorAll('#token-view .controls button')[1].click()")
     shades = page.run(colours)
     assert shades[0] == ""
     assert shades[1].startswith("rgba(230, 120, 0")
-    for name in ("weight", "what happened", "advantage", "entropy", "age", "probability", "log-ratio over expected noise"):
+    for name in (
+        "weight",
+        "what happened",
+        "advantage",
+        "entropy",
+        "age",
+        "probability",
+        "log-ratio over expected noise",
+    ):
         page.run(choose, name)
     assert page.console() == []
 
@@ -211,7 +254,10 @@ def test_it_fits_narrow_and_wide_windows(page, width):
 
 
 def test_a_verdict_leads_to_its_panel(page):
-    targets = page.run("return [...document.querySelectorAll('.verdict a, nav a')].map((a) => a.getAttribute('href').slice(1))")
+    targets = page.run(
+        "return [...document.querySelectorAll('.verdict a, nav a')].map((a) => "
+        "a.getAttribute('href').slice(1))"
+    )
     assert page.run("return arguments[0].every((id) => document.getElementById(id))", targets)
 
 
@@ -241,7 +287,10 @@ def test_ten_thousand_steps_are_ready_in_two_seconds(browser, tmp_path):
     columns = healthy(steps=steps)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for index in range(steps):
-            file.write(json.dumps({"step": index + 1} | {name: values[index] for name, values in columns.items()}) + "\n")
+            file.write(
+                json.dumps({"step": index + 1} | {name: values[index] for name, values in columns.items()})
+                + "\n"
+            )
     assert main(["report", str(tmp_path)]) == 0
     opened(browser, tmp_path / "report.html")
     assert browser.run("return performance.now()") < 5_000  # 2 s on an idle machine
@@ -259,5 +308,7 @@ def test_runs_compared_have_a_line_each(browser, tmp_path):
     labels = browser.run("return document.querySelector('#learning figure').textContent")
     assert "seed1: critic/score/mean" in labels
     assert "seed2: critic/score/mean" in labels
-    assert "2 seeds of one configuration" in browser.run("return document.getElementById('comparison').textContent")
+    assert "2 seeds of one configuration" in browser.run(
+        "return document.getElementById('comparison').textContent"
+    )
     assert browser.console() == []

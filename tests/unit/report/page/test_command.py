@@ -1,4 +1,5 @@
-"""``verl-rc report``: what it prints, what it writes, and one sentence with exit code 2 for what it cannot read."""
+"""``verl-rc report``: what it prints, what it writes, and one sentence with exit code 2 for what it cannot
+read."""
 
 import json
 
@@ -73,7 +74,9 @@ def test_what_it_refuses(tmp_path, monkeypatch, capsys, arguments, words):
     assert words in line
 
 
-@pytest.mark.parametrize("arguments", [["a", "--last", "0"], ["a", "--steps", "5-3"], ["a", "--steps", "x"], []])
+@pytest.mark.parametrize(
+    "arguments", [["a", "--last", "0"], ["a", "--steps", "5-3"], ["a", "--steps", "x"], []]
+)
 def test_arguments_that_make_no_sense(arguments):
     with pytest.raises(SystemExit) as refused:
         main(["report", *arguments])

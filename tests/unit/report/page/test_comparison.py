@@ -1,4 +1,5 @@
-"""Runs side by side: intervals, seeds of one configuration, keys that differ, and the step at which curves part."""
+"""Runs side by side: intervals, seeds of one configuration, keys that differ, and the step at which curves
+part."""
 
 import math
 import random
@@ -57,14 +58,22 @@ def test_seeds_of_one_configuration_are_put_together_and_other_runs_not():
 def test_runs_with_equal_seeds_are_compared_in_pairs():
     rewards = {1: 0.2, 2: 0.6, 3: 0.4}
     gains = {1: 0.01, 2: 0.02, 3: 0.03}
-    first = [named(f"a{seed}", {"critic/score/mean": [rewards[seed]] * STEPS}, {"trainer.seed": seed}) for seed in rewards]
+    first = [
+        named(f"a{seed}", {"critic/score/mean": [rewards[seed]] * STEPS}, {"trainer.seed": seed})
+        for seed in rewards
+    ]
     second = [
-        named(f"b{seed}", {"critic/score/mean": [rewards[seed] + gains[seed]] * STEPS}, {"trainer.seed": seed, "x.y": 1})
+        named(
+            f"b{seed}",
+            {"critic/score/mean": [rewards[seed] + gains[seed]] * STEPS},
+            {"trainer.seed": seed, "x.y": 1},
+        )
         for seed in (3, 1, 2)
     ]
     text = comparison_panel([*first, *second])
     assert "3 pairs of equal seeds: b1, b2, b3 less a1, a2, a3" in text
-    # Mean 0.02, deviation 0.01 of the differences: 2.920 * 0.01 / sqrt(3) is half the interval. Seeds alone spread by 0.2.
+    # Mean 0.02, deviation 0.01 of the differences: 2.920 * 0.01 / sqrt(3) is half the interval. Seeds alone
+    # spread by 0.2.
     assert "<td>critic/score/mean</td><td>0.02 ± 0.01686</td><td>higher</td>" in text
     assert "<td>actor/entropy</td><td>0 ± 0</td><td>not told apart</td>" in text
 
@@ -76,7 +85,9 @@ def test_seeds_that_only_one_side_has_are_no_pairs():
 
 
 def test_keys_that_differ_and_only_those():
-    text = comparison_panel([named("a", settings={"x.y": 1, "same": 2}), named("b", settings={"x.y": 3, "same": 2, "new": 4})])
+    text = comparison_panel(
+        [named("a", settings={"x.y": 1, "same": 2}), named("b", settings={"x.y": 3, "same": 2, "new": 4})]
+    )
     assert "<td>x.y</td><td>1</td><td>3</td>" in text
     assert "<td>new</td><td>(absent)</td><td>4</td>" in text
     assert "<td>same</td>" not in text
@@ -87,9 +98,15 @@ def test_no_significance_is_claimed_from_one_run_a_side():
 
 
 def test_all_runs_are_on_one_scale_in_one_chart():
-    runs = [named("a", {"actor/grad_norm": wave(1.0)}), named("b", {"actor/grad_norm": wave(100.0)}), named("c")]
+    runs = [
+        named("a", {"actor/grad_norm": wave(1.0)}),
+        named("b", {"actor/grad_norm": wave(100.0)}),
+        named("c"),
+    ]
     charts = {chart.title: chart for chart in charts_of(PANELS["learning"][1], runs)}
-    assert [line.label for line in charts["Gradient norm"].lines] == [f"{name}: actor/grad_norm" for name in "abc"]
+    assert [line.label for line in charts["Gradient norm"].lines] == [
+        f"{name}: actor/grad_norm" for name in "abc"
+    ]
     assert [line.run for line in charts["Gradient norm"].lines] == [0, 1, 2]  # one colour a run
     clipped = charts["Clipped tokens"].lines
     assert [(line.run, line.part) for line in clipped] == [(0, 0), (1, 0), (2, 0)]

@@ -1,4 +1,5 @@
-"""The page holds the run's numbers and nothing else, acts on nothing that a run says, and fits whatever the run's length."""
+"""The page holds the run's numbers and nothing else, acts on nothing that a run says, and fits whatever the
+run's length."""
 
 import base64
 import hashlib
@@ -34,7 +35,11 @@ HOSTILE = [
     "</script><script>document.title='hacked'</script>",
     "<img src=x onerror=\"document.title='hacked'\">",
     "\u2028 \ud800 half a pair \u202e right to left",
-    "<!--<script>", "]]>", "&lt;b&gt;", "' onmouseover='document.title=1", "\0\x1b[31m",
+    "<!--<script>",
+    "]]>",
+    "&lt;b&gt;",
+    "' onmouseover='document.title=1",
+    "\0\x1b[31m",
     "x" * 100_000,
 ]
 
@@ -52,7 +57,11 @@ class Elements(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.handlers += [name for name, _ in attributes if name.startswith("on")]
-        self.addresses += [str(value) for name, value in attributes if name in ("src", "href") and not str(value).startswith("#")]
+        self.addresses += [
+            str(value)
+            for name, value in attributes
+            if name in ("src", "href") and not str(value).startswith("#")
+        ]
 
 
 def page_of(run, **options) -> str:
@@ -60,7 +69,9 @@ def page_of(run, **options) -> str:
 
 
 def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)[1]
+    )
 
 
 def floats(text: str) -> list[float]:
@@ -71,7 +82,10 @@ def floats(text: str) -> list[float]:
 def hostile_run():
     run = planted({})
     run.name = HOSTILE[1]
-    run.samples = [SavedSample(5, {"input": text, "output": text, "score": 0.5, "</td>" + HOSTILE[0]: text}) for text in HOSTILE]
+    run.samples = [
+        SavedSample(5, {"input": text, "output": text, "score": 0.5, "</td>" + HOSTILE[0]: text})
+        for text in HOSTILE
+    ]
     run.series = {**run.series, f"val-core/{HOSTILE[0]}/acc/mean@1": Series([1, 2, 3], [0.1, 0.2, 0.3])}
     run.settings = {**run.settings, HOSTILE[0]: HOSTILE[1]}
     run.plan = HOSTILE[0]
@@ -138,7 +152,9 @@ def test_what_is_not_ours_is_what_was_published():
 def test_our_scripts_are_small_and_plain(name):
     script = (ASSETS / name).read_text()
     assert len(script.splitlines()) <= 900
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|fetch\(|XMLHttp", script)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|fetch\(|XMLHttp", script
+    )
 
 
 # ---- True.
@@ -162,7 +178,12 @@ def test_every_number_of_a_chart_is_the_runs():
 def test_the_verdict_on_the_page_is_the_one_in_words():
     run = planted({"rollout_corr/misalignment_z": [-30.0] * 40})
     page, verdict = page_of(run), judge(run)
-    for text in (verdict.headline, verdict.progress, *(found.text for found in verdict.statements), *verdict.do_first):
+    for text in (
+        verdict.headline,
+        verdict.progress,
+        *(found.text for found in verdict.statements),
+        *verdict.do_first,
+    ):
         assert escaped(text) in page
 
 
@@ -174,9 +195,13 @@ def test_every_metric_has_its_row_and_unknown_ones_say_so():
 
 
 def test_missing_mass_is_drawn_from_two_of_verls_metrics():
-    (chart,) = [chart for chart in data_of(page_of(planted({})))["charts"] if chart["title"] == "Missing mass"]
+    (chart,) = [
+        chart for chart in data_of(page_of(planted({})))["charts"] if chart["title"] == "Missing mass"
+    ]
     k1, k3 = healthy()["rollout_corr/kl"], healthy()["rollout_corr/k3_kl"]
-    assert floats(chart["lines"][0]["y"]) == pytest.approx([a - b for a, b in zip(k1, k3, strict=True)], abs=1e-9)
+    assert floats(chart["lines"][0]["y"]) == pytest.approx(
+        [a - b for a, b in zip(k1, k3, strict=True)], abs=1e-9
+    )
 
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9))
@@ -189,10 +214,14 @@ ANY_NAME = st.sampled_from(sorted(CHARTED)) | st.text(max_size=12)
 @given(
     st.dictionaries(ANY_NAME, st.lists(ANY_VALUE, min_size=1, max_size=30), max_size=12),
     st.dictionaries(st.text(max_size=9) | st.sampled_from(sorted(SETTINGS)), ANYTHING, max_size=6),
-    st.lists(st.dictionaries(st.sampled_from(["input", "output", "score", "x"]), ANYTHING, max_size=4), max_size=5),
+    st.lists(
+        st.dictionaries(st.sampled_from(["input", "output", "score", "x"]), ANYTHING, max_size=4), max_size=5
+    ),
 )
 def test_any_run_has_a_page(metrics, config, samples):
-    run = planted(metrics, config, without=[name for name in healthy() if name not in metrics] if metrics else [])
+    run = planted(
+        metrics, config, without=[name for name in healthy() if name not in metrics] if metrics else []
+    )
     run.settings = config
     run.samples = [SavedSample(step, cells) for step, cells in enumerate(samples, start=1)]
     page = page_of(run)
@@ -205,7 +234,9 @@ def test_short_runs_have_their_points(steps, tmp_path):
     run = read_run(write_run(tmp_path, healthy(steps=max(2, steps))))
     if steps == 1:
         run = read_run(tmp_path, 1, 1)
-    (line,) = next(chart for chart in data_of(page_of(run))["charts"] if chart["title"] == "Reward of training samples")["lines"]
+    (line,) = next(
+        chart for chart in data_of(page_of(run))["charts"] if chart["title"] == "Reward of training samples"
+    )["lines"]
     assert len(floats(line["y"])) == steps
 
 
@@ -250,7 +281,10 @@ def test_ten_thousand_steps_fit_in_size_and_time(tmp_path):
     columns = healthy(steps=steps) | {f"my/metric_{i}": wave(1.0, steps=steps) for i in range(20)}
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for index in range(steps):
-            file.write(json.dumps({"step": index + 1} | {name: values[index] for name, values in columns.items()}) + "\n")
+            file.write(
+                json.dumps({"step": index + 1} | {name: values[index] for name, values in columns.items()})
+                + "\n"
+            )
     started = time.process_time()
     report = write_report(Request((tmp_path,)))
     assert time.process_time() - started < 20
@@ -280,7 +314,12 @@ def test_the_heat_map_keeps_single_tokens_and_marks_percentiles():
 
 @pytest.mark.parametrize(
     ("level", "threshold", "bounds"),
-    [("token", 2.0, [math.log(2)]), ("token", "0.5_4.0", [-math.log(2), math.log(4)]), ("sequence", 2.0, []), ("token", "x", [])],
+    [
+        ("token", 2.0, [math.log(2)]),
+        ("token", "0.5_4.0", [-math.log(2), math.log(4)]),
+        ("sequence", 2.0, []),
+        ("token", "x", []),
+    ],
 )
 def test_bounds_of_token_weights_are_drawn(level, threshold, bounds):
     prefix = "algorithm.rollout_correction.rollout_is"
@@ -289,16 +328,28 @@ def test_bounds_of_token_weights_are_drawn(level, threshold, bounds):
 
 
 def test_samples_of_the_newest_step_from_both_ends():
-    samples = [SavedSample(1, {"score": 0.0})] * 3 + [SavedSample(9, {"score": float(score)}) for score in range(6)]
+    samples = [SavedSample(1, {"score": 0.0})] * 3 + [
+        SavedSample(9, {"score": float(score)}) for score in range(6)
+    ]
     chosen = chosen_samples(samples, 6)
-    assert [(sample.step, sample.cells["score"]) for sample in chosen] == [(9, 0), (9, 5), (9, 1), (9, 4), (1, 0), (1, 0)]
+    assert [(sample.step, sample.cells["score"]) for sample in chosen] == [
+        (9, 0),
+        (9, 5),
+        (9, 1),
+        (9, 4),
+        (1, 0),
+        (1, 0),
+    ]
 
 
 def test_alerts_show_their_cause_and_its_numbers():
     run = planted({})
     run.alerts = [Alert(3, "not healthy", "low")]
-    assert "<th scope=\"col\">cause</th>" not in alerts_panel(run)
-    run.alerts = [*run.alerts, Alert(4, "gap: temperature", "cooler", "temperature", 2, {"temperature_slope": -0.111})]
+    assert '<th scope="col">cause</th>' not in alerts_panel(run)
+    run.alerts = [
+        *run.alerts,
+        Alert(4, "gap: temperature", "cooler", "temperature", 2, {"temperature_slope": -0.111}),
+    ]
     panel = alerts_panel(run)
     assert "<td>temperature</td><td>temperature_slope -0.111</td>" in panel
     assert "<td>low</td><td></td><td></td>" in panel
@@ -307,7 +358,10 @@ def test_alerts_show_their_cause_and_its_numbers():
 def test_the_same_prompts_first_and_last():
     run = planted({})
     answers = [("p", "old", 1), ("q", "once", 1), ("p", "middle", 5), ("p", "new", 9)]
-    run.samples = [SavedSample(step, {"input": prompt, "output": output, "score": 0.5}) for prompt, output, step in answers]
+    run.samples = [
+        SavedSample(step, {"input": prompt, "output": output, "score": 0.5})
+        for prompt, output, step in answers
+    ]
     table = page_of(run).partition("The same prompts, first and last")[2].partition("</section>")[0]
     assert re.findall(r"<bdi>(.*?)</bdi>", table) == ["p", "old", "0.5", "new", "0.5"]
     run.samples = run.samples[:2]
@@ -316,7 +370,14 @@ def test_the_same_prompts_first_and_last():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(3.0, "3"), (12345.0, "12,345"), (1234.5, "1,234.5"), (0.123456, "0.1235"), (1e-9, "1e-09"), (math.nan, "not a number")],
+    [
+        (3.0, "3"),
+        (12345.0, "12,345"),
+        (1234.5, "1,234.5"),
+        (0.123456, "0.1235"),
+        (1e-9, "1e-09"),
+        (math.nan, "not a number"),
+    ],
 )
 def test_numbers_of_tables(value, text):
     assert number(value) == text
@@ -325,7 +386,14 @@ def test_numbers_of_tables(value, text):
 def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     folder = write_run(tmp_path / "run", healthy())
     record = ReplayedRecord(
-        9, 8, 700, 0.25, {"trainer": Part(0.25, 0.97), "rest": Part(0.01, 0.03)}, {0: 0.5, 8: 0.01}, {"noise": 0.0}, "no prompt"
+        9,
+        8,
+        700,
+        0.25,
+        {"trainer": Part(0.25, 0.97), "rest": Part(0.01, 0.03)},
+        {0: 0.5, 8: 0.01},
+        {"noise": 0.0},
+        "no prompt",
     )
     (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
     run = read_run(folder)
@@ -336,7 +404,9 @@ def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     assert "They come out with no prompt" in page
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"replayed": 3}', '{"replayed": [3]}', '{"replayed": [{"step": "x"}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"replayed": 3}', '{"replayed": [3]}', '{"replayed": [{"step": "x"}]}']
+)
 def test_a_damaged_diagnosis_names_no_cause(tmp_path, text):
     folder = write_run(tmp_path / "run", healthy())
     (folder / "diagnosis.json").write_text(text)

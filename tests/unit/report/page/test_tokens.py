@@ -1,4 +1,5 @@
-"""The panel of tokens: its numbers are those of the records, its texts stay texts, and what is missing is named."""
+"""The panel of tokens: its numbers are those of the records, its texts stay texts, and what is missing is
+named."""
 
 import base64
 import json
@@ -45,7 +46,9 @@ def unpacked(text: str, kind: str) -> list[float]:
 
 
 def test_every_number_of_a_row_is_the_records(tmp_path: Path) -> None:
-    record = token_record(10, entropy=np.arange(9) / 4, weight=[1.0] * 9, advantage=[0.25] * 4 + [-1.5] * 5, version=[7] * 9)
+    record = token_record(
+        10, entropy=np.arange(9) / 4, weight=[1.0] * 9, advantage=[0.25] * 4 + [-1.5] * 5, version=[7] * 9
+    )
     data = data_of(page_of(run_with(tmp_path, record)))
     by_row = {row["row"]: row for row in data["rows"]}
     assert by_row.keys() == {0, 2, 4}
@@ -69,15 +72,25 @@ def test_every_number_of_a_row_is_the_records(tmp_path: Path) -> None:
     [
         ({"rollout_is_threshold": 2.0}, [0.5, 2.0, 1.0], [False, True, False]),
         ({"rollout_is_threshold": "0.5_2.0"}, [0.5, 0.0, 1.0], [False, True, False]),
-        ({"rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}, [0.5, 2.0, 1.0], [False, False, False]),
+        (
+            {"rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+            [0.5, 2.0, 1.0],
+            [False, False, False],
+        ),
         (None, [0.5, 2.0, 1.0], [False, False, False]),
     ],
 )
 def test_tokens_that_were_cut_rejected_or_written_by_tools(
     tmp_path: Path, correction: Any, weights: list[float], cut: list[bool]
 ) -> None:
-    record = token_record(10, (4,), weight=[*weights, 2.0], kept=[True, True, False, True],
-                          response_mask=[True, True, True, False], facts={"correction": correction})  # fmt: skip
+    record = token_record(
+        10,
+        (4,),
+        weight=[*weights, 2.0],
+        kept=[True, True, False, True],
+        response_mask=[True, True, True, False],
+        facts={"correction": correction},
+    )
     (row,) = data_of(page_of(run_with(tmp_path, record)))["rows"]
     flags = [int(flag) for flag in unpacked(row["flags"], "u1")]
     assert [bool(flag & 1) for flag in flags] == [True, True, True, False]

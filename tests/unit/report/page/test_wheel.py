@@ -21,7 +21,9 @@ def installed(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "verl_rc", source / "verl_rc", ignore=shutil.ignore_patterns("__pycache__"))
     (source / "dist").mkdir()
-    built = subprocess.run([sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False
+    )
     assert built.returncode == 0, built.stderr[-2000:]
     (wheel,) = (source / "dist").glob("*.whl")
     folder = tmp_path_factory.mktemp("installed")
@@ -32,13 +34,17 @@ def installed(tmp_path_factory):
 
 def test_the_wheel_has_every_file_of_the_page(installed):
     here, there = ROOT / "verl_rc/report/page/assets", installed / "verl_rc/report/page/assets"
-    assert {path.name: path.read_bytes() for path in there.iterdir()} == {path.name: path.read_bytes() for path in here.iterdir()}
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {
+        path.name: path.read_bytes() for path in here.iterdir()
+    }
 
 
 def test_an_installed_package_writes_a_page(installed, tmp_path):
     folder = write_run(tmp_path / "run", healthy(steps=3))
     command = [sys.executable, "-m", "verl_rc.cli", "report", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "uPlot" in (folder / "report.html").read_text()

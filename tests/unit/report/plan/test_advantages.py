@@ -23,7 +23,11 @@ MODES: dict[str, Given] = {
     "no ratio": {f"{ACTOR}.policy_loss.loss_mode": "gpg"},
     "bypass": {f"{CORRECTION}.bypass_mode": True},
     "reinforce": {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
-    "reinforce, weights": {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce", **WEIGHTS},
+    "reinforce, weights": {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.loss_type": "reinforce",
+        **WEIGHTS,
+    },
 }
 MORE: dict[str, Given] = {
     "alone": {},
@@ -49,7 +53,14 @@ MATRIX: dict[str, Given] = {
     if estimator in ("grpo", "gae") or (mode in ("weights", "no ratio") and more in ("alone", "kl in reward"))
 }
 ROLLOUT_FIELDS = ("response_mask", "rollout_log_probs", "policy_versions", "group_ids", "finished")
-EVALUATION_FIELDS = ("old_log_probs", "entropies", "ref_log_prob", "critic_values", "sum_pi_squared", "varentropies")
+EVALUATION_FIELDS = (
+    "old_log_probs",
+    "entropies",
+    "ref_log_prob",
+    "critic_values",
+    "sum_pi_squared",
+    "varentropies",
+)
 SCORE_FIELDS = ("scores", "reward_baselines", "component_scores")
 ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)
 

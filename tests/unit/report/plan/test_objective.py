@@ -1,4 +1,5 @@
-"""What a plan calls live changes the loss when perturbed, what it calls constant has no gradient, the rest changes nothing."""
+"""What a plan calls live changes the loss when perturbed, what it calls constant has no gradient, the rest
+changes nothing."""
 
 from collections.abc import Iterator
 
@@ -24,7 +25,10 @@ REINFORCE: Given = {**BYPASS, f"{CORRECTION}.loss_type": "reinforce"}
 CORRECTIONS: dict[str, Given] = {
     "decoupled": {},
     "decoupled, weights": TOKEN_WEIGHTS,
-    "decoupled, sequence weights": {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_batch_normalize": True},
+    "decoupled, sequence weights": {
+        f"{CORRECTION}.rollout_is": "sequence",
+        f"{CORRECTION}.rollout_is_batch_normalize": True,
+    },
     "decoupled, band": {**TOKEN_WEIGHTS, f"{CORRECTION}.rollout_is_threshold": "0.8_1.2"},
     "decoupled, rejection": REJECTION,
     "decoupled, kept": KEPT,
@@ -46,7 +50,11 @@ REGULARISERS: dict[str, Given] = {
     "alone": {},
     "entropy": {f"{ACTOR}.entropy_coeff": 0.5},
     "kl": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.5},
-    "kl of weight 0": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0, f"{ACTOR}.entropy_coeff": -0.1},
+    "kl of weight 0": {
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 0.0,
+        f"{ACTOR}.entropy_coeff": -0.1,
+    },
 }
 MODES: dict[str, Given] = {mode: {f"{ACTOR}.loss_agg_mode": mode} for mode in AGGREGATION_MODES}
 
@@ -69,14 +77,28 @@ def _matrix() -> Iterator[tuple[str, Given]]:
         for more, regulariser in REGULARISERS.items():
             yield f"{name}; {more}", {**given, **regulariser}
     for loss in LOSS_MODES:
-        for name in ("decoupled", "decoupled, weights, veto", "decoupled, kept", "bypass, rejection", "bypass, kept"):
+        for name in (
+            "decoupled",
+            "decoupled, weights, veto",
+            "decoupled, kept",
+            "bypass, rejection",
+            "bypass, kept",
+        ):
             yield f"{loss}; {name}", {**CORRECTIONS[name], **loss_choice(loss)}
     for mode, given in MODES.items():
-        for name in ("decoupled, rejection", "decoupled, kept", "bypass, rejection", "reinforce, weights, kept"):
+        for name in (
+            "decoupled, rejection",
+            "decoupled, kept",
+            "bypass, rejection",
+            "reinforce, weights, kept",
+        ):
             for loss in ("vanilla", "geo_mean", "sapo"):
                 refused = mode == "token-sum" and "kept" in name
                 if not refused:
-                    yield f"{mode}; {loss}; {name}", {**CORRECTIONS[name], **given, **loss_choice(loss), **REGULARISERS["kl"]}
+                    yield (
+                        f"{mode}; {loss}; {name}",
+                        {**CORRECTIONS[name], **given, **loss_choice(loss), **REGULARISERS["kl"]},
+                    )
 
 
 MATRIX = dict(_matrix())
@@ -85,8 +107,8 @@ MATRIX = dict(_matrix())
 def changed_mask(batch: TrainBatch, name: str, bypass: bool) -> Tensor:
     """A mask with other tokens in it that leaves the batch consistent: kept tokens stay response tokens.
 
-    ``loss_mask`` loses tokens. ``response_mask`` gains rejected tokens (one in a row that had none), or, where the actor itself
-    decides what is kept, loses some.
+    ``loss_mask`` loses tokens. ``response_mask`` gains rejected tokens (one in a row that had none), or,
+    where the actor itself decides what is kept, loses some.
     """
     mask = getattr(batch, name).clone()
     if name == "loss_mask":
@@ -131,7 +153,11 @@ def live_fields(config: RunConfig) -> set[str]:
         "log_probs": TokenScores(perturbed(current.log_probs), current.entropies),
         "entropies": TokenScores(current.log_probs, perturbed(current.entropies)),
     }
-    return found | {name for name, scores in others.items() if not torch.equal(loss_of(config, batch, scores).detach(), expected)}
+    return found | {
+        name
+        for name, scores in others.items()
+        if not torch.equal(loss_of(config, batch, scores).detach(), expected)
+    }
 
 
 def fields_with_gradient(config: RunConfig) -> set[str]:
@@ -147,7 +173,9 @@ def fields_with_gradient(config: RunConfig) -> set[str]:
             setattr(batch, name, leaves[name])
     gradients = torch.autograd.grad(loss_of(config, batch, current), list(leaves.values()), allow_unused=True)
     return {
-        name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None and bool((gradient != 0).any())
+        name
+        for name, gradient in zip(leaves, gradients, strict=True)
+        if gradient is not None and bool((gradient != 0).any())
     }
 
 
@@ -171,7 +199,9 @@ def test_weights_and_masks_made_in_the_actor_are_constants(name: str) -> None:
 
 def test_every_loss_and_every_average_is_walked() -> None:
     assert {plan_policy(config_of(given)).loss for given in MATRIX.values()} == set(POLICY_LOSSES)
-    assert {config_of(given).actor_rollout_ref.actor.loss_agg_mode for given in MATRIX.values()} == set(AGGREGATION_MODES)
+    assert {config_of(given).actor_rollout_ref.actor.loss_agg_mode for given in MATRIX.values()} == set(
+        AGGREGATION_MODES
+    )
 
 
 def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
@@ -195,9 +225,15 @@ def test_the_critics_operands() -> None:
 
     expected, live = loss(batch, values), set()
     for name in ("tokens", "response_mask", "old_values", "returns"):
-        live |= {name} if not torch.equal(loss(changed_batch(batch, name, bypass=False), values), expected) else set()
+        live |= (
+            {name}
+            if not torch.equal(loss(changed_batch(batch, name, bypass=False), values), expected)
+            else set()
+        )
     assert not torch.equal(loss(batch, perturbed(values)), expected)
-    assert {Operand(name, has_gradient=False) for name in live} | {Operand("values", has_gradient=True)} == set(plan.operands)
+    assert {Operand(name, has_gradient=False) for name in live} | {
+        Operand("values", has_gradient=True)
+    } == set(plan.operands)
     leaves = [values.requires_grad_(), batch.old_values.requires_grad_(), batch.returns.requires_grad_()]
     current, *constants = torch.autograd.grad(loss(batch, values), leaves, allow_unused=True)
     assert current is not None

@@ -1,4 +1,5 @@
-"""What a plan calls without effect has none, every other option of the objective has one, and each warning names what it saw."""
+"""What a plan calls without effect has none, every other option of the objective has one, and each warning
+names what it saw."""
 
 from collections.abc import Iterator
 
@@ -70,9 +71,18 @@ CASES: dict[str, Given] = {
     "gae": {f"{ALGORITHM}.adv_estimator": "gae"},
     "rloo": {f"{ALGORITHM}.adv_estimator": "rloo"},
     "grpo_passk": {f"{ALGORITHM}.adv_estimator": "grpo_passk"},
-    "grpo_passk with sapo": {f"{ALGORITHM}.adv_estimator": "grpo_passk", f"{ACTOR}.policy_loss.loss_mode": "sapo"},
-    "grpo_passk with dppo": {f"{ALGORITHM}.adv_estimator": "grpo_passk", f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"},
-    "grpo_passk with cispo": {f"{ALGORITHM}.adv_estimator": "grpo_passk", f"{ACTOR}.policy_loss.loss_mode": "cispo"},
+    "grpo_passk with sapo": {
+        f"{ALGORITHM}.adv_estimator": "grpo_passk",
+        f"{ACTOR}.policy_loss.loss_mode": "sapo",
+    },
+    "grpo_passk with dppo": {
+        f"{ALGORITHM}.adv_estimator": "grpo_passk",
+        f"{ACTOR}.policy_loss.loss_mode": "dppo_tv",
+    },
+    "grpo_passk with cispo": {
+        f"{ALGORITHM}.adv_estimator": "grpo_passk",
+        f"{ACTOR}.policy_loss.loss_mode": "cispo",
+    },
     "reinforce_plus_plus": {f"{ALGORITHM}.adv_estimator": "reinforce_plus_plus"},
     "remax": {f"{ALGORITHM}.adv_estimator": "remax"},
     "gdpo": {f"{ALGORITHM}.adv_estimator": "gdpo", f"{ALGORITHM}.gdpo_reward_keys": ["score", "acc"]},
@@ -116,7 +126,9 @@ def test_an_option_has_an_effect_or_is_listed(name: str) -> None:
     for key in ALTERNATIVES:
         for other in others(config, given, key):
             is_same = outcome(other) == expected
-            assert is_same == (key in listed), f"{key}: {'the same' if is_same else 'another'} update, listed: {key in listed}"
+            assert is_same == (key in listed), (
+                f"{key}: {'the same' if is_same else 'another'} update, listed: {key in listed}"
+            )
 
 
 def test_keys_exist_and_are_listed_once() -> None:
@@ -125,7 +137,9 @@ def test_keys_exist_and_are_listed_once() -> None:
         keys = [option.key for option in plan_of(config_of(given)).unused]
         assert len(keys) == len(set(keys))
         for key in keys:
-            assert key in known or (key.endswith(".*") and any(leaf.startswith(key[:-1]) for leaf in known)), key
+            assert key in known or (
+                key.endswith(".*") and any(leaf.startswith(key[:-1]) for leaf in known)
+            ), key
 
 
 def option(plan: Plan, key: str) -> UnusedOption:
@@ -138,7 +152,9 @@ def test_options_that_were_set_are_distinguished_from_defaults() -> None:
     assert option(plan, f"{ALGORITHM}.lam").is_changed
     assert option(plan, "critic.*").is_changed
     assert not option(plan, f"{ALGORITHM}.gamma").is_changed
-    assert not option(plan_of(config_of({})), "critic.*").is_changed  # values that follow the actor's are not the user's
+    assert not option(
+        plan_of(config_of({})), "critic.*"
+    ).is_changed  # values that follow the actor's are not the user's
     assert not option(plan_of(config_of({})), f"{ACTOR}.loss_scale_factor").is_changed
 
 
@@ -150,9 +166,17 @@ def test_reported_options_are_distinguished_from_unused_ones() -> None:
 
 TWO_UPDATES: Given = {"actor_rollout_ref.actor.ppo_mini_batch_size": 5}
 WARNED: dict[str, tuple[Given, str]] = {
-    "warm-up without critic": ({"trainer.critic_warmup": 5, **TWO_UPDATES}, "for 4 steps, and there is no critic"),
+    "warm-up without critic": (
+        {"trainer.critic_warmup": 5, **TWO_UPDATES},
+        "for 4 steps, and there is no critic",
+    ),
     "warm-up of the whole run": (
-        {f"{ALGORITHM}.adv_estimator": "gae", "trainer.critic_warmup": 9, "trainer.total_training_steps": 8, **TWO_UPDATES},
+        {
+            f"{ALGORITHM}.adv_estimator": "gae",
+            "trainer.critic_warmup": 9,
+            "trainer.total_training_steps": 8,
+            **TWO_UPDATES,
+        },
         "the actor is never updated",
     ),
     "k1 as a loss": (

@@ -40,14 +40,24 @@ def test_counts_worked_out_by_hand() -> None:
         )
     ).sizes
     assert (sizes.rows, sizes.rows_per_engine, sizes.longest_sequence) == (60, 20, 13)
-    assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (3, 6, 20)
+    assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (
+        3,
+        6,
+        20,
+    )
     assert sizes.actor.rows_per_group == (6, 7)
     assert sizes.critic is not None
-    assert (sizes.critic.optimizer_steps, sizes.critic.mini_batch_rows, sizes.critic.rows_per_group) == (4, 30, (10, 10))
+    assert (sizes.critic.optimizer_steps, sizes.critic.mini_batch_rows, sizes.critic.rows_per_group) == (
+        4,
+        30,
+        (10, 10),
+    )
     assert sizes.critic_only_steps == 2
 
 
-@pytest.mark.parametrize(("prompts", "mini", "epochs", "samples"), [(10, 5, 1, 4), (12, 3, 2, 2), (6, 6, 3, 7)])
+@pytest.mark.parametrize(
+    ("prompts", "mini", "epochs", "samples"), [(10, 5, 1, 4), (12, 3, 2, 2), (6, 6, 3, 7)]
+)
 def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: int, samples: int) -> None:
     given: Given = {
         "data.train_batch_size": prompts,
@@ -65,13 +75,23 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
 
 @pytest.mark.parametrize(
     ("rows", "ranks", "max_tokens", "max_rows", "sharing"),
-    [(20, 2, 40, None, 1), (21, 3, 95, None, 1), (20, 2, None, 3, 1), (20, 4, 20, None, 2), (20, 4, None, 3, 2)],
+    [
+        (20, 2, 40, None, 1),
+        (21, 3, 95, None, 1),
+        (20, 2, None, 3, 1),
+        (20, 4, 20, None, 2),
+        (20, 4, None, 3, 2),
+    ],
 )
-def test_longest_rows_fit_as_promised(rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int) -> None:
+def test_longest_rows_fit_as_promised(
+    rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int
+) -> None:
     longest = 19
     update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows, sharing)
     fits = update.fewest_rows_per_micro_batch(longest)
-    shares = assign_rows([longest] * rows, ranks // sharing, MicroBatchLimit(max_rows, max_tokens).shared_by(sharing))
+    shares = assign_rows(
+        [longest] * rows, ranks // sharing, MicroBatchLimit(max_rows, max_tokens).shared_by(sharing)
+    )
     assert max(len(part) for share in shares for part in share) == fits
     low, high = update.rows_per_group
     assert {sum(map(len, share)) for share in shares} <= {low, high}
@@ -86,7 +106,11 @@ def stages_of_the_driver() -> set[str]:
     found = set()
     for path in (ROOT / "verl_rc/driver").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "stage":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "stage"
+            ):
                 found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     return found
 
@@ -100,7 +124,13 @@ ONE_STEP_OFF: Given = {
 }
 
 EVERYTHING: list[Given] = [
-    {**GAE, **REFERENCE, f"{TRAINER}.test_freq": 5, f"{TRAINER}.save_freq": 5, f"{TRAINER}.rollout_data_dir": "x"},
+    {
+        **GAE,
+        **REFERENCE,
+        f"{TRAINER}.test_freq": 5,
+        f"{TRAINER}.save_freq": 5,
+        f"{TRAINER}.rollout_data_dir": "x",
+    },
     {"algorithm.adv_estimator": "remax"},
     ONE_STEP_OFF,
 ]
@@ -113,7 +143,16 @@ def test_every_stage_of_the_loop_is_planned_by_some_run() -> None:
     assert re.search(r'"timing_s/correction_statistics"', worker)
 
 
-MINIMAL = ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "sync_canary", "token_records"]
+MINIMAL = [
+    "gen",
+    "reward",
+    "old_log_prob",
+    "adv",
+    "update_actor",
+    "update_weights",
+    "sync_canary",
+    "token_records",
+]
 
 
 @pytest.mark.parametrize(

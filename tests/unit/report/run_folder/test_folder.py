@@ -1,4 +1,5 @@
-"""A run's folder is read whole, half, resumed, damaged or not at all; nothing is counted twice and nothing is invented."""
+"""A run's folder is read whole, half, resumed, damaged or not at all; nothing is counted twice and nothing is
+invented."""
 
 import json
 import math
@@ -30,7 +31,9 @@ def said(run, text: str) -> bool:
 
 
 def test_a_finished_run(tmp_path):
-    run = read_run(write_run(tmp_path / "one", healthy(steps=5), [{"input": "1+1", "output": "2", "score": 1.0}]))
+    run = read_run(
+        write_run(tmp_path / "one", healthy(steps=5), [{"input": "1+1", "output": "2", "score": 1.0}])
+    )
     assert run.name == "one"
     assert list(run.steps) == [1, 2, 3, 4, 5]
     assert list(run.get(SCORE).values) == healthy(steps=5)[SCORE]
@@ -63,7 +66,13 @@ def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path):
 
 
 def test_a_step_logged_twice_counts_once_and_the_later_value_wins(tmp_path):
-    run = run_of(tmp_path, {"step": 1, "a/b": 1}, {"step": 2, "a/b": 2, "a/c": 7}, {"step": 2, "a/b": 3}, {"step": 3, "a/b": 4})
+    run = run_of(
+        tmp_path,
+        {"step": 1, "a/b": 1},
+        {"step": 2, "a/b": 2, "a/c": 7},
+        {"step": 2, "a/b": 3},
+        {"step": 3, "a/b": 4},
+    )
     assert list(run.steps) == [1, 2, 3]
     assert list(run.get("a/b").values) == [1, 3, 4]
     assert list(run.get("a/c").values) == [7]
@@ -98,7 +107,13 @@ def test_gaps_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "bad",
-    ["[1, 2]", '{"a": 1}', "nonsense", "[" * 9000, *(f'{{"step": {step}}}' for step in ("-1", '"x"', "1.5", "1e30", "true"))],
+    [
+        "[1, 2]",
+        '{"a": 1}',
+        "nonsense",
+        "[" * 9000,
+        *(f'{{"step": {step}}}' for step in ("-1", '"x"', "1.5", "1e30", "true")),
+    ],
 )
 def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, bad):
     run = run_of(tmp_path, {"step": 1, "a/b": 1}, bad, {"step": 2, "a/b": 2})
@@ -107,7 +122,10 @@ def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, bad):
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path):
-    run = run_of(tmp_path, {"step": 1, "a/b": "text", "a/c": [1], "a/d": {"x": 1}, "a/e": True, "a/f": None, "a/g": 10**400})
+    run = run_of(
+        tmp_path,
+        {"step": 1, "a/b": "text", "a/c": [1], "a/d": {"x": 1}, "a/e": True, "a/f": None, "a/g": 10**400},
+    )
     assert sorted(run.series) == ["a/e", "a/f", "a/g"]
     assert run.get("a/e").values == [1.0]
 
@@ -138,7 +156,12 @@ def test_secrets_of_the_configuration_stay_out(tmp_path):
 
 def test_alerts_and_how_it_ended(tmp_path):
     lines(tmp_path / "metrics.jsonl", {"step": 1, "a/b": 1})
-    lines(tmp_path / "alerts.jsonl", {"step": 1, "title": "t", "text": "x"}, {"step": 1, "title": "only"}, "half")
+    lines(
+        tmp_path / "alerts.jsonl",
+        {"step": 1, "title": "t", "text": "x"},
+        {"step": 1, "title": "only"},
+        "half",
+    )
     lines(tmp_path / "ending.json", {"status": 143, "reason": "SIGTERM"})
     run = read_run(tmp_path)
     assert [(alert.step, alert.title, alert.text) for alert in run.alerts] == [(1, "t", "x")]
@@ -194,11 +217,17 @@ def test_reading_needs_no_torch():
 def test_alerts_have_their_cause_and_evidence(tmp_path):
     run = write_run(tmp_path / "run", healthy(5))
     lines = [
-        {"step": 2, "title": "gap: temperature", "text": "cooler", "cause": "temperature", "since_step": 1,
-         "evidence": {"temperature_slope": -0.1, "z": "NaN", "x": []}},
+        {
+            "step": 2,
+            "title": "gap: temperature",
+            "text": "cooler",
+            "cause": "temperature",
+            "since_step": 1,
+            "evidence": {"temperature_slope": -0.1, "z": "NaN", "x": []},
+        },
         {"step": 3, "title": "t", "text": "u", "cause": "c", "since_step": "x", "evidence": [1]},
         {"step": 4, "title": "t", "text": "u"},
-    ]  # fmt: skip
+    ]
     (run / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     first, second, third = read_run(run).alerts
     assert (first.cause, first.since_step, first.evidence["temperature_slope"]) == ("temperature", 1, -0.1)

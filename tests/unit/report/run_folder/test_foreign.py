@@ -1,4 +1,5 @@
-"""verl's logs of every era, TRL's, slime's and NeMo-RL's names, and TensorBoard's files say the same as a run of ours would."""
+"""verl's logs of every era, TRL's, slime's and NeMo-RL's names, and TensorBoard's files say the same as a run
+of ours would."""
 
 import json
 import math
@@ -17,9 +18,11 @@ CONSOLE = "\n".join(
     (
         "Using RayPPOTrainer",
         "(TaskRunner pid=4242) step:0 - val-core/openai/gsm8k/reward/mean@1:0.25",
-        "\x1b[36m(TaskRunner pid=4242)\x1b[0m step:1 - actor/pg_loss:0.0125 - critic/score/mean:np.float64(0.5) "
+        "\x1b[36m(TaskRunner pid=4242)\x1b[0m step:1 - actor/pg_loss:0.0125 - "
+        "critic/score/mean:np.float64(0.5) "
         "- rollout_corr/kl:1.5e-3 - rollout_corr/k3_kl:np.float32(0.0011) - timing_s/step:12\x1b[0m",
-        "Training Progress:   2%|2 | 1/50 [00:12<10:02]\r(TaskRunner pid=4242) step:2 - critic/score/mean:-.5 "
+        "Training Progress:   2%|2 | 1/50 [00:12<10:02]\r(TaskRunner pid=4242) step:2 - "
+        "critic/score/mean:-.5 "
         "- actor/grad_norm:nan - perf/throughput:1,5",
         "step:3",
         "global step:4 - nothing here",
@@ -47,7 +50,10 @@ def file_logger(path: Path, records: list) -> Path:
 
 
 def test_the_file_logger(tmp_path):
-    records = [{"step": 7, "data": {"critic/score/mean": 0.5, "actor/grad_norm": None, "note": "x"}}, {"step": 8, "data": {}}]
+    records = [
+        {"step": 7, "data": {"critic/score/mean": 0.5, "actor/grad_norm": None, "note": "x"}},
+        {"step": 8, "data": {}},
+    ]
     path = file_logger(tmp_path / "exp.jsonl", records)
     with path.open("a") as file:
         file.write('{"step": 9, "data": {"critic/sc')
@@ -92,7 +98,10 @@ def test_names_of_all_eras(theirs, ours):
 
 def test_rollout_dumps_are_samples_and_scores(tmp_path):
     for step, scores in ((2, (1.0, 0.0)), (10, (1.0, 1.0))):
-        rows = [{"input": "q", "output": f"a{score}", "gts": "a", "score": score, "step": step} for score in scores]
+        rows = [
+            {"input": "q", "output": f"a{score}", "gts": "a", "score": score, "step": step}
+            for score in scores
+        ]
         (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{half")
     run = read_run(tmp_path)
     assert run.source == "verl's rollout dumps"
@@ -123,7 +132,9 @@ def event(step: int, tag: bytes, value: float) -> bytes:
     """A record after the format's definition; checksums are not looked at."""
     entry = b"\x0a" + bytes([len(tag)]) + tag + b"\x15" + struct.pack("<f", value)
     summary = b"\x0a" + bytes([len(entry)]) + entry
-    message = b"\x09" + struct.pack("<d", 1.0) + b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)]) + summary
+    message = (
+        b"\x09" + struct.pack("<d", 1.0) + b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)]) + summary
+    )
     return struct.pack("<Q", len(message)) + b"\0\0\0\0" + message + b"\0\0\0\0"
 
 

@@ -13,7 +13,9 @@ def record(step, values):
     """One histogram with a count of 1 in the bin of each value."""
     counts = [0.0] * (len(HISTOGRAM_EDGES) - 1)
     for value in values:
-        counts[next(i for i in range(len(counts)) if HISTOGRAM_EDGES[i] <= value < HISTOGRAM_EDGES[i + 1])] += 1
+        counts[
+            next(i for i in range(len(counts)) if HISTOGRAM_EDGES[i] <= value < HISTOGRAM_EDGES[i + 1])
+        ] += 1
     return step, {"step": step, "name": LOG_RATIO, "edges": list(HISTOGRAM_EDGES), "counts": counts}
 
 
@@ -56,7 +58,11 @@ def test_pairs_of_bin_and_count_with_edges_once():
     assert heat == expected
 
 
-DAMAGED = [{"counts": [1.0]}, {"edges": "x"}, *({"bins": bins} for bins in ([[99999, 1.0]], [[0, -1.0]], [[-1, 1.0]], 3, [3]))]
+DAMAGED = [
+    {"counts": [1.0]},
+    {"edges": "x"},
+    *({"bins": bins} for bins in ([[99999, 1.0]], [[0, -1.0]], [[-1, 1.0]], 3, [3])),
+]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)

@@ -1,4 +1,5 @@
-"""Token records of a run's folder: rows to show, worst tokens, profiles; and what is said about records that cannot be read."""
+"""Token records of a run's folder: rows to show, worst tokens, profiles; and what is said about records that
+cannot be read."""
 
 import math
 from pathlib import Path
@@ -42,7 +43,11 @@ def test_the_newest_record_comes_first_then_the_largest_gaps(tmp_path: Path) -> 
 def test_the_worst_tokens_of_all_records(tmp_path: Path) -> None:
     write_tokens(tmp_path, [token_record(1, gap=0.1), token_record(2, gap=0.5)])
     worst = tokens_of(tmp_path).worst
-    assert {(token.step, token.row, token.position) for token in worst[:3]} == {(2, 4, 0), (2, 4, 1), (2, 4, 2)}
+    assert {(token.step, token.row, token.position) for token in worst[:3]} == {
+        (2, 4, 0),
+        (2, 4, 1),
+        (2, 4, 2),
+    }
     assert abs(worst[0].old_log_prob - worst[0].rollout_log_prob) == pytest.approx(1.5, abs=1e-5)
     assert all(token.token == token.position + 1 for token in worst[:3])
     assert len(worst) == 18
@@ -150,13 +155,17 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path) -> None:
     data = read_tokens(tmp_path, notes)
     assert data is not None
     assert data.steps == [1]
-    assert any("1 token record(s) cannot be read and are left out: step_000002.parquet" in note for note in notes)
+    assert any(
+        "1 token record(s) cannot be read and are left out: step_000002.parquet" in note for note in notes
+    )
 
 
 def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
     folder = write_tokens(tmp_path, [token_record(1)])
     with (folder / "pieces.jsonl").open("a") as file:
-        file.write('{"step": 2, "pieces": [[90, "ninety", 0], ["x", 1], 7]}\n{"step": 3, "pieces": [[91, "half')
+        file.write(
+            '{"step": 2, "pieces": [[90, "ninety", 0], ["x", 1], 7]}\n{"step": 3, "pieces": [[91, "half'
+        )
     pieces = tokens_of(tmp_path).pieces
     assert pieces[90] == "ninety"
     assert 91 not in pieces

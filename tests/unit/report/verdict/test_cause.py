@@ -1,4 +1,5 @@
-"""The table of causes: each row on signatures that the specification gives for it, silence beside its bounds, words, alerts."""
+"""The table of causes: each row on signatures that the specification gives for it, silence beside its bounds,
+words, alerts."""
 
 import math
 
@@ -16,7 +17,13 @@ from verl_rc.report.verdict.cause import CAUSES, PREFIX, SIGNATURES, cause_of, j
 from verl_rc.report.verdict.gap import judge_gap
 
 FILTER = {"missing_mass": 0.038, "missing_mass_z": 80.0}  # top-p 0.95
-RAW = {"missing_mass": -0.2, "missing_mass_z": -60.0, "temperature_slope": 0.3, "temperature_r2": 0.97, "temperature_z": 400.0}
+RAW = {
+    "missing_mass": -0.2,
+    "missing_mass_z": -60.0,
+    "temperature_slope": 0.3,
+    "temperature_r2": 0.97,
+    "temperature_z": 400.0,
+}
 PLANTED = {
     2: {"lag": 1.0},
     3: {"rounded_fraction": 1.0},
@@ -58,13 +65,25 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         (FILTER | {"concentration": 0.95}, FILTER | {"concentration": 0.8}, 5),
         (FILTER | {"temperature_r2": 0.25}, FILTER | {"temperature_r2": 0.35}, 6),
         (FILTER | {"temperature_r2": 0.95}, FILTER | {"temperature_r2": 0.85}, 6),
-        ({"missing_mass": -0.0008, "missing_mass_z": -9.0}, {"missing_mass": -0.0012, "missing_mass_z": -9.0}, 7),
+        (
+            {"missing_mass": -0.0008, "missing_mass_z": -9.0},
+            {"missing_mass": -0.0012, "missing_mass_z": -9.0},
+            7,
+        ),
         (COOLER | {"temperature_r2": 0.25}, COOLER | {"temperature_r2": 0.35}, 8),
         (COOLER | {"temperature_z": -25.0}, COOLER | {"temperature_z": -35.0}, 8),
         (COOLER | {"temperature_slope": -0.002}, COOLER | {"temperature_slope": -0.004}, 8),
-        (COOLER | {"temperature_r2": 0.89, "logit_noise": 3.0}, COOLER | {"temperature_r2": 0.91, "logit_noise": 3.0}, 8),
+        (
+            COOLER | {"temperature_r2": 0.89, "logit_noise": 3.0},
+            COOLER | {"temperature_r2": 0.91, "logit_noise": 3.0},
+            8,
+        ),
         # Of R² 0.51 a share of 0.7 of the noise is left.
-        (COOLER | {"temperature_r2": 0.51, "logit_noise": 0.72}, COOLER | {"temperature_r2": 0.51, "logit_noise": 0.71}, 8),
+        (
+            COOLER | {"temperature_r2": 0.51, "logit_noise": 0.72},
+            COOLER | {"temperature_r2": 0.51, "logit_noise": 0.71},
+            8,
+        ),
         ({"surprisal_excess": 0.029}, {"surprisal_excess": 0.031}, 10),
         ({"surprisal_excess": -0.029}, {"surprisal_excess": -0.031}, 10),
         ({"concentration": 0.97, "logit_noise": 0.8}, {"concentration": 0.99, "logit_noise": 0.8}, 12),
@@ -90,12 +109,16 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
     assert cause is not None
     said = statement_of(cause, steps, temperature=1.0, steps=(3, 5))
     assert said.text == (
-        "The engine samples at temperature 0.90, the trainer scores at 1.00: slope -0.111, which explains 97% of the gap (named) "
+        "The engine samples at temperature 0.90, the trainer scores at 1.00: slope -0.111, which explains "
+        "97% of the gap (named) "
         "[steps 3 to 5]"
     )
     raw = cause_of(HEALTHY | RAW)
     assert raw is not None
-    assert "samples at temperature 0.70 and reports log-probs at 1.00" in statement_of(raw, [HEALTHY | RAW], 0.7).sentence
+    assert (
+        "samples at temperature 0.70 and reports log-probs at 1.00"
+        in statement_of(raw, [HEALTHY | RAW], 0.7).sentence
+    )
     dropped = cause_of(HEALTHY | FILTER)
     assert dropped is not None
     assert "96.2%" in statement_of(dropped, [HEALTHY | FILTER], 1.0).text
@@ -114,14 +137,27 @@ def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict
     for step, changed in enumerate(steps, 1):
         metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items()}
         texts, further, history = judge_causes(metrics, step, history, temperature)
-        assert further["alerts/cause"] == any(one.is_told and one.last == step for one in history.episodes.values())
+        assert further["alerts/cause"] == any(
+            one.is_told and one.last == step for one in history.episodes.values()
+        )
         said.append({name: one.text for name, one in texts.items()})
     return said
 
 
 def test_a_cause_is_said_in_its_second_step_once_and_again_when_it_has_ended() -> None:
     said = follow([{}, COOLER, COOLER, COOLER, {}, COOLER, {}, {}, {}, {}])
-    assert [list(texts) for texts in said] == [[], [], ["temperature"], [], [], [], [], [], ["temperature"], []]
+    assert [list(texts) for texts in said] == [
+        [],
+        [],
+        ["temperature"],
+        [],
+        [],
+        [],
+        [],
+        [],
+        ["temperature"],
+        [],
+    ]
     assert "samples at temperature 0.90" in said[2]["temperature"]
     assert "(since step 2)" in said[2]["temperature"]
     assert said[8]["temperature"] == "ended: seen from step 2 to 6"
@@ -143,8 +179,15 @@ def test_the_floor_is_that_of_the_first_two_steps() -> None:
     metrics = {f"{PREFIX}missing_mass": 0.0, f"{PREFIX}logit_noise": 0.04}
     _, further, history = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
     assert further[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
-    assert judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0) == ({}, {}, CauseHistory())  # no signatures
-    assert judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, history, 1.0)[2].first_noise == (0.02, 0.04)
+    assert judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0) == (
+        {},
+        {},
+        CauseHistory(),
+    )  # no signatures
+    assert judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, history, 1.0)[2].first_noise == (
+        0.02,
+        0.04,
+    )
 
 
 def test_causes_are_followed_over_a_resume() -> None:
@@ -163,7 +206,8 @@ def test_causes_are_followed_over_a_resume() -> None:
 
 
 def healthy_batch(seed: int, rows: int = 64, width: int = 12, vocabulary: int = 16) -> dict[str, float]:
-    """Signatures of tokens from a policy whose logits the engine knows with noise, from float32's to that of an fp8 cache."""
+    """Signatures of tokens from a policy whose logits the engine knows with noise, from float32's to that of
+    an fp8 cache."""
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.rand(2, generator=generator).tolist()
     sharpness, noise = 1 + 5 * first, 10 ** (-6 + 4.9 * second)

@@ -31,7 +31,9 @@ def test_no_line_without_variation(x, y):
     assert estimates.fit_line(x, y) is None
 
 
-@pytest.mark.parametrize(("length", "size"), [(0, 0), (1, 1), (2, 1), (6, 2), (11, 3), (12, 4), (40, 4), (100, 10), (101, 11)])
+@pytest.mark.parametrize(
+    ("length", "size"), [(0, 0), (1, 1), (2, 1), (6, 2), (11, 3), (12, 4), (40, 4), (100, 10), (101, 11)]
+)
 def test_first_and_last_tenth(length, size):
     values = series(range(length))
     assert list(estimates.first_part(values).values) == list(range(size))

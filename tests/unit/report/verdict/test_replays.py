@@ -26,7 +26,12 @@ HEALTHY = ReplayedRecord(
     version=4,
     tokens=700,
     gap=0.03,
-    parts={"trainer": Part(0.0, 0.0), "versions": Part(0.0, 0.0), "engine": Part(0.03, 0.98), "rest": Part(0.004, 0.02)},
+    parts={
+        "trainer": Part(0.0, 0.0),
+        "versions": Part(0.0, 0.0),
+        "engine": Part(0.03, 0.98),
+        "rest": Part(0.004, 0.02),
+    },
     versions={0: 0.4, 4: 0.03},
     numbers={"noise": 0.0, "trainer_twice": 0.0},
 )
@@ -45,7 +50,9 @@ def test_healthy_records_name_nothing() -> None:
     assert causes() == []
 
 
-@pytest.mark.parametrize(("size", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
+@pytest.mark.parametrize(
+    ("size", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)]
+)
 def test_a_trainer_that_is_not_reproduced(size: float, share: float, names: bool) -> None:
     assert causes(with_part("trainer", size, share)) == [OTHER_INPUTS] * names
 
@@ -65,7 +72,9 @@ def test_weights_that_came_later_are_never_named() -> None:
     assert causes(replace(HEALTHY, version=0, versions={0: 0.4, 4: 0.01})) == []
 
 
-@pytest.mark.parametrize(("size", "share", "names"), [(0.0081, 0.16, True), (0.0079, 0.5, False), (0.05, 0.14, False)])
+@pytest.mark.parametrize(
+    ("size", "share", "names"), [(0.0081, 0.16, True), (0.0079, 0.5, False), (0.05, 0.14, False)]
+)
 def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: float, names: bool) -> None:
     assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE] * names
 
@@ -77,8 +86,12 @@ def test_rests_beside_other_replays_are_not_compared() -> None:
     assert causes(with_part("rest", 0.0003, 0.01, step=1), with_part("rest", 0.01, 0.3)) == [OTHER_ENGINE]
 
 
-@pytest.mark.parametrize(("size", "share", "names"), [(0.121, 0.16, True), (0.119, 0.9, False), (0.5, 0.14, False)])
-def test_or_one_that_is_farther_than_rounding_from_the_start_on(size: float, share: float, names: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "share", "names"), [(0.121, 0.16, True), (0.119, 0.9, False), (0.5, 0.14, False)]
+)
+def test_or_one_that_is_farther_than_rounding_from_the_start_on(
+    size: float, share: float, names: bool
+) -> None:
     always = with_part("rest", size, share, step=1)
     assert causes(always, replace(always, step=9)) == [OTHER_ENGINE] * names
     split = {**always.parts, "engine": Part(1e-6, 0.0), "precision": Part(0.03, 0.1)}  # with R6
@@ -87,7 +100,9 @@ def test_or_one_that_is_farther_than_rounding_from_the_start_on(size: float, sha
 
 def test_the_mistake_in_the_engines_inputs_is_said_in_place_of_another_engine() -> None:
     far = with_part("rest", 0.3, 0.9)
-    record = replace(far, numbers={**far.numbers, "engine_reproduced": 0.01}, engine_reproduced_by="prompts doubled")
+    record = replace(
+        far, numbers={**far.numbers, "engine_reproduced": 0.01}, engine_reproduced_by="prompts doubled"
+    )
     (said,) = judge_replays([record])
     assert said.cause == ENGINES_INPUTS
     assert "come out with prompts doubled: those of step 9 are 0.0100 nats" in said.sentence
@@ -115,14 +130,25 @@ def test_what_other_replays_measured_of_a_step_is_kept() -> None:
         reproduced_by="padding",
     )
     assert merged([by_engine], [by_trainer])[0].parts == by_engine.parts  # the finer ones
-    assert merged([by_trainer], [replace(by_trainer, reproduced_by="")])[0].reproduced_by == ""  # R1 was made again
+    assert (
+        merged([by_trainer], [replace(by_trainer, reproduced_by="")])[0].reproduced_by == ""
+    )  # R1 was made again
     other_rows = replace(by_engine, tokens=9)
-    assert merged([by_trainer, replace(by_trainer, step=8)], [other_rows]) == [other_rows, replace(by_trainer, step=8)]
+    assert merged([by_trainer, replace(by_trainer, step=8)], [other_rows]) == [
+        other_rows,
+        replace(by_trainer, step=8),
+    ]
 
 
 def with_caches(own: float, stale: float, share: float = 0.9, **changed: Any) -> ReplayedRecord:
     """A record whose last part is that of a cache of its own."""
-    numbers = {**HEALTHY.numbers, "own_cache": own, "stale_cache": stale, "stale_version": 0.0, "cached_tokens": 320.0}
+    numbers = {
+        **HEALTHY.numbers,
+        "own_cache": own,
+        "stale_cache": stale,
+        "stale_version": 0.0,
+        "cached_tokens": 320.0,
+    }
     changed = {"versions": {0: 0.4, 4: own + 0.01}, **changed}
     return replace(with_part("rest", own, share), numbers=numbers, **changed)
 
@@ -137,7 +163,9 @@ def with_caches(own: float, stale: float, share: float = 0.9, **changed: Any) ->
         (0.0009, 0.0, 0.9, False),
     ],
 )
-def test_a_cache_of_older_weights_explains_what_is_left(own: float, stale: float, share: float, names: bool) -> None:
+def test_a_cache_of_older_weights_explains_what_is_left(
+    own: float, stale: float, share: float, names: bool
+) -> None:
     assert causes(with_caches(own, stale, share)) == [STALE_CACHE] * names
 
 
@@ -148,7 +176,9 @@ def test_a_stale_cache_is_said_alone_and_not_where_older_weights_explain_as_much
     assert causes(with_caches(0.01, 0.01, versions={0: 0.01, 4: 0.31})) == [OLDER_WEIGHTS]
 
 
-@pytest.mark.parametrize(("kernels", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
+@pytest.mark.parametrize(
+    ("kernels", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)]
+)
 def test_code_that_differs_in_float32_is_no_rounding(kernels: float, share: float, names: bool) -> None:
     record = replace(with_part("engine", 0.03, share), numbers={**HEALTHY.numbers, "kernels": kernels})
     assert causes(record) == []  # precision is in the engine's part: R6 was made by itself

@@ -1,4 +1,5 @@
-"""What is said about learning, correction and speed, and how it is put: one plan for each, and the limits beside it."""
+"""What is said about learning, correction and speed, and how it is put: one plan for each, and the limits
+beside it."""
 
 import json
 import math
@@ -44,7 +45,12 @@ def test_a_run_that_does_not_improve():
 
 
 def test_a_collapse_by_updates_that_are_too_large():
-    metrics = {SCORE: bump(0.6, 0.1), "actor/ppo_kl": wave(0.3), "actor/pg_clipfrac": wave(0.5), "actor/lr": [3e-5] * STEPS}
+    metrics = {
+        SCORE: bump(0.6, 0.1),
+        "actor/ppo_kl": wave(0.3),
+        "actor/pg_clipfrac": wave(0.5),
+        "actor/lr": [3e-5] * STEPS,
+    }
     (found,) = judge_learning(planted(metrics))
     assert causes([found]) == [("collapse: updates too large", "fault")]
     assert found.overrides == ("actor_rollout_ref.actor.optim.lr=1e-05",)
@@ -74,15 +80,21 @@ def test_responses_that_grow_into_the_limit(share, said):
 def test_a_reward_that_can_be_had_by_length():
     found = judge_learning(planted({LENGTH: ramp(30, 62), VALIDATION: [0.5, 0.3]}))
     assert causes(found) == [("reward for length", "fault")]
-    assert causes(judge_learning(planted({LENGTH: ramp(30, 62), VALIDATION: [0.3, 0.5]}))) == [("learns", "good")]
-    assert causes(judge_learning(planted({LENGTH: ramp(30, 36), VALIDATION: [0.5, 0.3]}))) == [("does not improve", "notice")]
+    assert causes(judge_learning(planted({LENGTH: ramp(30, 62), VALIDATION: [0.3, 0.5]}))) == [
+        ("learns", "good")
+    ]
+    assert causes(judge_learning(planted({LENGTH: ramp(30, 36), VALIDATION: [0.5, 0.3]}))) == [
+        ("does not improve", "notice")
+    ]
 
 
 def test_entropy_that_is_lost():
     lost = {"actor/entropy": ramp(1.0, 0.001), SCORE: wave(0.3)}
     assert causes(judge_learning(planted(lost))) == [("entropy lost", "fault")]
     assert causes(judge_learning(planted(lost | {SCORE: healthy()[SCORE]}))) == [("learns", "good")]
-    assert causes(judge_learning(planted(lost | {"actor/entropy": ramp(1.0, 0.2)}))) == [("does not improve", "notice")]
+    assert causes(judge_learning(planted(lost | {"actor/entropy": ramp(1.0, 0.2)}))) == [
+        ("does not improve", "notice")
+    ]
 
 
 def test_gradients_that_are_not_finite():
@@ -194,8 +206,14 @@ def test_a_verdict_has_at_most_eight_lines_and_three_overrides():
 def test_a_fault_of_the_gap_comes_first_and_no_correction_is_advised_with_it():
     settings = {"algorithm.rollout_correction.rollout_is": "sequence", "actor_rollout_ref.rollout.top_p": 0.9}
     bad = {ESS: wave(0.2), K3: wave(0.02), "rollout_corr/misalignment_z": [-30.0] * STEPS}
-    assert judge(planted(bad, settings)).do_first == ("actor_rollout_ref.rollout.top_p=1.0", "actor_rollout_ref.rollout.top_k=-1")
-    assert "algorithm.rollout_correction.rollout_is=token" in judge(planted({ESS: wave(0.2), K3: wave(0.02)}, settings)).do_first
+    assert judge(planted(bad, settings)).do_first == (
+        "actor_rollout_ref.rollout.top_p=1.0",
+        "actor_rollout_ref.rollout.top_k=-1",
+    )
+    assert (
+        "algorithm.rollout_correction.rollout_is=token"
+        in judge(planted({ESS: wave(0.2), K3: wave(0.02)}, settings)).do_first
+    )
 
 
 def test_overrides_are_keys_of_the_configuration():
@@ -204,7 +222,9 @@ def test_overrides_are_keys_of_the_configuration():
     pinned = [(0.01 + 0.02 * step) ** 2 for step in range(STEPS)]
     flat = {"actor/entropy": ramp(1, 0), SCORE: wave(0.3)}
     late = planted({K3: pinned, "rollout_corr/kl": pinned, "actor/ppo_kl": wave(5e-4)} | flat)
-    grown = planted({K3: ramp(1e-4, 1e-2), "rollout_corr/kl": ramp(1e-4, 1e-2), "actor/ppo_kl": [0.05] * STEPS})
+    grown = planted(
+        {K3: ramp(1e-4, 1e-2), "rollout_corr/kl": ramp(1e-4, 1e-2), "actor/ppo_kl": [0.05] * STEPS}
+    )
     settings = {"algorithm.rollout_correction.rollout_is": "sequence"}
     wasteful = planted({ESS: wave(0.2), K3: wave(0.02), "rollout_corr/kl": wave(0.02)}, settings)
     said = [statement for run in (wrong, old, late, grown, wasteful) for statement in judge(run).statements]
@@ -238,7 +258,9 @@ def test_short_runs(steps):
 
 def shortened(steps: int) -> RunData:
     run = planted({})
-    run.series = {name: Series(series.steps[:steps], series.values[:steps]) for name, series in run.series.items()}
+    run.series = {
+        name: Series(series.steps[:steps], series.values[:steps]) for name, series in run.series.items()
+    }
     run.steps, run.total_steps = run.steps[:steps], steps
     return run
 

@@ -1,4 +1,5 @@
-"""What presets would have done: right on policies whose gradients are enumerated, refused where a fault is named."""
+"""What presets would have done: right on policies whose gradients are enumerated, refused where a fault is
+named."""
 
 import json
 import math
@@ -30,17 +31,24 @@ TRIED = (
     "seq_mean_k1 0.7 to 1.2",
 )
 METHODS = {method.name: method for method in exactness.METHODS if method.name in TRIED}
-CONFIGS = {name: RolloutCorrectionConfig.model_validate(dict(method.config)) for name, method in METHODS.items()}
+CONFIGS = {
+    name: RolloutCorrectionConfig.model_validate(dict(method.config)) for name, method in METHODS.items()
+}
 
 
 def sampled(problem: exactness.Problem, rows: int, seed: int) -> RecordedBatch:
-    """Sample responses from the rollout policy. Each has its own prompt, and its tokens have their gradients for all logits."""
+    """Sample responses from the rollout policy. Each has its own prompt, and its tokens have their gradients
+    for all logits."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.multinomial(exactness.rollout_probabilities(problem), rows, replacement=True, generator=generator)
+    drawn = torch.multinomial(
+        exactness.rollout_probabilities(problem), rows, replacement=True, generator=generator
+    )
     logits = torch.tensor(problem.logits, dtype=torch.float64)
     train = exactness.log_probs_of(problem, logits)
     rollout = exactness.log_probs_of(problem, torch.tensor(problem.rollout_logits, dtype=torch.float64))
-    jacobian = torch.autograd.functional.jacobian(lambda x: exactness.log_probs_of(problem, x), logits, vectorize=True)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: exactness.log_probs_of(problem, x), logits, vectorize=True
+    )
     directions = jacobian.flatten(start_dim=2)
     advantages = exactness.padded_rows(exactness.outcome_advantages(problem))
     return RecordedBatch(
@@ -56,13 +64,18 @@ def sampled(problem: exactness.Problem, rows: int, seed: int) -> RecordedBatch:
 
 
 def true_error(problem: exactness.Problem, name: str, batch_size: int) -> float:
-    """Mean squared error of the update of so many responses, relative to the mean square of one with exact weights."""
+    """Mean squared error of the update of so many responses, relative to the mean square of one with exact
+    weights."""
     advantages = exactness.outcome_advantages(problem)
-    found, exact = (exactness.examine(problem, METHODS[one], advantages) for one in (name, "sequence weights"))
+    found, exact = (
+        exactness.examine(problem, METHODS[one], advantages) for one in (name, "sequence weights")
+    )
     return (found.bias**2 + found.variance / batch_size) / (1 + exact.variance)
 
 
-@pytest.mark.parametrize(("rows", "batch_size"), [(1024, 64), (64, 64), pytest.param(1024, 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "batch_size"), [(1024, 64), (64, 64), pytest.param(1024, 1024, marks=pytest.mark.slow)]
+)
 def test_the_recommended_preset_is_right_on_enumerated_policies(rows: int, batch_size: int) -> None:
     right = 0
     for seed in range(20):
@@ -139,10 +152,14 @@ def test_what_gradients_are_multiplied_by(fields: dict[str, Any], expected: list
 
 
 def test_the_clip_of_negative_advantages_has_another_side() -> None:
-    batch = small_batch([[math.log(0.5), math.log(2.9)], [math.log(1.1), math.log(3.1)]], [[-1.0, -1.0], [-1.0, -1.0]])
+    batch = small_batch(
+        [[math.log(0.5), math.log(2.9)], [math.log(1.1), math.log(3.1)]], [[-1.0, -1.0], [-1.0, -1.0]]
+    )
     config = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "loss_type": "ppo_clip"})
     found = coefficients(batch, config)
-    torch.testing.assert_close(found, torch.tensor([[0.0, 2.9], [1.1, 0.0]], dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, torch.tensor([[0.0, 2.9], [1.1, 0.0]], dtype=torch.float64), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_columns_by_hand() -> None:
@@ -163,7 +180,9 @@ def test_columns_by_hand() -> None:
 def test_heavy_tails_take_token_weights_as_their_reference() -> None:
     assert reference_level(small_batch([[0.01] * 8] * 4)) == "sequence"
     assert reference_level(small_batch([[0.0] * 40] * 3 + [[0.3] * 40])) == "token"
-    assert float(uncapped(small_batch([[2.0, 2.0]]), "sequence")[0, 0]) == pytest.approx(math.exp(4.0), rel=1e-5)
+    assert float(uncapped(small_batch([[2.0, 2.0]]), "sequence")[0, 0]) == pytest.approx(
+        math.exp(4.0), rel=1e-5
+    )
 
 
 # ---- From records.
@@ -176,8 +195,15 @@ def recorded_run(folder: Path, metrics: dict[str, list[float]] | None = None, **
     for step in range(1, 6):
         rollout = -generator.exponential(1.0, 160)
         old = rollout + 0.02 * generator.standard_normal(160)
-        columns = {"chosen_by": ["random"] * 16, "advantage": np.repeat(generator.choice([-1.0, 1.0], 16), 10).astype("float32")}
-        columns |= {"response_ids": generator.integers(1, 11, 160), "rollout_log_prob": rollout, "old_log_prob": old}
+        columns = {
+            "chosen_by": ["random"] * 16,
+            "advantage": np.repeat(generator.choice([-1.0, 1.0], 16), 10).astype("float32"),
+        }
+        columns |= {
+            "response_ids": generator.integers(1, 11, 160),
+            "rollout_log_prob": rollout,
+            "old_log_prob": old,
+        }
         records.append(token_record(step, [10] * 16, **{**columns, **changed}))
     write_tokens(run, records)
     return run
@@ -202,11 +228,28 @@ def test_runs_without_usable_records_are_refused_with_the_key(tmp_path: Path) ->
 
 def test_a_healthy_gap_needs_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = recorded_run(tmp_path)
-    assert main(["what-if", str(run), "--presets", "disabled,decoupled_token_is,decoupled_seq_is", "--json"]) == 0
+    assert (
+        main(["what-if", str(run), "--presets", "disabled,decoupled_token_is,decoupled_seq_is", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["recommended"] == "disabled"
     assert found["presets"].keys() == {"disabled", "decoupled_token_is", "decoupled_seq_is"}
-    assert main(["what-if", str(run), "--set", "rollout_is=token", "--set", "rollout_is_threshold=1.5", "--steps", "1-3"]) == 0
+    assert (
+        main(
+            [
+                "what-if",
+                str(run),
+                "--set",
+                "rollout_is=token",
+                "--set",
+                "rollout_is_threshold=1.5",
+                "--steps",
+                "1-3",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert all(name in out for name in PRESETS if PRESETS[name].origin.startswith("verl since"))
     assert "given" in out
@@ -223,7 +266,9 @@ def test_the_simplest_of_equals_is_chosen() -> None:
     assert without[str(answer(batch, without).recommended)].rollout_is == "token"
 
 
-def test_no_preset_is_chosen_where_a_fault_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_preset_is_chosen_where_a_fault_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cooler = {f"rollout_corr/{name}": [value] * 20 for name, value in {**SIGNS, **COOLER}.items()}
     assert main(["what-if", str(recorded_run(tmp_path, cooler))]) == 0
     out = capsys.readouterr().out
@@ -247,7 +292,9 @@ def test_rows_that_no_preset_repairs(row: int, refused: bool) -> None:
         (["--set", "nothing"], "KEY=VALUE"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert main(["what-if", str(recorded_run(tmp_path)), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -17,7 +17,8 @@ RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$RECORD"\nenv -0 > "$REC
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the scripts and recipes, in a folder with a space, whose environment has a recording ``ray``."""
+    """A copy of the scripts and recipes, in a folder with a space, whose environment has a recording
+    ``ray``."""
     root = tmp_path / "a checkout"
     shutil.copytree(ROOT / "scripts" / "cluster", root / "scripts" / "cluster")
     shutil.copytree(ROOT / "recipes", root / "recipes")
@@ -34,7 +35,8 @@ def _executable(path, text):
 
 
 def run(checkout, script, *arguments, **settings):
-    """Runs a script of the copy; returns what its last recorded command was given, its environment, and its output."""
+    """Runs a script of the copy; returns what its last recorded command was given, its environment, and its
+    output."""
     record = checkout.parent / "record"
     variables = {"PATH": os.environ["PATH"], "RECORD": str(record), **settings}
     command = ["bash", str(checkout / "scripts" / "cluster" / script), *arguments]
@@ -51,14 +53,23 @@ def submitted(checkout, recipe, *overrides, **settings):
     *_, bash, job = arguments
     assert bash == "bash"
     record = checkout.parent / "of_the_job"
-    subprocess.run(["bash", job], env={"PATH": os.environ["PATH"], "RECORD": str(record)}, cwd="/", check=True)
+    subprocess.run(
+        ["bash", job], env={"PATH": os.environ["PATH"], "RECORD": str(record)}, cwd="/", check=True
+    )
     environ = dict(item.split("=", 1) for item in Path(f"{record}.env").read_text().split("\0") if item)
     return record.read_text().split("\0")[:-1], environ
 
 
 def test_the_head_listens_and_says_what_the_others_run(checkout):
     arguments, _, output = run(checkout, "start_head.sh", "--num-gpus=8", RAY_PORT="7000")
-    assert arguments == ["start", "--head", "--port=7000", "--dashboard-host=127.0.0.1", "--dashboard-port=8265", "--num-gpus=8"]
+    assert arguments == [
+        "start",
+        "--head",
+        "--port=7000",
+        "--dashboard-host=127.0.0.1",
+        "--dashboard-port=8265",
+        "--num-gpus=8",
+    ]
     assert "bash scripts/cluster/start_worker.sh 10.0.0.1:7000" in output
 
 
@@ -82,19 +93,33 @@ def test_jobs_that_are_stopped_have_time_to_save(checkout):
 
 
 def test_a_choice_of_authentication_is_kept(checkout):
-    assert run(checkout, "start_worker.sh", "10.0.0.1:6379", RAY_AUTH_MODE="token")[1]["RAY_AUTH_MODE"] == "token"
+    assert (
+        run(checkout, "start_worker.sh", "10.0.0.1:6379", RAY_AUTH_MODE="token")[1]["RAY_AUTH_MODE"]
+        == "token"
+    )
 
 
 def test_a_recipe_is_submitted_to_the_dashboard(checkout):
     arguments, _, _ = run(checkout, "submit.sh", "recipes/quickstart_digits_cpu.sh")
     assert arguments[:4] == ["job", "submit", "--address=http://127.0.0.1:8265", "--"]
-    waiting, _, _ = run(checkout, "submit.sh", "recipes/quickstart_digits_cpu.sh", NO_WAIT="1", RAY_DASHBOARD_ADDRESS="http://h:1")
+    waiting, _, _ = run(
+        checkout,
+        "submit.sh",
+        "recipes/quickstart_digits_cpu.sh",
+        NO_WAIT="1",
+        RAY_DASHBOARD_ADDRESS="http://h:1",
+    )
     assert waiting[:5] == ["job", "submit", "--address=http://h:1", "--no-wait", "--"]
 
 
 def test_the_job_runs_the_recipe_on_the_cluster_with_what_was_given(checkout):
-    awkward = ["trainer.experiment_name=two words", "algorithm.rollout_correction.rollout_is_threshold={lower: 0.5, upper: 5.0}"]
-    arguments, environ = submitted(checkout, "recipes/math_qwen2.5_7b_token_is_8gpu.sh", *awkward, SEED="7", DATA_DIR="my data")
+    awkward = [
+        "trainer.experiment_name=two words",
+        "algorithm.rollout_correction.rollout_is_threshold={lower: 0.5, upper: 5.0}",
+    ]
+    arguments, environ = submitted(
+        checkout, "recipes/math_qwen2.5_7b_token_is_8gpu.sh", *awkward, SEED="7", DATA_DIR="my data"
+    )
     assert arguments[:2] == ["-m", "verl_rc.main_ppo"]
     config = load_run_config(arguments[2:])
     assert config.ray_kwargs.ray_init.address == "auto"
@@ -111,7 +136,9 @@ def test_a_dollar_and_quotes_reach_the_job_as_they_are(checkout):
 
 
 def test_keys_are_not_passed_on(checkout):
-    _, environ = submitted(checkout, "recipes/quickstart_digits_cpu.sh", WANDB_API_KEY="secret", WANDB_ENTITY="team")
+    _, environ = submitted(
+        checkout, "recipes/quickstart_digits_cpu.sh", WANDB_API_KEY="secret", WANDB_ENTITY="team"
+    )
     assert "WANDB_API_KEY" not in environ
     assert environ["WANDB_ENTITY"] == "team"
 
@@ -119,7 +146,11 @@ def test_keys_are_not_passed_on(checkout):
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("start_worker.sh", [], "say where the head is: bash scripts/cluster/start_worker.sh HEAD_ADDRESS:6379"),
+        (
+            "start_worker.sh",
+            [],
+            "say where the head is: bash scripts/cluster/start_worker.sh HEAD_ADDRESS:6379",
+        ),
         ("submit.sh", [], "say which recipe"),
         ("submit.sh", ["recipes/ghost"], "there is no recipe recipes/ghost"),
     ],

@@ -27,7 +27,8 @@ def load_script(monkeypatch):
 
 @pytest.fixture
 def run_script():
-    """``run_script("gsm8k", ...)`` runs it in a process of its own, as a user does, and returns the lines it prints."""
+    """``run_script("gsm8k", ...)`` runs it in a process of its own, as a user does, and returns the lines it
+    prints."""
 
     def run(name, *arguments):
         command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
@@ -66,7 +67,8 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def score(tokenizer):
-    """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward of its source."""
+    """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward
+    of its source."""
     from verl_rc.config.task import RewardConfig
     from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice
     from verl_rc.rewards import RewardSample, build_reward

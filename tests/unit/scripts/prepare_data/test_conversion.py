@@ -1,4 +1,5 @@
-"""What both benchmarks share: files by the name of their split, rows held out, and errors that say what to do."""
+"""What both benchmarks share: files by the name of their split, rows held out, and errors that say what to
+do."""
 
 import sys
 import types
@@ -34,8 +35,12 @@ def run(conversion, benchmark_of_letters, tmp_path):
 
     def convert(path, *further):
         given = [] if path is None else ["--local_dataset_path", str(path)]
-        conversion.prepare(benchmark_of_letters, None, ["--output_dir", str(tmp_path / "out"), *given, *further])
-        tables = [pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")]
+        conversion.prepare(
+            benchmark_of_letters, None, ["--output_dir", str(tmp_path / "out"), *given, *further]
+        )
+        tables = [
+            pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")
+        ]
         return ["".join(row["reward_model"]["ground_truth"] for row in table) for table in tables]
 
     return convert
@@ -76,7 +81,9 @@ def test_a_single_file_needs_rows_to_hold_out(run, write_rows, tmp_path, further
 
 def test_a_folder_without_files_of_a_split_is_refused_with_what_it_holds(run, write_rows, tmp_path):
     write_rows(tmp_path / "in" / "problems.parquet", rows("a"))
-    with pytest.raises(SystemExit, match=r"must hold files named train\* and test\* .*\['problems.parquet'\]"):
+    with pytest.raises(
+        SystemExit, match=r"must hold files named train\* and test\* .*\['problems.parquet'\]"
+    ):
         run(tmp_path / "in")
     with pytest.raises(SystemExit, match="nowhere is not there"):
         run(tmp_path / "nowhere")
@@ -89,11 +96,15 @@ def test_an_unreadable_file_is_named(run, tmp_path, name):
         run(tmp_path / name, "--num_test", "1")
 
 
-@pytest.mark.parametrize("row", [{"question": "q"}, {"question": "q", "solution": None}, {"question": "q", "solution": " "}])
+@pytest.mark.parametrize(
+    "row", [{"question": "q"}, {"question": "q", "solution": None}, {"question": "q", "solution": " "}]
+)
 def test_a_missing_column_or_value_is_named(run, write_rows, tmp_path, row):
     write_rows(tmp_path / "in" / "train.jsonl", rows("ab"))
     write_rows(tmp_path / "in" / "test.jsonl", [*rows("c"), row])
-    with pytest.raises(SystemExit, match=r"columns \['question', 'solution'\], row 1 of the test split lacks 'solution'"):
+    with pytest.raises(
+        SystemExit, match=r"columns \['question', 'solution'\], row 1 of the test split lacks 'solution'"
+    ):
         run(tmp_path / "in")
 
 
@@ -111,5 +122,7 @@ def test_without_a_local_copy_the_hub_is_asked_for_data_set_and_subset(run, monk
 
 def test_without_the_hubs_library_the_message_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SystemExit, match=r"pip install datasets. Or give a local copy with --local_dataset_path"):
+    with pytest.raises(
+        SystemExit, match=r"pip install datasets. Or give a local copy with --local_dataset_path"
+    ):
         run(None)

@@ -12,12 +12,20 @@ def digits(load_script):
 def write(digits, folder, *further):
     sizes = ["--num_train", "50", "--num_val", "20", "--num_sft", "30", "--num_sft_val", "10"]
     digits.main(["--output_dir", str(folder), *sizes, *further])
-    return {name: pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("train", "val", "sft_train", "sft_val")}
+    return {
+        name: pq.read_table(folder / f"{name}.parquet").to_pylist()
+        for name in ("train", "val", "sft_train", "sft_val")
+    }
 
 
 @pytest.mark.parametrize(
     ("task", "problem", "answer"),
-    [("sort", "4071835926", "0123456789"), ("sort", "9909", "0999"), ("sum", "40718", "20"), ("sum", "000", "0")],
+    [
+        ("sort", "4071835926", "0123456789"),
+        ("sort", "9909", "0999"),
+        ("sum", "40718", "20"),
+        ("sum", "000", "0"),
+    ],
 )
 def test_answers(digits, task, problem, answer):
     assert digits.TASKS[task].solve(problem) == answer
@@ -45,9 +53,16 @@ def test_worked_examples_answer_their_question(digits, tmp_path):
 
 def test_no_problem_appears_twice_in_any_file(digits, tmp_path):
     files = write(digits, tmp_path, "--length", "3")
-    problems = [row.get("prompt", row.get("messages"))[0]["content"] for rows in files.values() for row in rows]
+    problems = [
+        row.get("prompt", row.get("messages"))[0]["content"] for rows in files.values() for row in rows
+    ]
     assert len(problems) == 110 == len(set(problems))
-    assert {name: len(rows) for name, rows in files.items()} == {"train": 50, "val": 20, "sft_train": 30, "sft_val": 10}
+    assert {name: len(rows) for name, rows in files.items()} == {
+        "train": 50,
+        "val": 20,
+        "sft_train": 30,
+        "sft_val": 10,
+    }
 
 
 def test_equal_seeds_give_equal_files_and_others_do_not(digits, tmp_path):

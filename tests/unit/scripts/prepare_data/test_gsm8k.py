@@ -30,7 +30,9 @@ def test_answers(gsm8k, solution, answer):
     assert gsm8k.extract_answer(solution) == answer
 
 
-@pytest.mark.parametrize("solution", ["the answer is 5", "####", "#### five", "#### nan", "#### 5 apples", "5 ####"])
+@pytest.mark.parametrize(
+    "solution", ["the answer is 5", "####", "#### five", "#### nan", "#### 5 apples", "5 ####"]
+)
 def test_a_solution_without_a_number_at_its_end_is_refused(gsm8k, solution):
     with pytest.raises(ValueError, match="must end in #### and a number"):
         gsm8k.extract_answer(solution)
@@ -38,7 +40,9 @@ def test_a_solution_without_a_number_at_its_end_is_refused(gsm8k, solution):
 
 def test_rows_are_in_verls_format(gsm8k, local_copy, tmp_path):
     gsm8k.main(["--local_dataset_path", str(local_copy), "--output_dir", str(tmp_path / "out")])
-    train, test = (pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test"))
+    train, test = (
+        pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")
+    )
     assert (len(train), len(test)) == (2, 1)
     assert train[1] == {
         "data_source": "openai/gsm8k",
@@ -68,6 +72,8 @@ def test_as_a_script(run_script, local_copy, tmp_path):
 def test_a_row_without_an_answer_is_named_and_nothing_is_written(gsm8k, write_rows, tmp_path):
     write_rows(tmp_path / "in" / "train.jsonl", [APPLES])
     write_rows(tmp_path / "in" / "test.jsonl", [APPLES, {"question": "q", "answer": "it is five"}])
-    with pytest.raises(SystemExit, match=r"must end in #### .* row 1 of the test split, whose answer ends in 'it is five'"):
+    with pytest.raises(
+        SystemExit, match=r"must end in #### .* row 1 of the test split, whose answer ends in 'it is five'"
+    ):
         gsm8k.main(["--local_dataset_path", str(tmp_path / "in"), "--output_dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

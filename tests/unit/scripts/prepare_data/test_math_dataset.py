@@ -9,7 +9,12 @@ import pytest
 from verl_rc.rewards.scorers import last_boxed
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
-HALF = {"problem": "What is $2/4$?", "level": "Level 1", "type": "Prealgebra", "solution": r"It is $\boxed{\frac{1}{2}}$."}
+HALF = {
+    "problem": "What is $2/4$?",
+    "level": "Level 1",
+    "type": "Prealgebra",
+    "solution": r"It is $\boxed{\frac{1}{2}}$.",
+}
 SET = {"problem": "Solve $x^2=1$.", "level": "Level 2", "type": "Algebra", "solution": r"$x = \boxed{-1, 1}$"}
 
 
@@ -41,7 +46,9 @@ def test_the_reward_reads_the_same_answer_in_a_solution(math_dataset, solution):
     assert last_boxed(solution) == math_dataset.extract_answer(solution)
 
 
-@pytest.mark.parametrize("solution", ["it is 5", r"\boxed{}", r"\boxed{\frac{1}{2}", r"\boxed{1} and \boxed{2", r"\boxed", ""])
+@pytest.mark.parametrize(
+    "solution", ["it is 5", r"\boxed{}", r"\boxed{\frac{1}{2}", r"\boxed{1} and \boxed{2", r"\boxed", ""]
+)
 def test_a_solution_without_a_closed_box_is_refused(math_dataset, solution):
     with pytest.raises(ValueError, match=r"must hold a \\boxed\{answer\} whose braces close"):
         math_dataset.extract_answer(solution)
@@ -78,7 +85,9 @@ def test_the_reward_judges_what_was_written(math_dataset, write_rows, tmp_path, 
 
 def test_as_a_script(run_script, tmp_path, write_rows):
     path = write_rows(tmp_path / "all.jsonl", [HALF, SET])
-    printed = run_script("math_dataset", "--local_dataset_path", path, "--num_test", 1, "--output_dir", tmp_path)
+    printed = run_script(
+        "math_dataset", "--local_dataset_path", path, "--num_test", 1, "--output_dir", tmp_path
+    )
     assert printed == [f"{tmp_path}/train.parquet: 1 problems", f"{tmp_path}/test.parquet: 1 problems"]
 
 

@@ -1,4 +1,5 @@
-"""The sums of the tools recipe: right answers, no shared problem, and worked examples that the agent loop's tokens repeat."""
+"""The sums of the tools recipe: right answers, no shared problem, and worked examples that the agent loop's
+tokens repeat."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ def rows(load_script: Any, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_every_answer_is_the_sum(rows: dict[str, list[dict[str, Any]]]) -> None:
-    assert {name: len(found) for name, found in rows.items()} == {"train": 40, "val": 10, "sft_train": 30, "sft_val": 5}
+    assert {name: len(found) for name, found in rows.items()} == {
+        "train": 40,
+        "val": 10,
+        "sft_train": 30,
+        "sft_val": 5,
+    }
     for row in rows["train"] + rows["val"]:
         problem = row["prompt"][0]["content"]
         assert len(problem.split("+")) == 3
@@ -24,7 +30,9 @@ def test_every_answer_is_the_sum(rows: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def test_files_share_no_problem(rows: dict[str, list[dict[str, Any]]]) -> None:
-    problems = [{(row.get("prompt") or row["messages"])[0]["content"] for row in found} for found in rows.values()]
+    problems = [
+        {(row.get("prompt") or row["messages"])[0]["content"] for row in found} for found in rows.values()
+    ]
     assert sum(map(len, problems)) == len(set.union(*problems)) == 75
 
 
