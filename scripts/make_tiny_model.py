@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from verl_rc.config.checks import output_folder
+from verl_rc.config.paths import output_folder
 
 # Qwen2's own names: transformers would add a token to the vocabulary if "<|endoftext|>" were missing.
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"

@@ -4,9 +4,9 @@ import os
 
 from rich.console import Console
 
-from verl_rc.config.checks import folder_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import run_with_config
+from verl_rc.config.paths import folder_problem
 from verl_rc.config.sft import SftConfig
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_rc.config.checks import output_folder
+from verl_rc.config.paths import output_folder
 
 Row = dict[str, Any]
 SPLITS = ("train", "test")

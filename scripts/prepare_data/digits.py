@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from problems import conversation, distinct_problems, rl_row, write_rows
 
-from verl_rc.config.checks import output_folder
+from verl_rc.config.paths import output_folder
 
 DATA_SOURCE = "digits"
 

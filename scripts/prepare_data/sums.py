@@ -14,7 +14,7 @@ import random
 
 from problems import Row, conversation, distinct_problems, rl_row, write_rows
 
-from verl_rc.config.checks import output_folder
+from verl_rc.config.paths import output_folder
 
 DATA_SOURCE = "sums"
 

@@ -16,6 +16,7 @@ SCHEMA = "verl_rc.config.schema"
 NO_READERS = (
     "verl_rc.config.load",
     "verl_rc.config.checks",
+    "verl_rc.config.paths",
     "verl_rc.report",
     "verl_rc.cli",
     "verl_rc.main_ppo",

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from verl_rc.config.checks import first_existing, why_unwritable
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
 from verl_rc.report.memory import (
     ENGINE_MIB,

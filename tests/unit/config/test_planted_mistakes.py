@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.config.checks import check_files
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
+from verl_rc.config.paths import check_files
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"

@@ -10,9 +10,9 @@ import pytest
 from fuzzed_overrides import mistyped, typed
 from sound_run import sound_run
 
-from verl_rc.config.checks import check_files
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config, save_resolved_config
+from verl_rc.config.paths import check_files
 from verl_rc.report.explain import plan_text
 
 REASONS = re.compile(

@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from verl_rc.config.checks import check_files, check_run
+from verl_rc.config.checks import check_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
 from verl_rc.config.load.given import combinations, error_sentences, given_tree
+from verl_rc.config.paths import check_files
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import StrictModel, override_without_secrets, public_values
 

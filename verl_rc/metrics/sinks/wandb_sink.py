@@ -7,7 +7,7 @@ from typing import Any
 
 import wandb
 
-from verl_rc.config.checks import why_unwritable
+from verl_rc.config.paths import why_unwritable
 from verl_rc.metrics.sinks.local import AlertCause, Cell, FinalReport
 
 _LONGEST = 64

@@ -1,0 +1,98 @@
+"""Files and folders that a configuration names: what must be there, and what must be writable."""
+
+import argparse
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.run import RunConfig
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """The reason why ``folder`` cannot be written to or created; None when it can be. Creates nothing."""
+    there = first_existing(folder)
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"1")
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+    return None
+
+
+def first_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists."""
+    folder = folder.expanduser().absolute()
+    return next(
+        path for path in (folder, *folder.parents) if os.path.exists(path)
+    )  # Path.exists raises without permission
+
+
+def folder_problem(key: str, folder: str | None) -> str | None:
+    """The error message for an output folder that cannot be used; None when it can."""
+    reason = None if folder is None else why_unwritable(Path(folder))
+    if reason is None:
+        return None
+    return (
+        f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: "
+        f"{key}=<folder>."
+    )
+
+
+def output_folder(text: str) -> Path:
+    """Convert a command-line argument to a writable output folder; for ``type=`` of ``argparse``."""
+    reason = why_unwritable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(
+            f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one."
+        )
+    return Path(text)
+
+
+def check_files(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when an input path does not exist or an output path cannot be written to."""
+    own_class = config.data.custom_cls.path  # which may find its data in its own way
+    paths = {
+        "data.train_files": config.data.train_files if own_class is None else [],
+        "data.val_files": config.data.val_files if own_class is None else [],
+        "data.custom_cls.path": [own_class or __file__],
+        "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
+    }
+    missing = [
+        f"{key} must name existing files, {path!r} does not exist."
+        for key, files in paths.items()
+        for path in files
+        if not Path(path).expanduser().is_file()
+    ]
+    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.needs_critic:
+        models["critic.model.path"] = config.critic.model.path
+    if config.needs_reference:
+        models["actor_rollout_ref.ref.model_path"] = config.actor_rollout_ref.ref.model_path
+    if config.reward.reward_model.enable:
+        models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
+    given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
+    missing += [
+        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
+        "config.json) or a hub "
+        f"id, got {path!r}. scripts/make_tiny_model.py writes a small one."
+        for path in given
+        if not _may_be_a_model(path)
+    ]
+    trainer = config.trainer
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    missing += [problem for key, folder in folders.items() if (problem := folder_problem(key, folder))]
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def _may_be_a_model(path: str) -> bool:
+    is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return is_hub_id or (Path(path).expanduser() / "config.json").is_file()
