@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.verdict.correction import half_life
-from verl_rc.report.verdict.gap import missing_mass, z_of_mean_ratio
+from verl_rc.report.verdict.gap_series import missing_mass, z_of_mean_ratio
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ in nats per token.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -39,6 +39,17 @@ from verl_rc.report.verdict.estimates import (
     mapped,
     mean_of,
 )
+from verl_rc.report.verdict.gap_series import (
+    K1,
+    K3,
+    at_the_start,
+    gap_size,
+    gaps_by_age,
+    measures_of_gap,
+    nats_of_k3,
+    policy_distance,
+    z_of_mean_ratio,
+)
 from verl_rc.report.verdict.statement import Confidence, Statement, literal, say
 
 LINEAR = 0.8
@@ -53,8 +64,6 @@ LARGE = "large from the start, cause not separable by metrics"
 _FEWEST_FOR_LAG = 20
 _FEWEST_POINTS_OF_AGES = 6
 
-_K1, _K3, _CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
-_GAP = "sync/rollout_gap_mean"
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _FAULTS_OF_NUMBERS = {
@@ -111,62 +120,6 @@ def _with_what_cannot_be_told(found: Statement, run: RunData) -> Statement:
     return replace(found, sentence=f"{found.sentence}. {missing}")
 
 
-def token_count(run: RunData) -> Series:
-    """Response tokens of each step."""
-    if run.has("ledger/sampled_tokens"):
-        return run.get("ledger/sampled_tokens")
-    totals, responses, prompts = (
-        run.get(name).by_step()
-        for name in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
-    )
-    steps = [step for step in totals if responses.get(step, 0.0) > 0 and step in prompts]
-    return Series(
-        steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps]
-    )
-
-
-def missing_mass(run: RunData) -> Series:
-    """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what
-    was reported."""
-    k3 = run.get(_K3).by_step()
-    pairs = [(step, k1 - k3[step]) for step, k1 in run.get(_K1).by_step().items() if step in k3]
-    return Series([step for step, _ in pairs], [value for _, value in pairs])
-
-
-def z_of_mean_ratio(run: RunData) -> Series:
-    """Return by step the mean ratio less 1, in standard errors; from the moments where the run does not
-    report it.
-
-    It is negative where mass is missing, as ``misalignment_z``. Over tokens: with every context given, ratios
-    less 1 are uncorrelated when the tokens come from what was reported.
-    """
-    if run.has("rollout_corr/misalignment_z"):
-        return run.get("rollout_corr/misalignment_z")
-    k1, k3, chi2, counts = (
-        series.by_step() for series in (run.get(_K1), run.get(_K3), run.get(_CHI2), token_count(run))
-    )
-    steps, values = [], []
-    for step in sorted(k1.keys() & k3.keys() & chi2.keys() & counts.keys()):
-        mean_ratio = 1 - k1[step] + k3[step]
-        variance = chi2[step] + 1 - mean_ratio**2
-        if variance > 0 and counts[step] > 1:
-            steps.append(step)
-            values.append((mean_ratio - 1) / math.sqrt(variance / counts[step]))
-    return Series(steps, values)
-
-
-def gap_size(run: RunData) -> Series:
-    """sqrt(k3) by step, or the mean |log-ratio| where k3 was not logged; nats per token."""
-    if run.has(_K3):
-        return mapped(run.get(_K3), _root)
-    return run.get(_GAP)
-
-
-def _root(k3: float) -> float:
-    """The gap that a k3 belongs to; rounding may leave a k3 of 0 below it."""
-    return math.sqrt(max(k3, 0.0))
-
-
 def _not_finite(run: RunData) -> list[Statement]:
     """Row 1."""
     found = []
@@ -219,7 +172,7 @@ def _missing_mass(run: RunData) -> list[Statement]:
 
 
 def _mean_ratio(run: RunData, first: int, last: int) -> float:
-    k1, k3 = run.get(_K1).by_step(), run.get(_K3).by_step()
+    k1, k3 = run.get(K1).by_step(), run.get(K3).by_step()
     ratios = [1 - k1[step] + k3[step] for step in k1.keys() & k3.keys() if first <= step <= last]
     return math.fsum(ratios) / len(ratios) if ratios else math.nan
 
@@ -281,19 +234,9 @@ def _filters(run: RunData) -> list[str]:
     ]
 
 
-def _gaps_by_age(run: RunData) -> dict[int, Series]:
-    """The gap of the tokens of each age, sqrt(k3) by step, youngest first."""
-    found = {}
-    for name, series in run.matching("rollout_corr/age_", "_k3_kl"):
-        age = name.removeprefix("rollout_corr/age_").removesuffix("_k3_kl")
-        if age.isdecimal():
-            found[int(age)] = mapped(series, _root)
-    return dict(sorted(found.items()))
-
-
 def _staleness(run: RunData) -> list[Statement]:
     """Row 16: the gap grows with the age of a token."""
-    gaps = _gaps_by_age(run)
+    gaps = gaps_by_age(run)
     points = [(float(age), gap) for age, series in gaps.items() for gap in series.values]
     line = (
         fit_line(*zip(*points, strict=True))
@@ -306,7 +249,7 @@ def _staleness(run: RunData) -> list[Statement]:
 def _staleness_at_one_age(run: RunData) -> list[Statement]:
     """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no
     measure."""
-    gaps = _gaps_by_age(run)
+    gaps = gaps_by_age(run)
     if len(gaps) < 2:
         return []
     youngest, usual = min(gaps), max(gaps, key=lambda age: len(gaps[age]))
@@ -358,25 +301,15 @@ def _no_lead(run: RunData) -> tuple[str, ...]:
     return ("async_training.staleness_threshold=0",) if run.is_own and stands_alone else ()
 
 
-def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
-    """Return for each step the nats that the policy moved before it: Σ sqrt(2 ppo_kl) of the steps before."""
-    moved = run.get("actor/ppo_kl").by_step()
-    total, distances = 0.0, []
-    for step in steps:
-        distances.append(total)
-        total += _root(2 * moved.get(step, 0.0))
-    return distances
-
-
 def _weights_never_arrive(run: RunData) -> list[Statement]:
     """Row 18: the gap is a straight line in what the policy has moved since the start."""
-    return next((found for gap, _ in _measures(run) if (found := _kept_weights(run, gap))), [])
+    return next((found for gap, _ in measures_of_gap(run) if (found := _kept_weights(run, gap))), [])
 
 
 def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
     """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean
     |log-ratio| less so."""
-    last, line = mean_of(last_part(gap)), fit_line(_policy_distance(run, gap.steps), gap.values)
+    last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
     if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
         return []
     if (
@@ -412,7 +345,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
         return []
     gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
     pairs = [
-        (_root(2 * moved[before]), value)
+        (nats_of_k3(2 * moved[before]), value)
         for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
         if before in moved and step == before + 1
     ]
@@ -452,7 +385,7 @@ def _missed_update(run: RunData) -> list[Statement]:
     noise = run.get(f"{PREFIX}logit_noise")
     if len(noise) < FEWEST_FOR_TREND:
         return []
-    first, usual = _at_the_start(noise), statistics.median(noise.values)
+    first, usual = at_the_start(noise), statistics.median(noise.values)
     bound = BOUNDS.far_above_floor * first
     jumps = [(step, value) for step, value in zip(noise.steps, noise.values, strict=True) if value > bound]
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
@@ -492,7 +425,7 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     if not run.settings.get(f"{_CORRECTION}.bypass_mode"):
         return []
     noise = run.get(f"{PREFIX}logit_noise").by_step()
-    moved = mapped(run.get(_K3), lambda k3: _root(2 * k3))
+    moved = mapped(run.get(K3), lambda k3: nats_of_k3(2 * k3))
     shared = [(step, size) for step, size in zip(moved.steps, moved.values, strict=True) if step in noise]
     drifts = Series(
         [step for step, _ in shared],
@@ -581,10 +514,10 @@ def _size_of_gap(run: RunData) -> Statement:
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
     """
-    measures = _measures(run)
+    measures = measures_of_gap(run)
     grown = []
     for gap, unit in measures:
-        change, first = change_of(gap), _at_the_start(gap)
+        change, first = change_of(gap), at_the_start(gap)
         if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
             grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
     if not measures:
@@ -593,17 +526,6 @@ def _size_of_gap(run: RunData) -> Statement:
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
     return _rounding(*measures[0])
-
-
-def _measures(run: RunData) -> list[tuple[Series, str]]:
-    """The gap by step in each of the ways in which it was logged, with its unit."""
-    root = mapped(run.get(_K3), _root)
-    measures = [(run.get(_GAP), "nats per token (mean |log-ratio|)"), (root, "nats per token (sqrt(k3))")]
-    return [(series, unit) for series, unit in measures if len(series)]
-
-
-def _at_the_start(gap: Series) -> float:
-    return math.fsum(gap.values[:2]) / len(gap.values[:2])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
@@ -627,7 +549,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
 def _rounding(gap: Series, unit: str) -> Statement:
     last = mean_of(last_part(gap))
     assert last is not None, "a gap that was measured has a last value"
-    evidence = {"gap": last.value, "first": _at_the_start(gap)}
+    evidence = {"gap": last.value, "first": at_the_start(gap)}
     template = f"The gap is {{gap:.4f}} {unit}"
     if last.interval is not None:
         evidence["low"], evidence["high"] = last.interval

@@ -20,7 +20,8 @@ from verl_rc.config.schema import leaves_of, public_values
 from verl_rc.report.run_folder import Series
 from verl_rc.report.run_folder.foreign import FILE_LOGGER
 from verl_rc.report.verdict.cause import PREFIX
-from verl_rc.report.verdict.gap import checked, judge_gap, not_visible, z_of_mean_ratio
+from verl_rc.report.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.report.verdict.gap_series import z_of_mean_ratio
 
 K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
 Z = "rollout_corr/misalignment_z"
