@@ -154,7 +154,7 @@ torch = sys.modules["torch"]
 sys.stdout.write(f"install: {', '.join(versions)}\n")
 if sys.argv[1] == "gpu" and not torch.cuda.is_available():
     sys.stdout.write(f"install: torch, built for CUDA {torch.version.cuda}, sees no CUDA device.\n")
-    from verl_rc.report.preflight_machine import check_driver
+    from verl_rc.preflight.machine import check_driver
 
     for finding in check_driver():
         sys.stdout.write("".join(f"install: {line}\n" for line in finding.lines()))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from browser import CHROMIUM, DRIVER, REASON, Browser, open_browser
 from PIL import Image
 
-from verl_rc.report.page import Request, write_report
+from verl_rc.insight.page import Request, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS: Mapping[str, tuple[str, int]] = {

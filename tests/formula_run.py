@@ -306,4 +306,4 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     most of such a run."""
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr("verl_rc.driver.train.picture_line", lambda folder: "")
+    monkeypatch.setattr("verl_rc.driver.train.draw_curves", lambda folder: "")

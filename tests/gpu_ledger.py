@@ -31,7 +31,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.driver import setup, weights
 from verl_rc.driver.train import train
-from verl_rc.report.memory import ModelShape
+from verl_rc.preflight.memory import ModelShape
 from verl_rc.rollout.response import Collected
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.rollout.step_loop import QueuedSample
@@ -556,7 +556,7 @@ def train_on_ledger(
     for name, value in replacements.items():
         monkeypatch.setattr(setup, name, value)
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr("verl_rc.driver.train.picture_line", lambda folder: "")
+    monkeypatch.setattr("verl_rc.driver.train.draw_curves", lambda folder: "")
     started: Future[None] = Future()
     started.set_result(None)
     with setup.open_run(config, started) as (services, state):

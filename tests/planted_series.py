@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_rc.insight.run_folder.records import OWN_RUN, RunData, Series
 from verl_rc.metrics.sinks.local import JsonlSink
-from verl_rc.report.run_folder.records import OWN_RUN, RunData, Series
 
 STEPS = 40
 SETTINGS: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.config.run import RunConfig
-    from verl_rc.report.preflight_machine import Finding
-    from verl_rc.report.verdict import Verdict
-    from verl_rc.report.what_if import Answer
+    from verl_rc.insight.verdict import Verdict
+    from verl_rc.insight.what_if import Answer
+    from verl_rc.preflight.machine import Finding
 
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
@@ -36,7 +36,6 @@ def _build_parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
     _add_explain(subcommands)
     _add_diagnose(subcommands)
-    _add_docs(subcommands)
     _add_doctor(subcommands)
     _add_export(subcommands)
     _add_migrate(subcommands)
@@ -81,13 +80,6 @@ def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
     parser.add_argument("--json", action="store_true", help="print statements and measurements as JSON")
     parser.set_defaults(run=_diagnose)
-
-
-def _add_docs(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "write the generated pages of a checkout: configuration, metrics, migration, presets"
-    parser = subcommands.add_parser("docs", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a page is stale")
-    parser.set_defaults(run=_docs)
 
 
 def _add_with_configuration(
@@ -293,7 +285,7 @@ def _explain(given: argparse.Namespace) -> int:
         return _show_usage("explain", given.arguments)
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.ppo.step_time import MeasuredStep  # noqa: PLC0415  (as above)
-    from verl_rc.report.explain import plan_text  # noqa: PLC0415  (as above)
+    from verl_rc.preflight.explain import plan_text  # noqa: PLC0415  (as above)
 
     seconds, arguments = _measured_seconds(given.arguments)
     try:
@@ -337,7 +329,7 @@ def _doctor(given: argparse.Namespace) -> int:
     _quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
-    from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (torch, transformers)
+    from verl_rc.preflight.machine import verdict  # noqa: PLC0415  (torch, transformers)
 
     measures_gpus, only, arguments = _gpu_options(given.arguments)
     try:
@@ -354,7 +346,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _examined(config: "RunConfig") -> "Iterator[Finding]":
-    from verl_rc.report.doctor import examine  # noqa: PLC0415  (Ray)
+    from verl_rc.preflight.doctor import examine  # noqa: PLC0415  (Ray)
 
     return examine(config)
 
@@ -371,8 +363,8 @@ def _gpu_options(arguments: Sequence[str]) -> tuple[bool, list[str], list[str]]:
 
 def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Finding]":
     """Run the stages; exits when one is not known, or there is no GPU and no word that the CPU shall do."""
-    from verl_rc.report.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
-    from verl_rc.report.preflight_machine import uses_gpus  # noqa: PLC0415  (as above)
+    from verl_rc.preflight.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
+    from verl_rc.preflight.machine import uses_gpus  # noqa: PLC0415  (as above)
 
     problem = ""
     if unknown := set(only) - set(STAGES):
@@ -391,7 +383,7 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
 
 def _diagnose(given: argparse.Namespace) -> int:
     _quieten_libraries()
-    from verl_rc.driver.replay import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (torch, transformers)
+    from verl_rc.insight.replay import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (torch, transformers)
 
     names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
     unknown = [name for name in names if name not in REPLAYS]
@@ -407,19 +399,6 @@ def _diagnose(given: argparse.Namespace) -> int:
     lines = [json.dumps(found.as_json(), indent=2)] if given.json else list(found.lines())
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
-
-
-def _docs(given: argparse.Namespace) -> int:
-    from verl_rc.report.documents import stale_pages, write_pages  # noqa: PLC0415  (pydantic and yaml, as below)
-
-    root = Path(__file__).parents[1]
-    try:
-        pages = stale_pages(root) if given.check else write_pages(root)
-    except ValueError as error:
-        return _refuse("docs", error)
-    for name in pages:
-        sys.stdout.write(f"{name} is stale: run verl-rc docs\n" if given.check else f"{name} written\n")
-    return 1 if given.check and pages else 0
 
 
 def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:
@@ -479,7 +458,7 @@ def _presets(given: argparse.Namespace) -> int:
 
 
 def _plot(given: argparse.Namespace) -> int:
-    from verl_rc.report.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+    from verl_rc.insight.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
 
     try:
         sys.stdout.write(f"{draw_run(given.folder)}\n")
@@ -489,7 +468,7 @@ def _plot(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
-    from verl_rc.report.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
 
     steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
     options = PageOptions(not given.no_text, given.max_megabytes)
@@ -517,7 +496,7 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> int:
-    from verl_rc.report.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
+    from verl_rc.insight.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
 
     try:
         sys.stdout.write(write_timeline(given.folder, given.steps))
@@ -527,9 +506,9 @@ def _trace(given: argparse.Namespace) -> int:
 
 
 def _what_if(given: argparse.Namespace) -> int:
-    from verl_rc.report.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
-    from verl_rc.report.verdict import judge  # noqa: PLC0415  (as above)
-    from verl_rc.report.what_if import answer, read_batch, tried_configs  # noqa: PLC0415  (torch)
+    from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
+    from verl_rc.insight.what_if import answer, read_batch, tried_configs  # noqa: PLC0415  (torch)
 
     try:
         configs = tried_configs(given.presets, given.fields)
@@ -549,8 +528,8 @@ def _with_gradients(
     given: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
 ) -> "Answer":
     _quieten_libraries()
-    from verl_rc.driver.replay import ParameterGradients  # noqa: PLC0415  (transformers)
-    from verl_rc.report.what_if import answer  # noqa: PLC0415  (torch)
+    from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
+    from verl_rc.insight.what_if import answer  # noqa: PLC0415  (torch)
 
     gradients = ParameterGradients(given.folder, *(given.steps or ()))
     found = answer(gradients.batch, configs, verdict, updates=gradients)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from verl_rc.report.timeline import read_timeline
+from verl_rc.insight.timeline import read_timeline
 from verl_rc.rollout.tools import ToolError, evaluate_expression
 
 ROOT = Path(__file__).parents[2]

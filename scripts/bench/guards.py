@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from verl_rc.data.batches import TokenBatch, fingerprints, require_sampled_tokens
-from verl_rc.ppo.guards import RewardHistory
+from verl_rc.health.guards import RewardHistory
 from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))

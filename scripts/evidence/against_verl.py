@@ -26,8 +26,8 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.token_record import FOLDER, read_record, record_files
-from verl_rc.report.run_folder import whole_lines
-from verl_rc.report.what_if import read_batch
+from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.what_if import read_batch
 
 _ENGINES = {"bf16": f"{ROLLOUT}.dtype=bfloat16", "fp8": f"{ROLLOUT}.quantization=fp8_per_channel"}
 _AGES = {"k0": (), "k4": ("async=one_step_off", "async_training.staleness_threshold=4")}

@@ -18,8 +18,8 @@ from evidence.runs import Run, folder_of
 from evidence.studies import CORRECTIONS
 from evidence.tables import accuracies
 
-from verl_rc.report.run_folder import whole_lines
-from verl_rc.report.what_if import NoRecordsError, answer, read_batch, tried_configs
+from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.what_if import NoRecordsError, answer, read_batch, tried_configs
 
 STUDY = "staleness"
 QUESTION = (

@@ -17,7 +17,7 @@ from threading import Lock
 from evidence.machine import described
 from evidence.studies import ACCURACY, QUICKSTART, Study, Task
 
-from verl_rc.report.run_folder import whole_lines
+from verl_rc.insight.run_folder import whole_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = (

@@ -12,7 +12,7 @@ from evidence.machine import runs_at_a_time
 from evidence.runs import Run
 from evidence.studies import ACCURACY, Study
 
-from verl_rc.report.picture import COLOURS, write_picture
+from verl_rc.insight.picture import COLOURS, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from evidence.runs import ROOT, prepare
 from planted_faults.matrix import lines_of, row_of, write_matrix
 from planted_faults.runs import TABLES, known_run, run_all, start_trainer
 
-from verl_rc.report.run_folder import DIAGNOSIS
+from verl_rc.insight.run_folder import DIAGNOSIS
 
 LOG = ROOT / "docs" / "experiment_log"
 RESULTS = {
@@ -60,7 +60,7 @@ def main() -> int:
 
 def replay(folder: Path, names: list[str]) -> None:
     """Replay what a run recorded; says why where it cannot be done."""
-    from verl_rc.driver.replay import DiagnosisRequest, diagnose
+    from verl_rc.insight.replay import DiagnosisRequest, diagnose
 
     try:
         seconds = diagnose(DiagnosisRequest(folder, names)).seconds

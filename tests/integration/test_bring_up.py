@@ -7,8 +7,8 @@ import pytest
 from small_runs import run_overrides
 
 from verl_rc.config.load import load_run_config
-from verl_rc.report.bring_up.run import STAGES, bring_up
-from verl_rc.report.bring_up.stages import Stages
+from verl_rc.preflight.bring_up.run import STAGES, bring_up
+from verl_rc.preflight.bring_up.stages import Stages
 
 
 def test_a_rank_trains_and_an_engine_samples_from_its_weights(task: dict[str, Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.weight_sync.manifest import TensorSpec
 from verl_rc.weight_sync.shared_bucket import BucketHandle, device_key, share_bucket
 

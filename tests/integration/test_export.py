@@ -14,7 +14,7 @@ from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cli import main
-from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.workers.environment import engine_environment
 
 PROMPT = "4071835926="

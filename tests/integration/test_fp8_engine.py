@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.workers.environment import engine_environment
 

@@ -18,7 +18,7 @@ from two_processes import free_port, run_two_ranks
 
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.report.memory import ModelShape, estimate_roles
+from verl_rc.preflight.memory import ModelShape, estimate_roles
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 

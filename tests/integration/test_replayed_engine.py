@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
-from verl_rc.driver.replay import DiagnosisRequest, diagnose
-from verl_rc.report.bring_up.process import OtherProcess
-from verl_rc.report.verdict.replays import STALE_CACHE
+from verl_rc.insight.replay import DiagnosisRequest, diagnose
+from verl_rc.insight.verdict.replays import STALE_CACHE
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 

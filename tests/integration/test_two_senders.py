@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from weight_borrowers import copied_tensors, expected_parts
 
-from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.weight_sync.manifest import tensor_digest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 

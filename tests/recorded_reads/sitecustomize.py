@@ -17,7 +17,8 @@ NO_READERS = (
     "verl_rc.config.load",
     "verl_rc.config.checks",
     "verl_rc.config.paths",
-    "verl_rc.report",
+    "verl_rc.insight",
+    "verl_rc.preflight",
     "verl_rc.cli",
     "verl_rc.main_ppo",
 )

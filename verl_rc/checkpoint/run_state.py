@@ -12,10 +12,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_rc import __version__
 from verl_rc.checkpoint.store import CheckpointError
-from verl_rc.metrics.health import HealthHistory
+from verl_rc.health.guards import FailedGroups, RewardHistory
+from verl_rc.health.ranges import HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
-from verl_rc.ppo.guards import FailedGroups, RewardHistory
 from verl_rc.ppo.ledger import LedgerState
 from verl_rc.ppo.step_time import WaitTotals
 

@@ -9,10 +9,10 @@ from verl_rc.data.batches import TrainBatch, require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.guards import RewardHistory
+from verl_rc.health.causes import CAUSE
+from verl_rc.health.guards import RewardHistory
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
-from verl_rc.report.verdict.cause import CAUSE
 
 _SKIPPED = "this step's updates are left out; the next publication empties the engines' caches"
 

@@ -17,9 +17,8 @@ from typing import Any
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.driver.announce import say
+from verl_rc.metrics.run_files import ENDING, REPORT
 from verl_rc.metrics.sinks import ExperimentSink, FinalReport, Tracker
-from verl_rc.report.page import REPORT
-from verl_rc.report.run_folder import ENDING
 
 _SECONDS = 60.0
 """Time that a page may take; a scheduler that ends a run waits about so long."""
@@ -97,13 +96,26 @@ class _NotWrittenError(RuntimeError):
 
 def _run_report(folder: Path, *options: str) -> dict[str, Any]:
     """What ``verl-rc report --json`` says of the page that it wrote."""
-    command = [sys.executable, "-m", "verl_rc.cli", "report", str(folder), "--json", *options]
+    written: dict[str, Any] = json.loads(_command("report", str(folder), "--json", *options))
+    return written
+
+
+def _command(*arguments: str) -> str:
+    """Run ``verl-rc`` in another process, so that this one loads nothing of the insight package."""
+    command = [sys.executable, "-m", "verl_rc.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode != 0:
         lines = done.stderr.splitlines()
         raise _NotWrittenError(lines[-1] if lines else f"exit code {done.returncode}")
-    written: dict[str, Any] = json.loads(done.stdout)
-    return written
+    return done.stdout
+
+
+def draw_curves(folder: Path) -> str:
+    """Draw the training curves of the run in ``folder``; returns the file or the error."""
+    try:
+        return _command("plot", str(folder)).strip()
+    except (OSError, _NotWrittenError, subprocess.TimeoutExpired) as error:
+        return f"not drawn ({error})"
 
 
 def _publish(

@@ -42,9 +42,9 @@ from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, Tracker, open_tracker
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.ppo.choices import policy_loss_name
-from verl_rc.report.explain import add_to_plan, plan_text, write_plan
-from verl_rc.report.memory import ModelShape, choose_gradient_sums, model_paths
-from verl_rc.report.preflight_machine import refuse_too_little_memory
+from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
+from verl_rc.preflight.machine import refuse_too_little_memory
+from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import engine_options, max_model_length
 from verl_rc.weight_sync.proof import GapLimit

@@ -14,8 +14,8 @@ from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBa
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.metrics import health
-from verl_rc.metrics.health import HealthHistory
+from verl_rc.health import causes, ranges
+from verl_rc.health.ranges import HealthHistory
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import (
@@ -29,7 +29,6 @@ from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
-from verl_rc.report.verdict import cause
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
@@ -165,24 +164,28 @@ def judge_causes(services: Services, history: HealthHistory, record: StepRecord,
     """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
     this step."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
-    told, further, causes = cause.judge_causes(record.values, step, history.causes, temperature)
+    messages, further, cause_history = causes.judge_causes(record.values, step, history.causes, temperature)
     record.add(further)
-    for name, said in told.items():
-        if said.text:
-            about = AlertCause(name, said.since_step, said.evidence)
-            services.tracker.alert(f"gap: {name}", said.text, step, about)
-    return replace(history, causes=causes)
+    for name, message in messages.items():
+        if message.text:
+            alert = AlertCause(name, message.since_step, message.evidence)
+            services.tracker.alert(f"gap: {name}", message.text, step, alert)
+    return replace(history, causes=cause_history)
 
 
 def judge_health(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
-    """Say which metrics of the step have left their healthy range; returns the history with this step."""
-    complaints, history = health.judge_health(record.metrics(), step, history)
-    # Of signatures the table of causes speaks, in words.
-    complaints = [
-        one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in cause.SIGNATURES
+    """Warn about metrics of the step outside their healthy range; returns the history with this step.
+
+    Signatures are left out: the table of causes says in words what they mean.
+    """
+    warnings, history = ranges.judge_health(record.metrics(), step, history)
+    warnings = [
+        warning
+        for warning in warnings
+        if warning.name.removeprefix(ranges.WATCHED_PREFIX) not in causes.SIGNATURES
     ]
-    if complaints:
-        services.tracker.alert(health.ALERT_TITLE, "\n".join(map(str, complaints)), step)
+    if warnings:
+        services.tracker.alert(ranges.ALERT_TITLE, "\n".join(map(str, warnings)), step)
     return history
 
 

@@ -28,8 +28,8 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
-from verl_rc.report.ahead import advice
 from verl_rc.rewards import RewardError
 
 _POLL_SECONDS = 0.05

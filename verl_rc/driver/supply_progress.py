@@ -11,8 +11,8 @@ from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, pack, unpack
 from verl_rc.driver.services import Services
+from verl_rc.health.guards import FailedGroups
 from verl_rc.ppo.admission import Admission, AdmissionState, NumberRanges
-from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.ledger import LedgerState, RunningLedger
 from verl_rc.ppo.step_time import WaitTotals
 

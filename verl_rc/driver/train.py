@@ -8,16 +8,15 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
-from verl_rc.driver.report_at_end import report_at_end
+from verl_rc.driver.report_at_end import draw_curves, report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
 from verl_rc.driver.supply import open_supply
 from verl_rc.driver.token_records import TokenRecorder
+from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
-from verl_rc.report.picture import picture_line
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -89,7 +88,7 @@ def train(services: Services, state: RunState) -> None:
         services.folder,
         ", ".join(sorted(path.name for path in services.folder.iterdir())),
     )
-    say("%s", picture_line(services.folder))
+    say("training curves: %s", draw_curves(services.folder))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 

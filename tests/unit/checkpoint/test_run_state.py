@@ -13,10 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.data.dataset import EpochBatches
-from verl_rc.metrics.health import CauseEpisode, CauseHistory, HealthHistory
+from verl_rc.health.guards import FailedGroups, RewardHistory, StepScores
+from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
-from verl_rc.ppo.guards import FailedGroups, RewardHistory, StepScores
 from verl_rc.ppo.ledger import LedgerState
 from verl_rc.ppo.step_time import WaitTotals
 

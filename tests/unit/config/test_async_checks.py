@@ -7,7 +7,7 @@ from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.load import load_config, load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.report.explain import plan_text
+from verl_rc.preflight.explain import plan_text
 
 S, ROLLOUT = "async_training", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"

@@ -20,9 +20,9 @@ from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, Ro
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
 from verl_rc.data.samples import Samples
+from verl_rc.health.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.objective import policy_objective
 from verl_rc.ppo.train_batch import build_train_batch
 

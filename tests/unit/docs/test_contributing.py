@@ -19,8 +19,8 @@ import torch
 from sound_run import sound_run
 from verl_rc.config.load import load_run_config
 from verl_rc.losses import compute_policy_loss, policy_loss_names
-from verl_rc.report.documents.configuration import render
-from verl_rc.report.explain import plan_text
+from documents.configuration import render
+from verl_rc.preflight.explain import plan_text
 
 old, current = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 1.0]]).log().requires_grad_()
 loss, metrics = compute_policy_loss("surrogate", old, current, torch.tensor([[1.0, -2.0]]), torch.ones(1, 2))
@@ -117,7 +117,10 @@ def patched(folder: Path, *titles: str) -> Path:
 
 def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     """Python with the package of ``folder`` and the tests' own modules."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), str(ROOT / "scripts")]),
+    }
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

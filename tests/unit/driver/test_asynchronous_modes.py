@@ -29,8 +29,8 @@ from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.driver.supply_progress import SupplyProgress
+from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.ppo.admission import Admission, NumberRanges
-from verl_rc.ppo.guards import TooManyFailedGroupsError
 from verl_rc.rewards import RewardError, RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest
 

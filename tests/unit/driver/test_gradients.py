@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from verl_rc.cli import main
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.driver.replay import NothingToReplayError, ParameterGradients
-from verl_rc.report.what_if import Estimate, estimate_presets
+from verl_rc.insight.replay import NothingToReplayError, ParameterGradients
+from verl_rc.insight.what_if import Estimate, estimate_presets
 
 LENGTHS = (5, 2, 4, 3, 6, 4)
 OF_PROMPT = (0, 0, 1, 1, 2, 2)

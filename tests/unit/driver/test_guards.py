@@ -15,9 +15,9 @@ from verl_rc.driver import guards
 from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 from verl_rc.driver.stages import judge_causes, judge_health
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.metrics.health import HealthHistory
+from verl_rc.health.guards import RewardHistory
+from verl_rc.health.ranges import HealthHistory
 from verl_rc.metrics.sinks import AlertCause
-from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"

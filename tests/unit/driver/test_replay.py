@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
 from verl_rc.data.token_record import FOLDER, record_files
-from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
-from verl_rc.driver.replay.rows import RecordedRows
-from verl_rc.report.run_folder import read_run
-from verl_rc.report.verdict import judge
-from verl_rc.report.verdict.replays import (
+from verl_rc.insight.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
+from verl_rc.insight.replay.rows import RecordedRows
+from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.replays import (
     ENGINES_INPUTS,
     OLDER_WEIGHTS,
     OTHER_CODE,

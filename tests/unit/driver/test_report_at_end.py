@@ -3,6 +3,7 @@
 import json
 import logging
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from planted_series import healthy, write_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.driver import report_at_end as module
 from verl_rc.driver.report_at_end import report_at_end
-from verl_rc.report.run_folder import read_run
+from verl_rc.insight.run_folder import read_run
 
 VERDICT = {"headline": "", "lines": ["all is well"], "code": "good"}
 WRITTEN = SimpleNamespace(
@@ -221,3 +222,23 @@ def test_a_report_that_cannot_be_handed_over_changes_nothing(tmp_path, said):
     assert end_with(experiment, folder, None) is None
     assert experiment.calls[1:] == [0]
     assert said()[-1] == "report: not handed to W&B (RuntimeError: no network)"
+
+
+def test_curves_are_drawn_by_another_process(tmp_path):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    assert module.draw_curves(folder) == str(folder / "training_curves.png")
+
+
+def test_a_run_goes_on_when_its_curves_cannot_be_drawn(tmp_path):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    (folder / "training_curves.png").mkdir()
+    line = module.draw_curves(folder)
+    assert line.startswith("not drawn (")
+    assert "Is a directory" in line
+    assert "\n" not in line
+
+
+def test_the_loop_loads_nothing_of_insight():
+    loaded = "any(name.startswith('verl_rc.insight') for name in sys.modules)"
+    code = f"import sys, verl_rc.driver.train; sys.exit({loaded})"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

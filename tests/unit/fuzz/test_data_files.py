@@ -13,7 +13,7 @@ from small_models import small_run_config
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import build_train_loader, build_validation_rows
-from verl_rc.report.doctor import Inputs, check_data, check_reward
+from verl_rc.preflight.doctor import Inputs, check_data, check_reward
 
 BAD_PROMPTS: list[Any] = [
     None,

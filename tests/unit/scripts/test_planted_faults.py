@@ -15,9 +15,10 @@ from planted_series import COOLER, SETTINGS, SIGNS, wave, write_run
 from planted_series import planted as planted_run
 
 from verl_rc.config.load import load_run_config
-from verl_rc.report.run_folder import RunData
-from verl_rc.report.verdict import gap
-from verl_rc.report.verdict.replays import Part, ReplayedRecord
+from verl_rc.health import causes
+from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.verdict import gap
+from verl_rc.insight.verdict.replays import Part, ReplayedRecord
 
 
 @pytest.mark.parametrize("arm", PLANS)
@@ -36,8 +37,9 @@ def test_held_out_faults_are_in_no_other_table_and_are_judged_by_causes_that_the
     assert len(PLANS) == sum(map(len, TABLES.values()))
     assert {fault.number for fault in TABLES["held-out"].values()} == set(range(101, 109))
     assert {fault.number for fault in TABLES["held-out-second"].values()} == set(range(201, 209))
-    rules = "".join(path.read_text() for path in Path(gap.__file__).parent.glob("*.py"))
-    assert all(f'"{cause}"' in rules for causes in [*RIGHT.values(), *RIGHT_2.values()] for cause in causes)
+    folders = (Path(gap.__file__).parent, Path(causes.__file__).parent)
+    rules = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    assert all(f'"{cause}"' in rules for names in [*RIGHT.values(), *RIGHT_2.values()] for cause in names)
 
 
 def test_what_is_planted_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from recipe_arguments import RECIPES, ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
-from verl_rc.report.explain import plan_text
-from verl_rc.report.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
+from verl_rc.preflight.explain import plan_text
+from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
 
 FOR_GPUS = [recipe for recipe in RECIPES if re.search(r"\dgpu\.sh$", recipe.name)]
 CORRECTION = "algorithm.rollout_correction"

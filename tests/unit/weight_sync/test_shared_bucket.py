@@ -13,7 +13,7 @@ import torch
 from shared_segments import nothing_left_behind
 from weight_borrowers import CPU, Borrower
 
-from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.weight_sync import shared_bucket
 from verl_rc.weight_sync.manifest import TensorSpec
 from verl_rc.weight_sync.shared_bucket import (

@@ -42,15 +42,15 @@ from verl_rc.driver.stages import judge_gap, record_batch, record_correction, up
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.driver.weights import judge_canary, pause_metrics, publish
+from verl_rc.health.causes import judge_causes
+from verl_rc.health.ranges import CauseEpisode, CauseHistory
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
-from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
 from verl_rc.ppo.ledger import RunningLedger
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
-from verl_rc.report.verdict.cause import judge_causes
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.response import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec

@@ -1,0 +1,183 @@
+"""docs/configuration.md and configs/reference.yaml, from the schema."""
+
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import followed_key, section_of
+
+_CONFIGS = Path(__file__).parents[2] / "configs"
+_WIDTH = 100
+_HEAD = """# Configuration
+
+Every key of `python -m verl_rc.main_ppo key=value …`, with its default.
+`python -m scripts.documents` writes this page from the schema, and
+[configs/reference.yaml](../configs/reference.yaml): the same as YAML to copy from. Names are
+verl's.
+
+## Groups
+
+A group sets several keys at once. These come with the package:
+
+| group | choices |
+|---|---|
+{groups}
+
+```bash
+python -m verl_rc.main_ppo task=digits hardware=cpu correction=decoupled_seq_is trainer.seed=2
+verl-rc explain task=math hardware=8gpu model=qwen3_8b correction=decoupled_token_is
+python -m verl_rc.main_ppo task=digits hardware=cpu --cfg=job
+python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoupled_seq_is,bypass_pg_is
+```
+
+What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`,
+`async`, `correction`, and the keys of the command line. A later key wins over an earlier one. No
+two of these groups set the same key. A task brings the model that it is usually trained with,
+`model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once.
+`correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of
+that section that were not given anywhere.
+
+Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A
+run file may choose from the groups itself, as Hydra's files do: with
+`defaults: [ppo_trainer, _self_]` its keys win over theirs. A folder `DIR/hardware` holds further
+choices of a group, and any other folder is a new group. `--config-path` is the same with precedence
+over `--config-dir`; both are relative to where you are.
+
+As in Hydra, `--cfg=job|hydra|all`, `--resolve`, `--package`, `--info` and `--help` print and stop,
+`~KEY` takes a key back, and `--multirun` makes a run for each combination of values, one after the
+other. Runs of a sweep that name the same `trainer.default_local_dir` write to folders 0, 1, … below
+it. Lists of rules and thresholds hold commas, so that a sweep over them is written
+`choice(2.0,3.0)`. `main_sft` has the same options and no groups.
+"""
+_REFERENCE_HEAD = """\
+# Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the
+# defaults, so that a run needs none of them. ??? must be given. Written by python -m scripts.documents.
+"""  # noqa: E501
+_PRESET = (
+    "preset: null # fills the leaves below that are not given; a name of verl-rc presets, as correction=NAME"
+)
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section that has leaves of its own, with its dotted name."""
+    children = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
+    if any(child is None for child in children.values()):
+        yield prefix, model
+    for name, child in children.items():
+        if child is not None:
+            yield from sections(child, f"{prefix}.{name}" if prefix else name)
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [_HEAD.format(groups="\n".join(_groups()))]
+    for name, model in sections(RunConfig):
+        parts.append(f"\n## {name}\n\n| key | default | meaning |\n|---|---|---|")
+        for leaf, field in model.model_fields.items():
+            if section_of(field.annotation) is not None:
+                continue
+            default = "required" if field.is_required() else f"`{field.default!r}`"
+            parts.append(f"| `{leaf}` | {default} | {_meaning(field).replace('|', chr(92) + '|')} |")
+    return "\n".join([*parts, *_algorithms()]) + "\n"
+
+
+def _algorithms() -> Iterator[str]:
+    """Tables of losses, averages and estimators."""
+    yield (
+        "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the "
+        "gradient."
+    )
+    yield "`verl-rc explain` prints the whole objective with the meaning of every symbol.\n"
+    yield "| `loss_mode` | loss | options | source |\n|---|---|---|---|"
+    for name, loss in POLICY_LOSSES.items():
+        options = ", ".join(f"`{option.key}`" for option in loss.options)
+        mode = f"`{name}`" if loss.is_loss_mode else f"(`loss_type={name}`)"
+        average = f", averaged `{loss.aggregation}`" if loss.aggregation else ""
+        yield _row(mode, f"{loss.title}: {loss.formula}{average}", options, loss.source)
+    yield "\n## Averages of token losses\n\n| `loss_agg_mode` | average | source |\n|---|---|---|"
+    for name, average_spec in AGGREGATIONS.items():
+        divisors = average_spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`")
+        yield _row(f"`{name}`", f"{average_spec.average_of('l')}; {divisors}", average_spec.source)
+    yield (
+        "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
+        "one prompt.\n"
+    )
+    yield "| `adv_estimator` | A | reads beside rewards | options | source |\n|---|---|---|---|---|"
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        what = (
+            f"the same as `{estimator.same_as}`"
+            if estimator.same_as
+            else f"{estimator.title}: {estimator.formula}"
+        )
+        lists = [
+            ", ".join(f"`{entry}`" for entry in entries) for entries in (estimator.inputs, estimator.options)
+        ]
+        yield _row(f"`{name}`", what, *lists, estimator.source)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def render_reference() -> str:
+    """The text of ``configs/reference.yaml``."""
+    return "\n".join([_REFERENCE_HEAD, *_section_in_yaml(RunConfig, "")]) + "\n"
+
+
+def _groups() -> Iterator[str]:
+    for folder in sorted(path for path in _CONFIGS.iterdir() if path.is_dir()):
+        yield f"| `{folder.name}` | {', '.join(f'`{file.stem}`' for file in sorted(folder.glob('*.yaml')))} |"
+    yield "| `correction` | every preset: [presets.md](presets.md) |"
+
+
+def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
+    # A leaf that a file gives wins over the preset: given as a default, it would take away what the preset
+    # sets.
+    has_preset = model is RolloutCorrectionConfig
+    if has_preset:
+        yield f"{indent}{_PRESET}"
+    for name, field in model.model_fields.items():
+        child = section_of(field.annotation)
+        about = f"{_meaning(field)}{_choices(field.annotation)}"
+        comment = f"{indent}# "
+        yield from textwrap.wrap(
+            about, _WIDTH, initial_indent=comment, subsequent_indent=comment, break_on_hyphens=False
+        )
+        if child is not None:
+            yield f"{indent}{name}:"
+            yield from _section_in_yaml(child, f"{indent}  ")
+        else:
+            value = (
+                "???"
+                if field.is_required()
+                else yaml.safe_dump(field.default, default_flow_style=True, width=1000)
+            )
+            yield (
+                f"{indent}{'# ' if has_preset else ''}{name}: "
+                f"{value.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+            )
+
+
+def _meaning(field: FieldInfo) -> str:
+    text, followed = " ".join((field.description or "").split()), followed_key(field)
+    return text if followed is None else f"{text} Null: that of ``{followed}``."
+
+
+def _choices(annotation: Any) -> str:
+    """The allowed values of a leaf with a fixed set of values, in words."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    values = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    return (
+        f" One of {', '.join(map(str, values))}{', null' if type(None) in parts else ''}."
+        if len(values) > 1
+        else ""
+    )

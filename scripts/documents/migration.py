@@ -1,0 +1,263 @@
+"""docs/migration_from_verl.md, from the tables of translations."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
+
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, WRITTEN_HERE
+from verl_rc.config.verl.migration import migrate
+from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
+
+_HEAD = """\
+# Coming from verl
+
+An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
+at the start with what to write instead; nothing is read and ignored. The tools:
+
+```bash
+verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
+verl-rc migrate run.yaml +algorithm.rollout_is_threshold=2.0    # the same for run files and overrides
+verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a configuration will do, in words
+verl-rc presets                                                  # presets by every name they have had
+```
+
+`verl-rc migrate` has a shell expand the script's variables, with every program that the script
+calls by its name, Python among them, replaced by one that does nothing. `verl-rc explain recipe.sh`
+and `verl-rc doctor recipe.sh` read recipes the same way.
+
+A refused key ends the run with exit code 2 before anything starts; the message holds the line to
+write. `+key=value` of verl recipes is taken as `key=value` where the key is known. Column names of
+data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
+signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
+earlier releases.
+
+`python -m scripts.documents` writes this page from the tables of refused and renamed keys in
+`verl_rc/config/verl`, and by translating the examples below.
+"""  # noqa: E501
+
+SAME_KEYS: Mapping[str, tuple[str, str]] = {
+    "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
+    "trainer.device": ("`cuda` or `npu`", "`auto`, `cuda` or `cpu`"),
+    "actor_rollout_ref.actor.strategy": ("`fsdp` is FSDP1", "both names mean FSDP2"),
+    "actor_rollout_ref.actor.clip_ratio": (
+        "without effect: the two sides have defaults of their own",
+        "the clip range of every side that is null",
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": (
+        "without effect: the temperature decides",
+        "False is greedy",
+    ),
+    "data.truncation": (
+        "without effect: prompts are cut on the left",
+        "`error` stops at a prompt too long, `left` cuts it",
+    ),
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
+        "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
+        "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
+    ),
+    "algorithm.adv_estimator": (
+        "in a group of one sample, `opo` gives it its score, and `grpo_passk` raises",
+        "both give it 0; with `rollout.n=1` they are refused",
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold": (
+        "bounds of k1 rules are executed on rollout/train",
+        "they bound train/rollout, as the documents of both projects say",
+    ),
+    "algorithm.rollout_correction.bypass_mode": (
+        "switches the loss in the driver's copy only",
+        "switches driver and actor",
+    ),
+}
+"""Keys with a different meaning in verl: (key, meaning in verl, meaning here)."""
+
+_REFUSED_HEAD = """
+## Keys that are refused
+
+What a run says when one of these keys, or a key below it, is given. A value in the last column says
+what happens here anyway: the key is then dropped. "Of" a switch means that the section may be
+written out as long as its switch has that value.
+"""
+
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Data": ("data.",),
+    "Models": ("actor_rollout_ref.model.", "critic.model."),
+    "Actor, reference, critic": ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."),
+    "Rollout": ("actor_rollout_ref.rollout.",),
+    "Rewards": ("reward.", "reward_model", "custom_reward_function", "sandbox_fusion"),
+    "Algorithm": ("algorithm.",),
+    "Trainer": ("trainer.",),
+    "Everything else": ("",),
+}
+"""Headings of the refused keys with the prefixes they cover; the first match wins."""
+
+REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
+    "GSM8K": (
+        "texts are compared, `#### 4.0` for 4 is wrong; the last 300 characters count",
+        "numbers are compared; the whole response counts; blanks, dollar signs and a full stop are ignored",
+    ),
+    "MATH": (
+        "texts are compared after normalising",
+        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what "
+        "they are; "
+        "text behind a number that is no unit is not cut off",
+    ),
+    "`math_dapo`, `math`, `aime*`": (
+        "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold "
+        "the exact text",
+        "as MATH, in the last 300 characters",
+    ),
+    "`numina_*`": (
+        "answers without a box count (`the answer is 34`); so does a number for a hundredth or a hundredfold "
+        "of itself",
+        "as MATH: only a box counts",
+    ),
+    "percent signs, degree signs, units": (
+        "ignored; 0.1 is not 10 %, but for `numina_*`",
+        "ignored; 0.1 is not 10 %",
+    ),
+    "a ground truth that cannot be read": (
+        "every response is wrong, in silence",
+        "every response is wrong (GSM8K: the run stops), with the row named and counted in "
+        "`reward/failed_fraction`",
+    ),
+    "a tool that raises": (
+        "the policy reads the exception and goes on",
+        "`ToolError` is what the policy reads; any other exception ends the run",
+    ),
+    "a call that is not JSON": ("ignored", "answered with what is wrong"),
+    "the limit of a tool's answer": ("of its result", "of errors as well"),
+}
+"""What verl does, and what happens here."""
+
+_CORRECTION_HEAD = """
+## Rollout correction of every release
+
+What `verl-rc migrate` makes of typical settings. Presets are accepted by all their names
+([presets.md](presets.md)); for metrics that were renamed see
+[rollout_correction.md](rollout_correction.md#coming-from-verl).
+"""
+
+CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "August 2025 (era A)": ("actor_rollout_ref.actor.tis_imp_ratio_cap=2.0",),
+    "October 2025, truncated weights (era B)": (
+        "algorithm.rollout_is=True",
+        "algorithm.rollout_is_level=sequence",
+        "algorithm.rollout_is_mode=truncate",
+        "algorithm.rollout_is_threshold=2.0",
+    ),
+    "October 2025, masked tokens (era B3)": (
+        "algorithm.rollout_is=True",
+        "algorithm.rollout_is_level=token",
+        "algorithm.rollout_is_mode=mask",
+        "algorithm.rollout_is_threshold=2.0",
+        "algorithm.rollout_is_threshold_lower=0.5",
+    ),
+    "November 2025 (era C)": (
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=2.0",
+        "algorithm.rollout_correction.rollout_rs=geometric",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.001",
+        "algorithm.rollout_correction.rollout_rs_threshold_lower=0.999",
+        "algorithm.rollout_correction.bypass_old_logprob_for_rollout=False",
+    ),
+    "November 2025, two policies (era C)": (
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.bypass_old_logprob_for_rollout=True",
+        "algorithm.rollout_correction.use_pure_rollout_correction=True",
+    ),
+    "since January 2026 (era D)": (
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.001",
+    ),
+}
+"""Settings of rollout correction as each release had them."""
+
+
+def render() -> str:
+    """The whole page."""
+    return "".join([_HEAD, _moved(), _refused(), _same_keys(), _rewards_and_tools(), _correction()])
+
+
+def _moved() -> str:
+    values = {
+        f"{key}={_shown(value)}": f"{key}={_shown(here)}"
+        for (key, value), here in VALUE_NAMES.items()
+        if value != here
+    }
+    agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
+    return (
+        "\n## Keys by another name\n\nTheir values are taken over:\n\n"
+        + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + "\nThese belong to verl's recipes for asynchronous training:\n\n"
+        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
+        + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
+        + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
+        + "\nThese may be given as long as they say what another key says:\n\n"
+        + _table(("verl", "what must hold"), agreements)
+    )
+
+
+def _refused() -> str:
+    """Tables of refused keys by section and of refused values; keys with the same reason share a row."""
+    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {
+        section: defaultdict(list) for section in _SECTIONS
+    }
+    for key, refusal in REFUSALS.items():
+        keys_by_row[_section_of(key)][refusal.reason, _accepted(refusal)].append(key)
+    parts = [_REFUSED_HEAD]
+    for section, rows in keys_by_row.items():
+        cells = ((_listed(keys), reason, accepted) for (reason, accepted), keys in rows.items())
+        parts.append(f"\n### {section}\n\n" + _table(("verl", "why, and what instead", "accepted"), cells))
+    values: dict[str, list[str]] = defaultdict(list)
+    for (key, value), reason in REFUSED_VALUES.items():
+        values[reason].append(f"{key}={value}")
+    rows_of_values = ((_listed(overrides), reason) for reason, overrides in values.items())
+    return "".join([*parts, "\n### Values\n\n", _table(("verl", "why, and what instead"), rows_of_values)])
+
+
+def _section_of(key: str) -> str:
+    return next(section for section, prefixes in _SECTIONS.items() if key.startswith(prefixes))
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _accepted(refusal: Refusal) -> str:
+    """Values that are accepted for a refused key, in the syntax of overrides."""
+    words = ", ".join(f"`{_shown(value)}`" for value in refusal.accepted)
+    return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
+
+
+def _shown(value: object) -> str:
+    """A value in the syntax of overrides."""
+    return "null" if value is None else "''" if value == "" else str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def _same_keys() -> str:
+    rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
+    return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
+
+
+def _rewards_and_tools() -> str:
+    rows = ((name, there, here) for name, (there, here) in REWARDS_AND_TOOLS.items())
+    return "\n## Rewards and tools\n\n" + _table(("what", "in verl", "here"), rows)
+
+
+def _correction() -> str:
+    parts = [_CORRECTION_HEAD]
+    for release, settings in CORRECTION_EXAMPLES.items():
+        migration = migrate(settings)
+        given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
+        notes = "".join(
+            f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes
+        )
+        parts.append(
+            f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}"
+        )
+    return "".join(parts)

@@ -1,0 +1,94 @@
+"""Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap,
+charts."""
+
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.health.causes import CAUSES
+from verl_rc.metrics.catalog import SECTIONS
+from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.panels import PANELS
+
+_METRICS_HEAD = """\
+# Metrics
+
+Every number that a run reports, with its unit and formula. `python -m scripts.documents`
+writes this page from `verl_rc/metrics/catalog`; change an entry there.
+
+`{data_source}` stands for the name of a data source, `{n}` for a number of samples, other names in
+braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
+means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
+tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
+"""
+
+
+def metrics_page() -> str:
+    """docs/metrics.md: a table for each section of the catalogue."""
+    parts = [_METRICS_HEAD]
+    for section, specs in SECTIONS.items():
+        parts.append(
+            f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy | Reported by "
+            "|\n|---|---|---|---|---|\n"
+        )
+        parts += [_row(spec) for spec in specs]
+    return "".join(parts)
+
+
+def _row(spec: MetricSpec) -> str:
+    return (
+        f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | "
+        f"{spec.emitted_by} |\n"
+    )
+
+
+_PRESETS_HEAD = """\
+# Presets of rollout correction
+
+`algorithm.rollout_correction.preset=NAME` stands for the fields below, all of
+`algorithm.rollout_correction`; fields that you give win over the preset's. In Python:
+`RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets` prints
+the same list. `python -m scripts.documents` writes this page from `PRESETS` in `verl_rc/config`.
+
+[Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want
+`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_ppo_clip` (no
+forward pass for old log-probs).
+
+| preset | what it does | fields | the name comes from |
+|---|---|---|---|
+"""
+
+
+def presets_page() -> str:
+    """docs/presets.md: one table, in the order of the presets."""
+    return _PRESETS_HEAD + "".join(
+        f"| `{name}` | {_cell(preset.summary)} | {effective_overrides(name)} | {preset.origin} |\n"
+        for name, preset in PRESETS.items()
+    )
+
+
+def effective_overrides(name: str) -> str:
+    """The effective fields of a preset as overrides."""
+    decided = RolloutCorrectionConfig.from_preset(name).effective_fields()
+    return f"`{' '.join(f'{field}={value}' for field, value in decided.items())}`" if decided else "none"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def causes_table() -> str:
+    """The table of causes in docs/see_why.md: one row for each cause, in the order in which they are
+    asked."""
+    rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in CAUSES)
+    cells = (" | ".join(map(_cell, row)) for row in rows)
+    return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
+
+
+def panels_table() -> str:
+    """The charts of a workspace in docs/running.md."""
+    rows = []
+    for section, panels in PANELS.items():
+        for place, panel in enumerate(panels):
+            names = ", ".join(f"`{name}`" for name in panel.metrics)
+            rows.append(
+                f"| {section if place == 0 else ''} | {panel.title} | {names} |\n".replace("|  |", "| |")
+            )
+    return "| section | chart | metrics |\n|---|---|---|\n" + "".join(rows)

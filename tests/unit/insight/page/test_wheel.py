@@ -1,0 +1,50 @@
+"""An installed package writes pages too: the wheel has the page's files, and needs no checkout beside it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from planted_series import healthy, write_run
+from small_runs import ROOT
+
+BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('dist'))"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what the wheel holds."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "verl_rc", source / "verl_rc", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "dist").mkdir()
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr[-2000:]
+    (wheel,) = (source / "dist").glob("*.whl")
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_wheel_has_every_file_of_the_page(installed):
+    here, there = ROOT / "verl_rc/insight/page/assets", installed / "verl_rc/insight/page/assets"
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {
+        path.name: path.read_bytes() for path in here.iterdir()
+    }
+
+
+def test_an_installed_package_writes_a_page(installed, tmp_path):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    command = [sys.executable, "-m", "verl_rc.cli", "report", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "uPlot" in (folder / "report.html").read_text()

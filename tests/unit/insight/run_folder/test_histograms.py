@@ -1,0 +1,80 @@
+"""The heat map keeps every count, whatever the number of steps and however the file writes them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from verl_rc.correction.histogram import HISTOGRAM_EDGES
+from verl_rc.insight.run_folder.histograms import EDGES, LOG_RATIO, MOST_COLUMNS, read_heat_map
+
+
+def record(step, values):
+    """One histogram with a count of 1 in the bin of each value."""
+    counts = [0.0] * (len(HISTOGRAM_EDGES) - 1)
+    for value in values:
+        counts[
+            next(i for i in range(len(counts)) if HISTOGRAM_EDGES[i] <= value < HISTOGRAM_EDGES[i + 1])
+        ] += 1
+    return step, {"step": step, "name": LOG_RATIO, "edges": list(HISTOGRAM_EDGES), "counts": counts}
+
+
+def row_of(value):
+    return next(row for row in range(len(EDGES) - 1) if EDGES[row] <= value < EDGES[row + 1])
+
+
+def test_counts_lie_in_the_rows_of_their_values():
+    values = [-3.0, -0.02, 0.0, 0.00201, 0.5]
+    heat = read_heat_map([record(1, values), record(2, [0.5, 0.5])], [])
+    assert heat is not None
+    assert heat.steps == [1, 2]
+    for value in values:
+        near = range(row_of(value) - 1, row_of(value) + 2)  # a bin's middle may lie in the next row
+        assert sum(heat.counts[0][row] for row in near) >= 1
+    assert sum(heat.counts[0]) == 5
+    assert sum(heat.counts[1]) == 2
+    assert heat.counts[0][len(EDGES) // 2 - 1] == 1  # 0 has the row in the middle
+    assert len(EDGES) == 96
+
+
+@pytest.mark.parametrize("steps", [1, MOST_COLUMNS, MOST_COLUMNS + 1, 1000, 3217])
+def test_any_number_of_steps_fits_and_loses_no_count(steps):
+    heat = read_heat_map((record(step, [0.5] * (1 + step % 3)) for step in range(1, steps + 1)), [])
+    assert heat is not None
+    assert len(heat.steps) <= MOST_COLUMNS
+    assert heat.steps[0] == 1
+    assert len({b - a for a, b in pairwise(heat.steps)}) <= 1  # columns are of one width
+    assert math.fsum(map(math.fsum, heat.counts)) == sum(1 + step % 3 for step in range(1, steps + 1))
+
+
+def test_pairs_of_bin_and_count_with_edges_once():
+    _, dense = record(1, [0.5, -0.1])
+    pairs = [[index, count] for index, count in enumerate(dense["counts"]) if count]
+    sparse = [
+        (1, {"step": 1, "name": LOG_RATIO, "edges": dense["edges"], "bins": pairs}),
+        (2, {"step": 2, "name": LOG_RATIO, "bins": pairs}),
+    ]
+    heat, expected = read_heat_map(sparse, []), read_heat_map([(1, dense), (2, {**dense, "step": 2})], [])
+    assert heat == expected
+
+
+DAMAGED = [
+    {"counts": [1.0]},
+    {"edges": "x"},
+    *({"bins": bins} for bins in ([[99999, 1.0]], [[0, -1.0]], [[-1, 1.0]], 3, [3])),
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_damaged_histograms_are_left_out_and_said(damaged):
+    step, good = record(1, [0.5])
+    notes: list[str] = []
+    heat = read_heat_map([(step, good), (2, {**good, **damaged})], notes)
+    assert heat is not None
+    assert heat.steps == [1]
+    assert any("1 histogram(s) are damaged" in note for note in notes)
+
+
+def test_other_histograms_and_none():
+    assert read_heat_map([(1, {"step": 1, "name": "other", "edges": [0, 1], "counts": [1]})], []) is None
+    assert read_heat_map([], []) is None

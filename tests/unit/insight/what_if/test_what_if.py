@@ -1,0 +1,304 @@
+"""What presets would have done: right on policies whose gradients are enumerated, refused where a fault is
+named."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import exactness
+import numpy as np
+import pytest
+import torch
+from planted_series import COOLER, SIGNS, healthy, write_run
+from recorded_tokens import token_record, write_tokens
+
+from verl_rc.cli import main
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.insight.verdict import Verdict
+from verl_rc.insight.what_if import NoRecordsError, RecordedBatch, answer, estimate_presets, read_batch
+from verl_rc.insight.what_if.estimate import coefficients, reference_level, uncapped
+
+TRIED = (
+    "no correction",
+    "token weights, at most 2",
+    "prefix weights, at most 2",
+    "sequence weights",
+    "sequence weights, at most 2",
+    "geometric weights, at most 1.2",
+    "token_k1 0.5 to 1.5",
+    "seq_mean_k1 0.7 to 1.2",
+)
+METHODS = {method.name: method for method in exactness.METHODS if method.name in TRIED}
+CONFIGS = {
+    name: RolloutCorrectionConfig.model_validate(dict(method.config)) for name, method in METHODS.items()
+}
+
+
+def sampled(problem: exactness.Problem, rows: int, seed: int) -> RecordedBatch:
+    """Sample responses from the rollout policy. Each has its own prompt, and its tokens have their gradients
+    for all logits."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(
+        exactness.rollout_probabilities(problem), rows, replacement=True, generator=generator
+    )
+    logits = torch.tensor(problem.logits, dtype=torch.float64)
+    train = exactness.log_probs_of(problem, logits)
+    rollout = exactness.log_probs_of(problem, torch.tensor(problem.rollout_logits, dtype=torch.float64))
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: exactness.log_probs_of(problem, x), logits, vectorize=True
+    )
+    directions = jacobian.flatten(start_dim=2)
+    advantages = exactness.padded_rows(exactness.outcome_advantages(problem))
+    return RecordedBatch(
+        train=train[drawn].float(),
+        rollout=rollout[drawn].float(),
+        mask=exactness.response_mask(problem)[drawn],
+        advantages=advantages[drawn].float(),
+        scores=torch.tensor([response.score for response in problem.responses])[drawn],
+        prompts=torch.arange(rows),
+        gradients=directions.square().sum(dim=-1)[drawn],
+        directions=directions[drawn],
+    )
+
+
+def true_error(problem: exactness.Problem, name: str, batch_size: int) -> float:
+    """Mean squared error of the update of so many responses, relative to the mean square of one with exact
+    weights."""
+    advantages = exactness.outcome_advantages(problem)
+    found, exact = (
+        exactness.examine(problem, METHODS[one], advantages) for one in (name, "sequence weights")
+    )
+    return (found.bias**2 + found.variance / batch_size) / (1 + exact.variance)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size"), [(1024, 64), (64, 64), pytest.param(1024, 1024, marks=pytest.mark.slow)]
+)
+def test_the_recommended_preset_is_right_on_enumerated_policies(rows: int, batch_size: int) -> None:
+    right = 0
+    for seed in range(20):
+        problem = exactness.make_problem(seed, gap=(0.1, 0.3, 0.5, 0.8)[seed % 4])
+        said = answer(sampled(problem, rows, seed), CONFIGS, batch_size=batch_size)
+        assert said.recommended is not None
+        errors = {name: true_error(problem, name, batch_size) for name in CONFIGS}
+        best = min(errors, key=lambda name: errors[name])
+        interval = next(one.error for one in said.estimates if one.name == best)
+        right += errors[said.recommended] <= max(errors[best], interval.high)
+    assert right >= 18
+
+
+def test_errors_and_biases_are_those_of_the_enumeration() -> None:
+    problem = exactness.make_problem(2, gap=0.5)
+    batch = sampled(problem, 12_000, 0)
+    for one in estimate_presets(batch, CONFIGS, batch_size=64, draws=200):
+        found = exactness.examine(problem, METHODS[one.name], exactness.outcome_advantages(problem))
+        spread = one.bias.high - one.bias.low  # of 90 %: 3.3 standard errors
+        assert abs(one.bias.value - found.bias) <= max(1.3 * spread, 0.02), (one.name, one.bias, found.bias)
+        assert one.bias.value == pytest.approx(found.bias, abs=0.2), one.name
+        assert one.error.value == pytest.approx(true_error(problem, one.name, 64), rel=0.35), one.name
+        assert one.noise.value == pytest.approx(math.sqrt(found.variance / 64), rel=0.1), one.name
+
+
+def test_intervals_cover_the_true_share_of_rejected_tokens() -> None:
+    problem = exactness.make_problem(1, gap=0.6)
+    name = "token_k1 0.5 to 1.5"
+    truth = 1 - exactness.examine(problem, METHODS[name], exactness.outcome_advantages(problem)).used
+    covered = 0
+    for seed in range(80):
+        (one,) = estimate_presets(sampled(problem, 96, seed), {name: CONFIGS[name]}, draws=200)
+        covered += one.columns["rejected_tokens"].low <= truth <= one.columns["rejected_tokens"].high
+    assert 0.8 <= covered / 80 <= 0.98
+
+
+# ---- Coefficients.
+
+
+def small_batch(logs: list[list[float]], advantages: list[list[float]] | None = None) -> RecordedBatch:
+    """Rows of a token each id, with these log-ratios."""
+    ratio = torch.tensor(logs)
+    rollout = torch.full_like(ratio, -1.5)
+    return RecordedBatch(
+        train=rollout + ratio,
+        rollout=rollout,
+        mask=torch.ones_like(ratio, dtype=torch.bool),
+        advantages=torch.ones_like(ratio) if advantages is None else torch.tensor(advantages),
+        scores=torch.zeros(len(ratio)),
+        prompts=torch.arange(len(ratio)),
+        gradients=torch.ones_like(ratio, dtype=torch.float64),
+        directions=torch.zeros_like(ratio, dtype=torch.int64),
+    )
+
+
+LOGS = [[math.log(0.5), math.log(3.0)], [math.log(1.1), 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [[1.0, 1.0], [1.0, 1.0]]),
+        ({"rollout_is": "token"}, [[0.5, 2.0], [1.1, 1.0]]),
+        ({"rollout_is": "sequence"}, [[1.5, 1.5], [1.1, 1.1]]),
+        ({"rollout_is": "token", "rollout_is_threshold": "0.6_2.0"}, [[0.0, 0.0], [1.1, 1.0]]),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_2.0"}, [[0.0, 0.0], [1.0, 1.0]]),
+        ({"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}, [[0.5, 2.0], [1.1, 1.0]]),
+        ({"bypass_mode": True, "loss_type": "ppo_clip"}, [[0.5, 0.0], [1.1, 1.0]]),
+    ],
+)
+def test_what_gradients_are_multiplied_by(fields: dict[str, Any], expected: list[list[float]]) -> None:
+    found = coefficients(small_batch(LOGS), RolloutCorrectionConfig.model_validate(fields))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_the_clip_of_negative_advantages_has_another_side() -> None:
+    batch = small_batch(
+        [[math.log(0.5), math.log(2.9)], [math.log(1.1), math.log(3.1)]], [[-1.0, -1.0], [-1.0, -1.0]]
+    )
+    config = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "loss_type": "ppo_clip"})
+    found = coefficients(batch, config)
+    torch.testing.assert_close(
+        found, torch.tensor([[0.0, 2.9], [1.1, 0.0]], dtype=torch.float64), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_columns_by_hand() -> None:
+    batch = small_batch(LOGS, [[1.0, 1.0], [-1.0, -1.0]])
+    rule = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5.0"}
+    (one,) = estimate_presets(batch, {"x": RolloutCorrectionConfig.model_validate(rule)}, draws=10)
+    used = [0.0, 2.0, 1.1, 1.0]
+    columns = {name: column.value for name, column in one.columns.items()}
+    assert columns["rejected_tokens"] == pytest.approx(1 / 4)
+    assert columns["rejected_rows"] == 0.0
+    assert columns["rejected_negative"] == 0.0
+    assert columns["ess_tokens"] == pytest.approx(sum(used) ** 2 / (3 * sum(c * c for c in used)), rel=1e-6)
+    assert columns["clipped"] == pytest.approx(1.0 / 5.1, rel=1e-6)
+    assert columns["norm"] == pytest.approx(math.sqrt(sum(c * c for c in used) / 4), rel=1e-6)
+    assert columns["cosine"] == pytest.approx(sum(used) / math.sqrt(4 * sum(c * c for c in used)), rel=1e-6)
+
+
+def test_heavy_tails_take_token_weights_as_their_reference() -> None:
+    assert reference_level(small_batch([[0.01] * 8] * 4)) == "sequence"
+    assert reference_level(small_batch([[0.0] * 40] * 3 + [[0.3] * 40])) == "token"
+    assert float(uncapped(small_batch([[2.0, 2.0]]), "sequence")[0, 0]) == pytest.approx(
+        math.exp(4.0), rel=1e-5
+    )
+
+
+# ---- From records.
+
+
+def recorded_run(folder: Path, metrics: dict[str, list[float]] | None = None, **changed: Any) -> Path:
+    run = write_run(folder / "run", {**healthy(20), **(metrics or {})})
+    generator = np.random.default_rng(3)
+    records = []
+    for step in range(1, 6):
+        rollout = -generator.exponential(1.0, 160)
+        old = rollout + 0.02 * generator.standard_normal(160)
+        columns = {
+            "chosen_by": ["random"] * 16,
+            "advantage": np.repeat(generator.choice([-1.0, 1.0], 16), 10).astype("float32"),
+        }
+        columns |= {
+            "response_ids": generator.integers(1, 11, 160),
+            "rollout_log_prob": rollout,
+            "old_log_prob": old,
+        }
+        records.append(token_record(step, [10] * 16, **{**columns, **changed}))
+    write_tokens(run, records)
+    return run
+
+
+def test_random_rows_of_all_records_are_one_batch(tmp_path: Path) -> None:
+    write_tokens(tmp_path, [token_record(1), token_record(2, (1, 5, 3))])
+    batch = read_batch(tmp_path)
+    assert batch.mask.sum(dim=-1).tolist() == [4, 2, 1, 5]
+    assert batch.num_prompts == 2  # rows 0 and 1 share a prompt in each step
+    assert batch.gradients[0, :4].tolist() == [0.25] * 4
+    assert read_batch(tmp_path, first_step=2).mask.shape == (2, 5)
+
+
+def test_runs_without_usable_records_are_refused_with_the_key(tmp_path: Path) -> None:
+    with pytest.raises(NoRecordsError, match=r"trainer\.token_records\.enable=True"):
+        read_batch(tmp_path)
+    write_tokens(tmp_path, [token_record(1, old_log_prob=None)])
+    with pytest.raises(NoRecordsError, match="bypass_mode=False"):
+        read_batch(tmp_path)
+
+
+def test_a_healthy_gap_needs_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path)
+    assert (
+        main(["what-if", str(run), "--presets", "disabled,decoupled_token_is,decoupled_seq_is", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"] == "disabled"
+    assert found["presets"].keys() == {"disabled", "decoupled_token_is", "decoupled_seq_is"}
+    assert (
+        main(
+            [
+                "what-if",
+                str(run),
+                "--set",
+                "rollout_is=token",
+                "--set",
+                "rollout_is_threshold=1.5",
+                "--steps",
+                "1-3",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert all(name in out for name in PRESETS if PRESETS[name].origin.startswith("verl since"))
+    assert "given" in out
+    assert "48 random rows of 24 prompts" in out
+    assert "Too few prompts" in out
+
+
+def test_the_simplest_of_equals_is_chosen() -> None:
+    batch = small_batch([[0.0] * 3] * 6, [[1.0, -1.0, 1.0]] * 6)
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in PRESETS}
+    found = answer(batch, configs)
+    assert found.recommended == "disabled"
+    without = {name: config for name, config in configs.items() if config.effective_fields()}
+    assert without[str(answer(batch, without).recommended)].rollout_is == "token"
+
+
+def test_no_preset_is_chosen_where_a_fault_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cooler = {f"rollout_corr/{name}": [value] * 20 for name, value in {**SIGNS, **COOLER}.items()}
+    assert main(["what-if", str(recorded_run(tmp_path, cooler))]) == 0
+    out = capsys.readouterr().out
+    assert "no preset is recommended" in out
+    assert "temperature: no preset repairs this." in out
+
+
+@pytest.mark.parametrize(("row", "refused"), [(8, True), (12, True), (16, False), (11, False), (18, True)])
+def test_rows_that_no_preset_repairs(row: int, refused: bool) -> None:
+    said = SimpleNamespace(topic="gap", level="fault", row=row, cause="planted", next_test="")
+    verdict = cast(Verdict, SimpleNamespace(statements=(said,)))
+    found = answer(small_batch([[0.01, -0.02]] * 6), {"disabled": CONFIGS["no correction"]}, verdict)
+    assert (found.recommended is None) == refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--presets", "ghost"], "ghost"),
+        (["--set", "rollout_is=ghost"], "rollout_is"),
+        (["--set", "nothing"], "KEY=VALUE"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["what-if", str(recorded_run(tmp_path)), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", str(tmp_path / "none")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

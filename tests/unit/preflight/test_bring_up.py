@@ -1,0 +1,97 @@
+"""``doctor --gpu``: a stage that fails, hangs or dies does not end the others, and ranks and lent memory are
+really tried."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_models import small_run_config
+
+from verl_rc.cli import USER_ERROR, main
+from verl_rc.preflight.bring_up import run
+from verl_rc.preflight.bring_up.run import STAGES, bring_up
+from verl_rc.preflight.bring_up.stages import Stages
+
+
+def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_TARGET", "planted_stages:PlantedStages")
+    limits = {"raising": 300.0, "hanging": 300.0, "wrong": 300.0, "dying": 300.0, "fine": 300.0}
+    waits = []
+
+    def answer(self: run.OtherProcess, timeout_seconds: float | None = None) -> object:
+        waits.append(timeout_seconds)
+        # Only the call of the stage that hangs is cut short: a busy machine may take long to start the
+        # others.
+        return whole(self, 1.0 if len(waits) == 4 else timeout_seconds)
+
+    whole = run.OtherProcess.answer
+    monkeypatch.setattr(run.OtherProcess, "answer", answer)
+    started, config = time.perf_counter(), small_run_config(tmp_path, f"trainer.default_local_dir={tmp_path}")
+    found = {finding.subject: finding for finding in bring_up(config, tmp_path / "found.json", limits)}
+    assert time.perf_counter() - started < 300
+    assert {name: finding.status for name, finding in found.items()} == {
+        **dict.fromkeys(limits, "failed"),
+        "fine": "ok",
+    }
+    assert found["raising"].found.endswith("ValueError: the link is down")
+    assert "no answer after" in found["hanging"].found
+    assert found["dying"].found == "the process ended with status 9"
+    assert (found["wrong"].must, found["fine"].found) == ("it must be 4", str(tmp_path))
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert list(written) == list(limits)
+    assert written["fine"]["numbers"] == {"seconds": 1.5}
+    assert written["dying"]["status"] == "failed"
+
+
+def test_stages_have_a_limit_each() -> None:
+    assert all(callable(getattr(Stages, name)) and limit > 0 for name, limit in STAGES.items())
+
+
+def test_two_ranks_reduce_and_a_process_copies_what_another_lends(tmp_path: Path) -> None:
+    stages = Stages(small_run_config(tmp_path, "trainer.device=cpu", "trainer.n_gpus_per_node=2"))
+    reduced = stages.ring()
+    assert [finding.status for finding in reduced.findings] == ["ok"] * 3
+    size = reduced.numbers["16_MiB"]
+    assert size["bus_bytes_per_second"] == pytest.approx((16 << 20) / size["seconds"])  # 2 (n - 1) / n is 1
+    lent = stages.lending()
+    assert [finding.status for finding in lent.findings] == ["ok"]
+    assert lent.numbers["seconds"] > 0
+
+
+ROWS = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+NEITHER = """
+import sys
+for name in ("ray", "vllm"):
+    sys.modules[name] = None
+import verl_rc.preflight.bring_up.ranks, verl_rc.preflight.bring_up.stages, verl_rc.workers.policy_worker
+"""
+
+
+def test_the_trainers_half_needs_neither_ray_nor_vllm() -> None:
+    subprocess.run([sys.executable, "-c", NEITHER], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--only=ring,"], "--only must name one of machine, ring"),
+        (["--gpu", "trainer.device=auto"], "trainer.device=cpu"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = ("actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v", ROWS)
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", *files, *arguments])
+    assert stopped.value.code == USER_ERROR
+    assert problem in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

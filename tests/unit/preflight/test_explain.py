@@ -1,0 +1,414 @@
+"""The words name what the plan found, and the plan is written where a run keeps its files."""
+
+import re
+from pathlib import Path
+
+import pytest
+from planned_runs import Given, config_of
+
+from verl_rc.cli import main
+from verl_rc.config.algorithms import AGGREGATIONS, LOSS_MODES
+from verl_rc.preflight.explain import (
+    divisors_of,
+    parameter_values,
+    plan_text,
+    policy_formula,
+    total_formula,
+    write_plan,
+)
+from verl_rc.preflight.plan import plan_of
+
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+BYPASS: Given = {f"{CORRECTION}.bypass_mode": True}
+TOKEN_WEIGHTS: Given = {f"{CORRECTION}.rollout_is": "token"}
+AHEAD: Given = {
+    "async_training.staleness_threshold": 2,
+    "async_training.partial_rollout": False,
+    "actor_rollout_ref.hybrid_engine": False,
+}
+REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_3.0"}
+
+SAID: list[tuple[Given, list[str], list[str]]] = [
+    (
+        {
+            "trainer.n_gpus_per_node": 4,
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2,
+            f"{ACTOR}.use_dynamic_bsz": True,
+            f"{ACTOR}.ppo_max_token_len_per_gpu": 20,
+        },
+        [
+            "on each of 2 group(s) of 2 ranks that share each row's tokens and attention heads",
+            "micro-batches of at most 40 tokens (3 of the longest rows)",
+        ],
+        ["4 rank(s)"],
+    ),
+    (
+        TOKEN_WEIGHTS,
+        [
+            "recomputed by old_log_prob",
+            "w the token's own ratio π_old / π_roll, at most 2",
+            "old_log_prob actor forward, 40 rows",
+        ],
+        ["bypass", "Critic", "π_ref", "Generation ahead of training"],
+    ),
+    (
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{ACTOR}.fsdp_config.fsdp_size": 2},
+        ["actor: 2 copies of weights and moments, each shared by 2 rank(s)"],
+        [],
+    ),
+    ({"trainer.n_gpus_per_node": 2, f"{ACTOR}.fsdp_config.fsdp_size": 8}, [], ["copies of weights"]),
+    (
+        {**AHEAD, **TOKEN_WEIGHTS},
+        [
+            "is 0 to 2 step(s) old when it is trained on",
+            "at most 30 prompts, 4 samples each",
+            "that in which prompts were admitted",
+            "after every step; engines finish what they have first",
+            "the gap of canary tokens alone is limited",
+            "tokens get older, steps no shorter",
+        ],
+        [],
+    ),
+    (
+        {
+            **AHEAD,
+            "async_training.staleness_threshold": 1,
+            "async_training.order": "ready",
+            "async_training.trigger_parameter_sync_step": 2,
+            "async_training.max_token_age": 2,
+            "async_training.group_timeout_seconds": 60,
+            "trainer.save_freq": 3,
+            **TOKEN_WEIGHTS,
+        },
+        [
+            "is 0 to 3 step(s) old",
+            "of completion, the oldest version first",
+            "at most 40 prompts",
+            "tokens older than 2 step(s) leave the loss",
+            "take longer than 60 s is sampled once more",
+            "after every 2 steps and the last one",
+            "only a step that publishes is validated and saved: trainer.save_freq=3 is rounded up to 4",
+            "max_off_policy_threshold, async_training.max_off_policy_strategy: responses end before the next "
+            "publication",
+        ],
+        ["drop throws sampled tokens away"],
+    ),
+    (
+        {
+            **AHEAD,
+            **TOKEN_WEIGHTS,
+            f"{CORRECTION}.proximal": "interpolate",
+            "async_training.partial_rollout": True,
+            "async_training.max_concurrent_rollouts": 9,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.checkpoint_engine.stage_updates": True,
+        },
+        [
+            "log π_old = (1 - a) log π_roll + a log π",
+            "interpolated proximal over rollout policy",
+            "every 50 steps, to compare interpolated log-probs with",
+            "an engine works on at most 9 samples",
+            "pause only to load them",
+            "sampled beside the next batch and judged with it",
+        ],
+        ["recomputed by old_log_prob", "bypass"],
+    ),
+    (
+        {
+            **AHEAD,
+            **TOKEN_WEIGHTS,
+            "async_training.staleness_threshold": 2,
+            "async_training.partial_rollout": False,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.checkpoint_engine.stage_updates": True,
+        },
+        [
+            "engines finish what they have first",
+            "pause only to load them",
+            "at one that canaries prove, and where it saves",
+        ],
+        ["as long as the slower of both sides", "tokens get older, steps no shorter"],
+    ),
+    (
+        {"async_training.trigger_parameter_sync_step": 2, **TOKEN_WEIGHTS},
+        [
+            "engines share the trainer's devices: all that a version admits is sampled before its first step "
+            "is trained",
+            "a response has one version of the weights",
+            "without a lead all that is admitted is trained on before the next publication",
+        ],
+        [],
+    ),
+    ({}, ["async_training.partial_rollout", "the run is synchronous"], []),
+    (
+        {
+            **AHEAD,
+            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+            f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01",
+        },
+        [
+            "rollout_rs=seq_mean_k1 rejects whole rows outside a band that is made for two implementations "
+            "of one policy"
+        ],
+        [],
+    ),
+    ({**AHEAD, **REJECTION}, [], ["rejects whole rows outside a band", "corrects nothing"]),
+    (
+        {**AHEAD, f"{CORRECTION}.rollout_is": None},
+        ["rollout_correction corrects nothing, and samples are 2 or more steps old"],
+        [],
+    ),
+    ({**AHEAD, **BYPASS}, [], ["corrects nothing"]),
+    (
+        {
+            "async_training.trigger_parameter_sync_step": 2,
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            **TOKEN_WEIGHTS,
+        },
+        [
+            "whitens over the batch, which is that of one step: 10 prompts, not those of all 2 steps of a "
+            "publication"
+        ],
+        [],
+    ),
+    (
+        {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},
+        [
+            "π / π_roll, with π detached",
+            "no ratio, no clip",
+            "current over rollout policy",
+            "updates per step without a clip",
+        ],
+        ["old_log_prob actor", "ε_low"],
+    ),
+    (
+        {**BYPASS, **TOKEN_WEIGHTS},
+        [
+            "r π(y) / π_roll(y)",
+            "weights reported only",
+            "only reported: in bypass mode the clipped ratio is itself current/rollout",
+        ],
+        ["w the token's own ratio"],
+    ),
+    (
+        {**REJECTION, f"{CORRECTION}.rejection_denominator": "kept"},
+        [
+            "N = kept tokens of the mini-batch, over all ranks",
+            "rejection token_k1 within 0.5_3.0",
+            "loss_mask",
+        ],
+        ["kept or not"],
+    ),
+    (REJECTION, ["N = response tokens (kept or not) of the mini-batch, over all ranks"], ["N = kept tokens"]),
+    (
+        {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5},
+        [
+            "Critic",
+            "c = 0.5",
+            "baseline the critic's values",
+            "the first 4 do not update the actor",
+            "from step 5",
+        ],
+        ["samples of one prompt"],
+    ),
+    (
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.entropy_coeff": 0.01},
+        ["low_var_kl(π, π_ref)", "reference policy: unused, frozen (ref_log_prob); constant", "H(π) entropy"],
+        [],
+    ),
+    (
+        {"algorithm.lam": 0.9, "critic.optim.lr": 1e-4},
+        [
+            "Set, and without effect here algorithm.lam: the estimator grpo does not read it critic.*: no "
+            "critic"
+        ],
+        [],
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        ["s exp(mean over the row of log π(y) / π_old(y))", "the mean over a row runs over response_mask"],
+        [],
+    ),
+    ({f"{ACTOR}.policy_loss.loss_mode": "mine:loss"}, ["the function mine:loss", "the function decides"], []),
+    (
+        {"algorithm.use_kl_in_reward": True},
+        ["minus 0.001 (fixed) x kl(proximal, π_ref) of each token", "ref reference forward, 40 rows"],
+        [],
+    ),
+    (
+        {},
+        [
+            "the gap is measured (rollout_corr/*), and nothing is corrected",
+            "10 prompts x 4 samples = 40 rows a step",
+        ],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said", "unsaid"), SAID, ids=[str(sorted(given)) for given, _, _ in SAID])
+def test_what_is_said(given: Given, said: list[str], unsaid: list[str]) -> None:
+    text = plan_text(config_of(given))
+    words = " ".join(text.split())
+    assert [phrase for phrase in said if phrase not in words] == []
+    assert [phrase for phrase in unsaid if phrase in words] == []
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_the_plan_is_kept(tmp_path: Path) -> None:
+    config = config_of({})
+    path = write_plan(config, tmp_path)
+    assert path == tmp_path / "plan.txt"
+    assert path.read_text(encoding="utf-8") == plan_text(config)
+
+
+def overrides() -> list[str]:
+    return [
+        "data.train_files=nowhere.parquet",
+        "data.val_files=nowhere.parquet",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.model.path=./nowhere",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "+algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+def test_the_command_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *overrides()]) == 0
+    assert "8 prompts x 4 samples = 32 rows a step" in capsys.readouterr().out
+
+
+ONE_STEP_OFF = ["async=one_step_off", "algorithm.rollout_correction.preset=decoupled_token_is"]
+
+
+def test_the_command_predicts_a_step_from_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """T26."""
+    given = [*overrides(), *ONE_STEP_OFF]
+    assert main(["explain", *given, "--sampling-seconds=12", "--training-seconds=10"]) == 0
+    assert "a step takes 12 s, in turns 22 s" in " ".join(capsys.readouterr().out.split())
+    assert main(["explain", *given]) == 0
+    assert "predicted" not in capsys.readouterr().out
+    assert main(["explain", *given, "--sampling-seconds=95", "--training-seconds=5"]) == 0
+    assert "no staleness_threshold helps: sampling takes 95% of a step" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds", [["--sampling-seconds=12"], ["--sampling-seconds=x", "--training-seconds=1"]]
+)
+def test_seconds_that_are_missing_or_no_numbers(
+    seconds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *overrides(), *seconds])
+    assert ended.value.code == 2
+    assert "must be given together, as numbers" in capsys.readouterr().err
+
+
+def test_seconds_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *overrides(), "--sampling-seconds=0", "--training-seconds=1"]) == 2
+    assert "must take more than 0 seconds" in capsys.readouterr().err
+
+
+def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("actor_rollout_ref:\n  rollout:\n    n: 6\n")
+    given = [text for text in overrides() if "rollout.n=" not in text]
+    assert main(["explain", "--config-dir", str(tmp_path), *given, "--config-name=mine"]) == 0
+    assert "8 prompts x 6 samples = 48 rows a step" in capsys.readouterr().out
+
+
+def test_the_command_takes_groups_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            ["explain", "task=digits", "hardware=cpu", "correction=bypass_pg_is", "data.train_batch_size=16"]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "16 prompts x 8 samples = 128 rows a step" in printed
+    assert "bypass" in printed
+    assert "Set, and without effect" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["task=ghost"], "task must be one of "),
+        (["--cfg=job"], "--cfg belongs to python -m verl_rc.main_ppo; drop it here"),
+        (["algorithm.adv_estimatr=grpo"], "the nearest is algorithm.adv_estimator"),
+        (["algorithm.rollout_correction.loss_type=reinforce"], "reinforce is a loss of bypass mode"),
+        (["data.train_batch_size=7"], "must be a multiple of"),
+    ],
+)
+def test_contradictions_are_errors(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *overrides(), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["a=1", "-h"], 0)])
+@pytest.mark.parametrize("subcommand", ["explain", "doctor"])
+def test_usage(
+    subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([subcommand, *arguments]) == status
+    assert (
+        f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_every_letter_of_an_average_is_explained(mode: str) -> None:
+    average = AGGREGATIONS[mode].average_of("l")
+    assert "m l" in average
+    for letter in re.findall(r"[NSFn]", average.replace("rows", "")):
+        assert f"{letter} = " in divisors_of(mode, "tokens", 7)
+
+
+@pytest.mark.parametrize("loss", LOSS_MODES)
+def test_a_ratio_in_the_formula_is_a_ratio_in_the_plan(loss: str) -> None:
+    given = {f"{ACTOR}.policy_loss.loss_mode": loss}
+    if loss == "dro":
+        given[f"{ACTOR}.policy_loss.dro_beta"] = 0.3
+    config = config_of(given)
+    plan = plan_of(config).policy
+    formula = policy_formula(plan)
+    assert plan.spec is not None
+    assert bool(re.search(r"π_old|\b[rs]\b", formula)) == plan.spec.reads_old_log_probs
+    detached = "sg[" in formula
+    assert not detached or plan.spec.gradient_through == "log_prob"
+    assert parameter_values(config, plan).count("=") == len(plan.spec.options)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "L = L_policy"),
+        ({f"{ACTOR}.entropy_coeff": 0.01}, "L = L_policy − 0.01 · 1/N · Σ m H(π)"),
+        ({f"{ACTOR}.entropy_coeff": -0.01}, "L = L_policy + 0.01 · 1/N · Σ m H(π)"),
+        ({f"{ACTOR}.use_kl_loss": True}, "L = L_policy + 0.001 · 1/N · Σ m low_var_kl(π, π_ref)"),
+        ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, "L = L_policy"),
+    ],
+)
+def test_terms_of_the_loss(given: Given, expected: str) -> None:
+    config = config_of(given)
+    assert total_formula(plan_of(config).policy, config.actor_rollout_ref.actor.kl_loss_type) == expected
+
+
+def test_weights_appear_where_they_are_applied() -> None:
+    correction = "algorithm.rollout_correction"
+    weighted: Given = {f"{correction}.rollout_is": "token"}
+    assert " w · [" in policy_formula(plan_of(config_of(weighted)).policy)
+    assert " w · [" not in policy_formula(plan_of(config_of({})).policy)
+    assert " w · [" not in policy_formula(
+        plan_of(config_of({**weighted, f"{correction}.bypass_mode": True})).policy
+    )

@@ -1,0 +1,249 @@
+"""Which charts a page has: metrics by question, and the lines that a run has for them."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.verdict.correction import half_life
+from verl_rc.insight.verdict.gap_series import missing_mass, z_of_mean_ratio
+from verl_rc.metrics.catalog import CATALOG
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """What one chart shows."""
+
+    title: str
+    names: tuple[str, ...]
+    """Metrics; ``*`` stands for any text."""
+    band: tuple[str, str] | None = None
+    """Metrics of the lower and upper edge of a band around the first line."""
+    stacked: bool = False
+    derived: tuple[str, str, Callable[[RunData], Series]] | None = None
+    """A line of its own: label, unit, values."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart."""
+
+    label: str
+    series: Series
+    low: Series | None = None
+    high: Series | None = None
+    run: int = 0
+    """Number of the run among several that are compared; each has one colour."""
+    part: int = 0
+    """Number of the metric within the run's lines, which dashes tell apart."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with data."""
+
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    about: str
+    """What the lines are, in words."""
+    stacked: bool = False
+    healthy: tuple[float | None, float | None] | None = None
+
+
+PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
+    "learning": (
+        "Learning",
+        (
+            ChartSpec("Validation", ("val-core/*/acc/mean@*", "val-core/*/reward/mean@*")),
+            ChartSpec(
+                "Reward of training samples", ("critic/score/mean",), ("critic/score/min", "critic/score/max")
+            ),
+            ChartSpec(
+                "Length of responses",
+                ("response_length/mean",),
+                ("response_length/min", "response_length/max"),
+            ),
+            ChartSpec("Responses cut off", ("response_length/clip_ratio",)),
+            ChartSpec("Entropy", ("actor/entropy",)),
+            ChartSpec("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+            ChartSpec("Clipped tokens", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
+            ChartSpec("Movement of the policy", ("actor/ppo_kl", "actor/kl_loss")),
+            ChartSpec("Learning rate", ("actor/lr", "critic/lr")),
+            ChartSpec("Policy loss", ("actor/pg_loss",)),
+            ChartSpec("Value: explained variance", ("critic/vf_explained_var",)),
+            ChartSpec("Value loss", ("critic/vf_loss",)),
+            ChartSpec("Prompts with a signal", ("training/filter_groups/informative_ratio",)),
+        ),
+    ),
+    "time": (
+        "Where the time goes",
+        (
+            ChartSpec("Seconds of a step by stage", ("timing_s/*",), stacked=True),
+            ChartSpec("Seconds in which the slowest worker computes", ("timing_busy_s/*",)),
+            ChartSpec("Seconds of a step", ("timing_s/step",)),
+            ChartSpec(
+                "Share of the step in which no worker computes",
+                ("perf/overhead_fraction", "trainer/idle_ratio"),
+            ),
+            ChartSpec("Tokens per second and device", ("perf/throughput",)),
+            ChartSpec(
+                "Useful tokens per second",
+                ("perf/useful_tokens_per_second", "perf/rollout_tokens_per_second"),
+            ),
+            ChartSpec(
+                "Memory",
+                ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"),
+            ),
+        ),
+    ),
+    "correction": (
+        "Rollout correction",
+        (
+            ChartSpec(
+                "Effective sample size",
+                (
+                    "rollout_corr/rollout_is_eff_sample_size",
+                    "rollout_corr/rollout_is_ess_raw_*",
+                    "rollout_corr/rollout_is_ess_applied_*",
+                ),
+            ),
+            ChartSpec("Gap: divergence per token", ("rollout_corr/kl", "rollout_corr/k3_kl")),
+            ChartSpec("Gap: mean |log-ratio|", ("sync/rollout_gap_mean", "sync/canary_mean_gap")),
+            ChartSpec("Percentiles of the log-ratio", ("rollout_corr/log_ratio_p*",)),
+            ChartSpec("What weights would make of it", ("rollout_corr/chi2_token", "rollout_corr/chi2_seq")),
+            ChartSpec(
+                "Length at which weights of whole rows lose half the sample",
+                ("response_length/mean", "response_length/max"),
+                derived=("ln 2 / (2 k3)", "tokens", half_life),
+            ),
+            ChartSpec(
+                "Weights",
+                (
+                    "rollout_corr/rollout_is_mean",
+                    "rollout_corr/rollout_is_std",
+                    "rollout_corr/rollout_is_max",
+                ),
+            ),
+            ChartSpec(
+                "Clipped weights",
+                (
+                    "rollout_corr/rollout_is_ratio_fraction_high",
+                    "rollout_corr/rollout_is_ratio_fraction_low",
+                    "rollout_corr/rollout_is_oob_ratio",
+                ),
+            ),
+            ChartSpec(
+                "Rejected",
+                (
+                    "rollout_corr/rollout_rs_masked_fraction",
+                    "rollout_corr/rollout_rs_seq_masked_fraction",
+                    "rollout_corr/rollout_rs_seq_rejected_fraction",
+                ),
+            ),
+            ChartSpec(
+                "Rejected by rule",
+                ("rollout_corr/rollout_rs_*_masked_fraction", "rollout_corr/rollout_rs_*_exclusive_fraction"),
+            ),
+            ChartSpec("Kept, by kind of token", ("rollout_corr/kept_fraction_*",)),
+            ChartSpec(
+                "Score of kept and rejected rows",
+                ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean"),
+            ),
+            ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
+            ChartSpec("Noise on the logits", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
+            ChartSpec("Noise on the logits, by position", ("rollout_corr/position_*_logit_noise",)),
+            ChartSpec("Noise on the logits, by engine", ("rollout_corr/engine_*_logit_noise",)),
+            ChartSpec("Temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
+            ChartSpec(
+                "Surprisal excess", ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound")
+            ),
+            ChartSpec("Share of the gap in 1 % of the tokens", ("rollout_corr/concentration",)),
+            ChartSpec("Missing mass, in standard errors over rows", ("rollout_corr/missing_mass_z",)),
+            ChartSpec("Missing mass", (), derived=("k1 - k3 = 1 - mean ratio", "", missing_mass)),
+            ChartSpec(
+                "Mean ratio less 1, in standard errors",
+                ("rollout_corr/misalignment_z_seq",),
+                derived=("z over tokens", "", z_of_mean_ratio),
+            ),
+            ChartSpec("Gap by age of the token", ("rollout_corr/age_*_k3_kl",)),
+            ChartSpec(
+                "Age of tokens",
+                ("rollout_corr/token_age_mean", "rollout_corr/token_age_max", "async/token_age/mean"),
+            ),
+            ChartSpec("Gap by turn", ("rollout_corr/turn_*_k3_kl",)),
+            ChartSpec("Probabilities of engine and trainer", ("training/rollout_probs_diff_mean",)),
+            ChartSpec(
+                "Faults: these stay at 0",
+                (
+                    "rollout_corr/nonfinite_token_fraction",
+                    "rollout_corr/safety_clamped_fraction",
+                    "rollout_corr/skipped_updates",
+                    "actor/nonfinite_gradients",
+                ),
+            ),
+        ),
+    ),
+    "ledger": (
+        "Where sampled tokens went",
+        (ChartSpec("Tokens of a step", ("ledger/*_tokens",), stacked=True),),
+    ),
+}
+"""Panels by id: title and charts."""
+_SUMS = {"timing_s/step", "ledger/sampled_tokens"}
+"""Left out of stacks: they are what the stack adds up to."""
+_ALL_ZERO_SAYS_NOTHING = {"Rejected by rule", "Tokens of a step"}
+
+
+def charts_of(specs: Sequence[ChartSpec], runs: Sequence[RunData]) -> list[Chart]:
+    """The charts for which a run has data, each with one line a metric and run."""
+    made = (_chart(spec, runs) for spec in specs if not (spec.stacked and len(runs) > 1))
+    return [chart for chart in made if chart is not None]
+
+
+def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
+    lines: list[Line] = []
+    names: list[str] = []
+    for which, run in enumerate(runs):
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        found = _names(spec, run)
+        names += [name for name in found if name not in names]
+        for part, name in enumerate(found):
+            low, high = (
+                (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
+            )
+            lines.append(Line(prefix + name, run.series[name], low, high, which, part))
+        if spec.derived is not None and len(derived := spec.derived[2](run)):
+            lines.append(Line(prefix + spec.derived[0], derived, run=which, part=len(found)))
+    if not lines or (
+        spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)
+    ):
+        return None
+    if spec.stacked:
+        lines.sort(key=lambda line: -math.fsum(line.series.finite().values))
+    first = CATALOG.find(names[0]) if names else None
+    about = "; ".join(
+        f"{name}: {entry.formula}" for name in names if (entry := CATALOG.find(name)) is not None
+    )
+    unit = spec.derived[1] if spec.derived is not None else "" if first is None else first.unit
+    healthy = first.healthy if first is not None and len(names) == 1 else None
+    return Chart(spec.title, "" if unit == "1" else unit, tuple(lines), about, spec.stacked, healthy)
+
+
+def _names(spec: ChartSpec, run: RunData) -> list[str]:
+    """Metrics of the run that the chart shows: in the order of the specification, then by name."""
+    found: list[str] = []
+    for wanted in spec.names:
+        pattern = wanted if "*" in wanted else None
+        matching = (
+            [name for name in sorted(run.series) if fnmatch.fnmatchcase(name, pattern)]
+            if pattern
+            else [wanted]
+        )
+        for name in matching:
+            if run.has(name) and name not in found and not (spec.stacked and name in _SUMS):
+                found.append(name)
+    if spec.title in _ALL_ZERO_SAYS_NOTHING:
+        found = [name for name in found if any(run.get(name).values)]
+    return found

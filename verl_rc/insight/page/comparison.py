@@ -1,0 +1,196 @@
+"""Several runs side by side: last tenths with intervals, seeds of one configuration, and where runs part."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+from verl_rc.insight.page.tables import differing_settings
+from verl_rc.insight.page.text import escaped, number, table
+from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.verdict.estimates import Mean, bootstrap_interval, last_part, mean_of
+from verl_rc.insight.verdict.learning import validation
+
+MOST_RUNS = 12
+_COMPARED = (
+    "critic/score/mean",
+    "response_length/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/k3_kl",
+    "sync/rollout_gap_mean",
+    "rollout_corr/rollout_rs_masked_fraction",
+    "timing_s/step",
+    "perf/throughput",
+)
+_SEED_KEYS = {"trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed"}
+_SEED = "trainer.seed"
+"""The seed that runs are paired by."""
+_FEWEST_PAIRS = 2
+_MANY = "look at the ones that were to be compared, not at the most different"
+_PLACE_KEYS = {
+    "trainer.default_local_dir",
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.resume_mode",
+}
+"""Keys that say where a run is and not what it is."""
+_T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
+"""Quantiles 0.95 of Student's t for 1 to 11 degrees of freedom."""
+_WINDOWS, _FEWEST_OF_WINDOW = 20, 8
+"""Windows over which the difference of two runs is averaged, and the fewest steps of one."""
+
+
+def comparison_panel(runs: Sequence[RunData]) -> str:
+    """Tables of several runs; a run on its own proves nothing about a difference, and the panel says so."""
+    compared = [(name, [mean_of(last_part(run.get(name))) for run in runs]) for name in _COMPARED]
+    rows = [(escaped(name), *map(_cell, means)) for name, means in compared if any(means)]
+    rows += _validation_rows(runs)
+    head = ("last tenth", *(escaped(run.name) for run in runs))
+    seeds = _seeds(runs)
+    caution = (
+        "<p>Intervals are of the steps of one run (90 %, block bootstrap). They do not say whether another "
+        "seed would give the "
+        "same: with one run a side no difference is shown to be more than chance.</p>"
+    )
+    return (
+        f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they "
+        f"part</h3>{_partings(runs)}"
+        f"<h3>Keys that differ</h3>{differing_settings(runs)}"
+    )
+
+
+def _cell(mean: Mean | None) -> str:
+    if mean is None:
+        return ""
+    return number(mean.value) + (
+        f" ({number(mean.interval[0])} to {number(mean.interval[1])})" if mean.interval else ""
+    )
+
+
+def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
+    """The last validation of each source."""
+    by_run = [dict(validation(run)) for run in runs]
+    names = sorted({name for found in by_run for name in found})
+    return [
+        (
+            f"validation {escaped(name)}",
+            *(number(found[name].values[-1]) if name in found else "" for found in by_run),
+        )
+        for name in names
+    ]
+
+
+def _seeds(runs: Sequence[RunData]) -> list[list[RunData]]:
+    """Groups of two or more runs whose configurations differ in their seeds only."""
+    groups: dict[str, list[RunData]] = defaultdict(list)
+    for run in runs:
+        if run.settings:
+            same = sorted(
+                (key, repr(value))
+                for key, value in run.settings.items()
+                if key not in _SEED_KEYS | _PLACE_KEYS
+            )
+            groups[repr(same)].append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
+    """Mean over the seeds with its t interval."""
+    parts = []
+    for group in groups:
+        ends = [_ends(run) for run in group]
+        rows = []
+        for name in _in_all(ends):
+            means = [of_run[name] for of_run in ends]
+            rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(t_interval(means))}"))
+        names = ", ".join(run.name for run in group)
+        parts.append(
+            f"<h3>{len(group)} seeds of one configuration: {escaped(names)}</h3>"
+            + table(("last tenth", "mean, 90 %"), rows)
+        )
+    return "".join(parts)
+
+
+def _ends(run: RunData) -> dict[str, float]:
+    """Where a run ended: means of last tenths, and the last validation of each source."""
+    means = {name: mean_of(last_part(run.get(name))) for name in _COMPARED}
+    ends = {name: mean.value for name, mean in means.items() if mean is not None}
+    return ends | {f"validation {name}": found.values[-1] for name, found in validation(run)}
+
+
+def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names that all have, in the order of the first."""
+    return [name for name in ends[0] if all(name in of_run for of_run in ends)]
+
+
+def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
+    """Of any two configurations that ran with the same seeds, the mean difference of runs with equal
+    seeds."""
+    parts = []
+    for one, other in combinations(groups, 2):
+        left, right = ({run.settings.get(_SEED): run for run in group} for group in (one, other))
+        shared = [seed for seed in left if seed is not None and seed in right]
+        if len(shared) < _FEWEST_PAIRS:
+            continue
+        pairs = [(_ends(left[seed]), _ends(right[seed])) for seed in shared]
+        rows = []
+        for name in _in_all([of_run for pair in pairs for of_run in pair]):
+            differences = [b[name] - a[name] for a, b in pairs]
+            mean, half = statistics.fmean(differences), t_interval(differences)
+            told = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
+            rows.append((escaped(name), f"{number(mean)} ± {number(half)}", told))
+        names = (
+            f"{', '.join(right[seed].name for seed in shared)} less "
+            f"{', '.join(left[seed].name for seed in shared)}"
+        )
+        head = ("last tenth", "mean difference, 90 %", "")
+        parts.append(f"<h3>{len(shared)} pairs of equal seeds: {escaped(names)}</h3>{table(head, rows)}")
+    said = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
+    return "".join(parts) + said
+
+
+def t_interval(values: Sequence[float]) -> float:
+    """Half the 90 % interval of the mean of independent values."""
+    return _T_90[min(len(values) - 2, len(_T_90) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def first_parting(one: Series, other: Series) -> int | None:
+    """The first step from which on two runs differ; None: they do not part.
+
+    The difference is averaged over windows of a twentieth of the steps. They part at the first window whose
+    mean lies three standard errors from 0, if all later windows, two at least, lie on the same side and so
+    does the interval of the rest.
+    """
+    left, right = one.by_step(), other.by_step()
+    steps = sorted(left.keys() & right.keys())
+    width = max(_FEWEST_OF_WINDOW, len(steps) // _WINDOWS)
+    differences = [left[step] - right[step] for step in steps]
+    starts = range(0, len(steps) - width + 1, width)
+    windows = [differences[start : start + width] for start in starts]
+    means = [statistics.fmean(window) for window in windows]
+    same_side = len(means)
+    while same_side > 0 and means and means[same_side - 1] * means[-1] > 0:
+        same_side -= 1
+    for index in range(same_side, len(means) - 2):
+        if abs(means[index]) > 3 * statistics.stdev(windows[index]) / math.sqrt(width):
+            rest = bootstrap_interval(differences[starts[index] :])
+            return steps[starts[index]] if rest is not None and rest[0] * rest[1] > 0 else None
+    return None
+
+
+def _partings(runs: Sequence[RunData]) -> str:
+    first = runs[0]
+    rows = []
+    for name in _COMPARED:
+        cells = []
+        for run in runs[1:]:
+            both = first.has(name) and run.has(name)
+            step = first_parting(first.get(name), run.get(name)) if both else None
+            cells.append("" if not both else "not" if step is None else f"from step {step}")
+        if any(cells):
+            rows.append((escaped(name), *cells))
+    return table((f"against {escaped(first.name)}", *(escaped(run.name) for run in runs[1:])), rows)

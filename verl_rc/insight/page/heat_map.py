@@ -1,0 +1,58 @@
+"""The heat map of log-ratios as bytes: steps across, log-ratio up, one byte a cell for the logarithm of its
+count."""
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from verl_rc.insight.page.encode import packed
+from verl_rc.insight.run_folder import HeatMap
+
+_PERCENTS = (1, 50, 99)
+_THRESHOLD, _LEVEL = (
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_is",
+)
+
+
+def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script draws: cells by column from the lowest row up, edges, percentiles, and bounds of token
+    weights."""
+    largest = max((count for column in heat_map.counts for count in column), default=0.0)
+    scale = 255 / math.log1p(largest) if largest > 0 else 0.0
+    cells = bytes(
+        round(math.log1p(max(count, 0.0)) * scale) for column in heat_map.counts for count in column
+    )
+    rows = len(heat_map.edges) - 1
+    return {
+        "columns": len(heat_map.steps),
+        "rows": rows,
+        "steps": packed(float(step) for step in heat_map.steps),
+        "edges": packed(heat_map.edges),
+        "cells": base64.b64encode(cells).decode("ascii"),
+        "largest": largest,
+        "percentiles": {
+            str(percent): packed(float(_row_at(column, percent)) for column in heat_map.counts)
+            for percent in _PERCENTS
+        },
+        "bounds": _bounds(settings),
+    }
+
+
+def _row_at(column: Sequence[float], percent: float) -> int:
+    below = list(accumulate(column))
+    wanted = below[-1] * percent / 100
+    return next((row for row, count in enumerate(below) if count >= wanted and count > 0), 0)
+
+
+def _bounds(settings: Mapping[str, Any]) -> list[float]:
+    """Log-ratios at which token weights are cut."""
+    if settings.get(_LEVEL) != "token":
+        return []
+    parts = str(settings.get(_THRESHOLD, "")).split("_")
+    try:
+        return [math.log(float(part)) for part in parts if float(part) > 0]
+    except ValueError:
+        return []

@@ -1,0 +1,254 @@
+"""The whole page as text. Data stand in one block of JSON; nothing is fetched, and the policy allows its own
+scripts only."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from verl_rc import __version__
+from verl_rc.insight.page.charts import PANELS, Chart, charts_of
+from verl_rc.insight.page.comparison import comparison_panel
+from verl_rc.insight.page.encode import MOST_POINTS, Curve, curve_of, packed
+from verl_rc.insight.page.heat_map import heat_map_data
+from verl_rc.insight.page.sparkline import sparkline
+from verl_rc.insight.page.tables import (
+    MOST_SAMPLES,
+    alerts_panel,
+    configuration_panel,
+    doctor_panel,
+    metrics_panel,
+    reading_panel,
+    samples_panel,
+    verdict_panel,
+)
+from verl_rc.insight.page.text import escaped, section
+from verl_rc.insight.page.tokens import MOST_TOKENS, tokens_panel
+from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.verdict import Verdict
+
+_SCRIPTS = ("uPlot.iife.min.js", "report.js", "tokens.js")
+_STYLES = ("uPlot.min.css", "report.css")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """What a page may hold."""
+
+    with_text: bool = True
+    """False: no prompts and responses."""
+    max_megabytes: float = 8.0
+    """Samples and points of curves are left out until the page fits."""
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """How much of everything."""
+
+    points: int = MOST_POINTS
+    samples: int = MOST_SAMPLES
+    tokens: int = MOST_TOKENS
+    metrics: bool = True
+    with_text: bool = True
+
+
+_LESS = (
+    _Detail(),
+    _Detail(samples=10, tokens=30_000),
+    _Detail(samples=0, tokens=10_000),
+    _Detail(300, 0, 0),
+    _Detail(100, 0, 0, metrics=False),
+)
+
+
+def build_page(
+    runs: Sequence[RunData], verdicts: Sequence[Verdict], options: PageOptions = PageOptions()
+) -> str:
+    """The page of one run, or of several compared, at most as large as asked for where that can be
+    reached."""
+    page = ""
+    for number, detail in enumerate(_LESS):
+        if not options.with_text:
+            detail = replace(detail, samples=0, with_text=False)
+        left_out = (
+            []
+            if number == 0
+            else [f"To fit {options.max_megabytes:g} MB the page leaves out {_missing(detail)}."]
+        )
+        page = _build(runs, verdicts, detail, left_out)
+        if len(page.encode("utf-8", "replace")) <= options.max_megabytes * _MIB:
+            break
+    return page
+
+
+def _missing(detail: _Detail) -> str:
+    parts = ["samples" if detail.samples == 0 else f"all but {detail.samples} samples"]
+    if detail.tokens < MOST_TOKENS:
+        parts.append(
+            f"all but {detail.tokens:,} tokens of recorded rows" if detail.tokens else "rows of tokens"
+        )
+    if detail.points < MOST_POINTS:
+        parts.append(f"points of curves beyond {detail.points}")
+    if not detail.metrics:
+        parts.append("the table of all metrics")
+    return ", ".join(parts)
+
+
+def _build(
+    runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail, left_out: Sequence[str]
+) -> str:
+    data = _PageData(detail.points)
+    panels = _panels(runs, verdicts, detail, data, left_out)
+    title = " against ".join(run.name for run in runs)
+    links = "".join(f'<a href="#{name}">{escaped(heading)}</a>' for name, heading, _ in panels)
+    content = "".join(section(name, heading, text) for name, heading, text in panels)
+    scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
+    sources = " ".join(f"'sha256-{_digest(asset(name))}'" for name in _SCRIPTS)
+    policy = (
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    )
+    sources_read = ", ".join(dict.fromkeys(run.source for run in runs))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta http-equiv="Content-Security-Policy" content="{policy}">'  # noqa: E501
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escaped(title)}: "
+        f"report</title><style>{''.join(asset(name) for name in _STYLES)}</style></head>"
+        f"<body><header><h1>{escaped(title)}</h1><p>{escaped(sources_read)}, read by verl_rc "
+        f"{escaped(__version__)}</p>"
+        f"<nav>{links}</nav></header><main>{content}</main>"
+        f'<script type="application/json" id="report-data">{as_script(data.as_json(runs))}</script>{scripts}</body></html>\n'  # noqa: E501
+    )
+
+
+def _panels(
+    runs: Sequence[RunData],
+    verdicts: Sequence[Verdict],
+    detail: _Detail,
+    data: "_PageData",
+    left_out: Sequence[str],
+) -> list[tuple[str, str, str]]:
+    """Id, heading and content, from the top."""
+    several = len(runs) > 1
+    panels = [("verdict", "Verdict", _each(runs, [verdict_panel(verdict) for verdict in verdicts]))]
+    if several:
+        panels.append(("comparison", "Comparison", comparison_panel(runs)))
+    for name, (heading, specs) in PANELS.items():
+        figures = "".join(data.figure(chart) for chart in charts_of(specs, runs))
+        if name == "correction" and not several:
+            figures = data.heat_figure(runs[0]) + figures
+        if figures or name != "ledger":
+            content = (
+                f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
+            )
+            panels.append((name, heading, content))
+    evidence = [doctor_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
+    panels.append(("doctor", "Evidence", _each(runs, evidence)))
+    panels.append(("alerts", "Alerts", _each(runs, [alerts_panel(run) for run in runs])))
+    shows_text = detail.samples > 0 and not several and bool(runs[0].samples)
+    if not several:
+        content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
+        shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
+        panels.append(("tokens", "Tokens", content))
+        text = (
+            samples_panel(runs[0], detail.samples)
+            if detail.samples > 0
+            else "<p>Samples are left out of this page.</p>"
+        )
+        panels.append(("samples", "Samples", text))
+        panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
+    if detail.metrics:
+        panels.append(("metrics", "All metrics", _each(runs, [metrics_panel(run) for run in runs])))
+    panels.append(
+        ("read", "What was read", _each(runs, [reading_panel(run, shows_text, left_out) for run in runs]))
+    )
+    return panels
+
+
+def _each(runs: Sequence[RunData], contents: Sequence[str]) -> str:
+    """The contents below each other, with names where there are several runs."""
+    if len(runs) == 1:
+        return contents[0]
+    return "".join(
+        f"<h3>{escaped(run.name)}</h3>{content}" for run, content in zip(runs, contents, strict=True)
+    )
+
+
+class _PageData:
+    """The numbers of the charts, as the script reads them."""
+
+    def __init__(self, points: int) -> None:
+        self._points = points
+        self._steps: dict[str, int] = {}
+        self._charts: list[dict[str, Any]] = []
+        self._heat: dict[str, Any] | None = None
+        self.tokens: dict[str, Any] | None = None
+
+    def figure(self, chart: Chart) -> str:
+        """Take a chart's numbers; returns its place on the page."""
+        curves = [curve_of(line.series, line.low, line.high, self._points) for line in chart.lines]
+        several = len({line.run for line in chart.lines}) > 1
+        lines = [
+            self._line(line.label, curve) | ({"run": line.run, "part": line.part} if several else {})
+            for line, curve in zip(chart.lines, curves, strict=True)
+        ]
+        number = len(self._charts)
+        self._charts.append(
+            {"title": chart.title, "stacked": chart.stacked, "healthy": chart.healthy, "lines": lines}
+        )
+        unit = f" <small>{escaped(chart.unit)}</small>" if chart.unit else ""
+        return (
+            f'<figure class="chart" id="chart-{number}" data-chart="{number}" tabindex="0">'
+            f'<figcaption>{escaped(chart.title)}{unit}</figcaption><div class="plot">{sparkline(curves)}</div>'  # noqa: E501
+            f'<details class="about"><summary>what this is</summary><p>{escaped(chart.about)}</p></details></figure>'  # noqa: E501
+        )
+
+    def heat_figure(self, run: RunData) -> str:
+        """The heat map of log-ratios, or which key records it."""
+        if run.heat_map is None:
+            return (
+                '<p class="missing">The heat map of log-ratios needs histograms: '
+                "algorithm.rollout_correction.diagnostics=full records them.</p>"
+            )
+        self._heat = heat_map_data(run.heat_map, run.settings)
+        return (
+            '<figure class="heat" id="heat" tabindex="0"><figcaption>Log-ratios of all tokens <small>nats, '
+            'log trainer over engine; stronger colour: more tokens</small></figcaption><div class="plot"></div></figure>'  # noqa: E501
+        )
+
+    def as_json(self, runs: Sequence[RunData]) -> dict[str, Any]:
+        """Everything for the script."""
+        alerts = [[alert.step, alert.title] for run in runs for alert in run.alerts[-1_000:]]
+        numbers = {"steps": list(self._steps), "charts": self._charts, "heat": self._heat}
+        return {**numbers, "alerts": alerts, "tokens": self.tokens}
+
+    def _line(self, label: str, curve: Curve) -> dict[str, Any]:
+        steps = packed(curve.x)  # the same steps stand in the page once
+        line: dict[str, Any] = {
+            "label": label,
+            "x": self._steps.setdefault(steps, len(self._steps)),
+            "y": packed(curve.y),
+        }
+        if curve.low is not None and curve.high is not None:
+            line |= {"low": packed(curve.low), "high": packed(curve.high)}
+        return line
+
+
+def as_script(data: Any) -> str:
+    """JSON that may stand in a script element: no character in it can end the element or begin another."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def asset(name: str) -> str:
+    """A file that is part of every page."""
+    return resources.files("verl_rc.insight.page").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -1,0 +1,286 @@
+"""Panels that are tables: verdict, evidence, alerts, samples, all metrics, configuration, what was read."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import defaults, leaves_of
+from verl_rc.insight.page.encode import Curve, curve_of
+from verl_rc.insight.page.sparkline import sparkline
+from verl_rc.insight.page.text import escaped, listed, number, shortened, table
+from verl_rc.insight.run_folder import RunData, SavedSample
+from verl_rc.insight.verdict import Statement, Verdict
+from verl_rc.insight.verdict.estimates import last_part, mean_of
+from verl_rc.insight.verdict.replays import Part, replayed_records
+from verl_rc.metrics.catalog import CATALOG
+
+PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
+_MARKS = {"fault": "✗ wrong", "notice": "! look", "good": "✓ fine", "unknown": "? unknown"}
+MOST_ALERTS = 200
+MOST_SAMPLES = 60
+_MOST_PROMPTS = 20
+_MOST_SETTINGS = 2_000
+_ABSENT = "(absent)"
+
+
+def verdict_panel(verdict: Verdict) -> str:
+    """The first thing on the page."""
+    items = "".join(_statement(statement) for statement in verdict.statements)
+    first = ""
+    if verdict.do_first:
+        first = f"<h3>Do this first</h3><pre>{escaped(chr(10).join(verdict.do_first))}</pre>"
+    return (
+        f'<p class="headline {verdict.level}">{escaped(verdict.headline)}</p><p>{escaped(verdict.progress)}</p>'  # noqa: E501
+        f'<ul class="verdict">{items}</ul>{first}'
+    )
+
+
+def _statement(statement: Statement) -> str:
+    test = f'<br><span class="next">{escaped(statement.next_test)}</span>' if statement.next_test else ""
+    return (
+        f'<li class="{statement.level}"><span class="mark">{_MARKS[statement.level]}</span> '
+        f'<a href="#{PANEL_OF_TOPIC[statement.topic]}">{statement.topic}</a>: {escaped(statement.text)}{test}</li>'  # noqa: E501
+    )
+
+
+def doctor_panel(run: RunData, verdict: Verdict) -> str:
+    """The statements with their numbers, replays if any were made, and what the rules looked at."""
+    rows = [
+        (
+            escaped(statement.topic),
+            escaped(statement.cause),
+            escaped(statement.confidence or statement.level),
+            _evidence(statement.evidence),
+            escaped(statement.where),
+            escaped(statement.next_test),
+        )
+        for statement in verdict.statements
+    ]
+    evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
+    looked = "<p>The rules for the gap looked at:</p>" + listed(verdict.checked)
+    unseen = f"<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
+    return f"{evidence}{looked}{unseen}{_replays(run)}"
+
+
+_PARTS = {
+    "trainer": "trainer",
+    "versions": "other weights",
+    "engine": "engine",
+    "precision": "precision",
+    "decode": "token by token",
+    "rest": "rest",
+}
+"""Parts of the gap that replays find, with their headings."""
+
+
+def _replays(run: RunData) -> str:
+    """The parts of the gap of each record that was replayed, in nats, with their shares."""
+    records = replayed_records(run.replays)
+    if not records:
+        more = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
+        return more if run.is_own and run.tokens is not None else ""
+    replayed = {name for record in records for name in record.parts}
+    names = [name for name in _PARTS if name in replayed or name in ("trainer", "versions", "engine", "rest")]
+    rows = [
+        (
+            str(record.step),
+            str(record.version),
+            number(record.gap),
+            *(_part(record.parts.get(name)) for name in names),
+            str(record.best_version) if len(record.versions) > 1 else "",
+        )
+        for record in records
+    ]
+    head = ("step", "weights said", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
+    return (
+        "<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its "
+        f"variance.</p>{table(head, rows)}"
+    )
+
+
+def _part(part: Part | None) -> str:
+    return "" if part is None else f"{number(part.size)} ({part.share:.0%})"
+
+
+def alerts_panel(run: RunData) -> str:
+    """The newest alerts of a run."""
+    if not run.alerts:
+        return "<p>No alert.</p>"
+    shown = list(run.alerts)[-MOST_ALERTS:]
+    cut = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
+    rows = [
+        (
+            str(alert.step),
+            escaped(alert.title),
+            shortened(alert.text, 500),
+            escaped(alert.cause),
+            _evidence(alert.evidence),
+        )
+        for alert in reversed(shown)
+    ]
+    head = ("step", "alert", "text", "cause", "evidence")
+    causes = any(alert.cause for alert in shown)
+    return cut + table(head if causes else head[:3], rows if causes else [row[:3] for row in rows])
+
+
+def _evidence(numbers: Mapping[str, float]) -> str:
+    return escaped(", ".join(f"{name} {number(value)}" for name, value in numbers.items()))
+
+
+def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
+    """Samples of the last step that has any, worst and best first, and the same prompts before."""
+    if not run.samples:
+        return (
+            "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
+        )
+    chosen = chosen_samples(run.samples, most)
+    columns = list(dict.fromkeys(name for sample in chosen for name in sample.cells))
+    rows = [
+        (str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns))
+        for sample in chosen
+    ]
+    changed = _changes(run.samples)
+    said = (
+        f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then "
+        "the first.</p>"
+    )
+    return said + table(("step", *map(escaped, columns)), rows, "samples") + changed
+
+
+def _changes(samples: Sequence[SavedSample]) -> str:
+    """The answers to one prompt at the first and at the last step that has them; nothing where no prompt
+    comes twice."""
+    by_prompt: dict[str, list[SavedSample]] = {}
+    for sample in samples:
+        if "input" in sample.cells and "output" in sample.cells:
+            by_prompt.setdefault(str(sample.cells["input"]), []).append(sample)
+    pairs = [(found[0], found[-1]) for found in by_prompt.values() if found[0].step != found[-1].step]
+    if not pairs:
+        return ""
+    rows = [
+        tuple(
+            f"<bdi>{shortened(value, 500)}</bdi>"
+            for value in (first.cells["input"], *_answer(first), *_answer(last))
+        )
+        for first, last in pairs[:_MOST_PROMPTS]
+    ]
+    head = (
+        "prompt",
+        f"answer at step {pairs[0][0].step}",
+        "score",
+        f"answer at step {pairs[0][1].step}",
+        "score",
+    )
+    return "<h3>The same prompts, first and last</h3>" + table(head, rows, "samples")
+
+
+def _answer(sample: SavedSample) -> tuple[Any, Any]:
+    return sample.cells["output"], sample.cells.get("score", "")
+
+
+def chosen_samples(samples: Sequence[SavedSample], most: int) -> list[SavedSample]:
+    """Two thirds of the newest step, from both ends of the scores; the rest of the first step."""
+    newest, oldest = samples[-1].step, samples[0].step
+    of_newest = _from_both_ends([sample for sample in samples if sample.step == newest])
+    of_oldest = [sample for sample in samples if sample.step == oldest] if oldest != newest else []
+    kept = of_newest[: most - min(len(of_oldest), most // 3)]
+    return kept + of_oldest[: most - len(kept)]
+
+
+def _from_both_ends(samples: Sequence[SavedSample]) -> list[SavedSample]:
+    """Worst, best, second worst, second best, …"""
+
+    def score(sample: SavedSample) -> float:
+        value = sample.cells.get("score")
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else -math.inf
+
+    ordered = sorted(samples, key=score)
+    return [ordered[i // 2] if i % 2 == 0 else ordered[-1 - i // 2] for i in range(len(ordered))]
+
+
+def metrics_panel(run: RunData) -> str:
+    """Every metric that was logged, charted or not."""
+    rows = []
+    for name in sorted(run.series):
+        finite, entry = run.get(name), CATALOG.find(name)
+        last = mean_of(last_part(finite))
+        healthy = "" if entry is None else entry.healthy_in_words
+        left_out = len(run.series[name]) - len(finite)
+        rows.append(
+            (
+                f'<span title="{escaped("" if entry is None else entry.formula)}">{escaped(name)}</span>',
+                "not in the catalogue" if entry is None else escaped("" if entry.unit == "1" else entry.unit),
+                number(finite.values[0]) if len(finite) else "",
+                number(finite.values[-1]) if len(finite) else "",
+                ""
+                if last is None
+                else number(last.value) + (f" ± {number(last.error)}" if last.interval else ""),
+                number(min(finite.values)) if len(finite) else "",
+                number(max(finite.values)) if len(finite) else "",
+                escaped(healthy),
+                f"{left_out}" if left_out else "",
+                sparkline([_small(run, name)]),
+            )
+        )
+    head = (
+        "metric",
+        "unit",
+        "first",
+        "last",
+        "last tenth",
+        "smallest",
+        "largest",
+        "healthy",
+        "not finite",
+        "",
+    )
+    return f"<details><summary>{len(rows)} metrics</summary>{table(head, rows, 'metrics')}</details>"
+
+
+def _small(run: RunData, name: str) -> Curve:
+    return curve_of(run.series[name], most_points=60)
+
+
+def configuration_panel(run: RunData) -> str:
+    """Keys that differ from the defaults, all keys, and the plan."""
+    if not run.settings:
+        return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
+    usual = dict(leaves_of(defaults(RunConfig)))
+    given = [(key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value]
+    rows = [
+        (escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300))
+        for key, value in given
+    ]
+    own = table(("key", "value", "default"), rows)
+    every = [
+        (escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]
+    ]
+    plan = f"<details><summary>plan.txt</summary><pre>{escaped(run.plan)}</pre></details>" if run.plan else ""
+    return (
+        f"<p>{len(given)} of {len(run.settings):,} keys differ from their defaults.</p>{own}"
+        f"<details><summary>all keys</summary>{table(('key', 'value'), every)}</details>{plan}"
+    )
+
+
+def differing_settings(runs: Sequence[RunData]) -> str:
+    """Keys whose values differ between runs."""
+    keys = sorted({key for run in runs for key in run.settings})
+    rows = []
+    for key in keys:
+        values = [run.settings.get(key, _ABSENT) for run in runs]
+        if any(value != values[0] for value in values[1:]):
+            rows.append((escaped(key), *(shortened(value, 300) for value in values)))
+    if not rows:
+        return "<p>The configurations are the same, or not known.</p>"
+    return table(("key", *(escaped(run.name) for run in runs)), rows)
+
+
+def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
+    """Say where the numbers come from, and whether the page may be shown to others."""
+    text = (
+        "This page holds texts of prompts and responses."
+        if has_text
+        else "This page holds no text of prompts or responses."
+    )
+    return listed([*run.notes, *left_out, text])

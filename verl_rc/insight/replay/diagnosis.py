@@ -1,0 +1,359 @@
+"""What makes the gap of a run: the verdict of its metrics, and of replays where they are asked for."""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.models import torch_name
+from verl_rc.config.run import RunConfig
+from verl_rc.data.token_record import FOLDER, record_files
+from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.health.statement import Statement
+from verl_rc.insight.replay.engine import ReplayEngine
+from verl_rc.insight.replay.rows import RecordedRows, chosen, read_rows
+from verl_rc.insight.replay.trainer import TrainerReplay, wrong_inputs
+from verl_rc.insight.replay.weights import KeptWeights, config_of
+from verl_rc.insight.run_folder import DIAGNOSIS, read_run
+from verl_rc.insight.run_folder.records import LARGEST_STEP
+from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.diagnosis import ranked
+from verl_rc.insight.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
+from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
+
+REPLAYS: Mapping[str, str] = {
+    "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
+    "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
+    "R2": "the trainer's code in the engine's precision: 1 forward",
+    "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
+    "R4": "ids decoded and encoded again: no model",
+    "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
+    "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
+    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
+    "as R5, and 3 "
+    "generations a record",
+}
+"""What is built of the replays in docs/see_why.md, and what each costs for a record."""
+_SAME = 1e-4
+"""Nats; below it log-probs count as reproduced by a mistake in the inputs."""
+
+
+@dataclass(frozen=True)
+class DiagnosisRequest:
+    """What ``verl-rc diagnose`` was asked for."""
+
+    folder: Path
+    replays: Sequence[str] = ()
+    """Names out of ``REPLAYS``."""
+    rows: int = 64
+    """Most rows of a record that are replayed."""
+    first_step: int = 0
+    last_step: int = LARGEST_STEP
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Causes of the gap, the first first, and what they rest on."""
+
+    statements: tuple[Statement, ...]
+    replayed: tuple[ReplayedRecord, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of each replay."""
+    notes: tuple[str, ...] = ()
+    """What was not replayed, and why."""
+
+    def lines(self) -> Iterator[str]:
+        """For the console."""
+        for statement in self.statements:
+            yield f"{statement.level}: {statement.cause}: {statement.text}"
+            if statement.next_test:
+                yield f"  next: {statement.next_test}"
+        for record in self.replayed:
+            parts = ", ".join(
+                f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items()
+            )
+            yield (
+                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; "
+                f"{parts or 'no part was replayed'}"
+            )
+        yield from (f"  {note}" for note in self.notes)
+        if self.seconds:
+            yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "statements": [statement.as_json() for statement in self.statements],
+            "replayed": [record.as_json() for record in self.replayed],
+            "seconds": dict(self.seconds),
+            "notes": list(self.notes),
+        }
+
+
+def diagnose(request: DiagnosisRequest) -> Diagnosis:
+    """Judge the gap of a run; with replays, also write them beside the run, with those of before, where its
+    report finds them.
+
+    Raises:
+        ValueError: the folder holds no run, or lacks what the replays need.
+    """
+    run = read_run(request.folder, request.first_step, request.last_step)
+    said = [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]
+    if not request.replays:
+        notes = (f"{name} ({what})" for name, what in REPLAYS.items())
+        return Diagnosis(tuple(said), notes=("replays that --replay makes: " + "; ".join(notes),))
+    config = config_of(request.folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
+        session.replay()
+    whole = session.diagnosis(
+        said, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+    )
+    (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
+    return session.diagnosis(
+        said, [record for record in whole.replayed if request.first_step <= record.step <= request.last_step]
+    )
+
+
+def _still_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+    """Replays of token records that are there and were not written since: a resumed run may have made a step
+    again."""
+    if not earlier:
+        return []
+    made = (folder / DIAGNOSIS).stat().st_mtime
+    written = {step: path.stat().st_mtime for step, path in record_files(folder / FOLDER)}
+    return [record for record in earlier if written.get(record.step, math.inf) <= made]
+
+
+class _Session:
+    """The replays of one run."""
+
+    def __init__(self, request: DiagnosisRequest, config: RunConfig, kept: KeptWeights) -> None:
+        rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
+        self._config, self._kept, self._wanted = config, kept, set(request.replays)
+        self._rows = chosen(rows, kept.versions)
+        self._tokenizer = load_tokenizer(
+            str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
+        )
+        self.found: list[ReplayedRecord] = []
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        if not self._rows:
+            self.notes.append(
+                "no record has its weights on the disk: trainer.save_freq keeps them, the step after is "
+                "recorded"
+            )
+
+    def replay(self) -> None:
+        """Replay every chosen record; the engines come last, because they have processes of their own."""
+        measured = [self._by_trainer(rows) for rows in self._rows]
+        best = [record.best_version if "R3" in self._wanted else record.version for record, _ in measured]
+        by_engine = self._by_engines(best)
+        for rows, (record, scores), version, found in zip(self._rows, measured, best, by_engine, strict=True):
+            numbers = {**record.numbers, **found.numbers}
+            self.found.append(replace(record, numbers=numbers, parts=_parts(rows, scores, version, found)))
+
+    def diagnosis(self, said: Sequence[Statement], known: Sequence[ReplayedRecord]) -> Diagnosis:
+        """The causes that metrics ``said`` and those that replays name."""
+        return Diagnosis(
+            tuple(ranked(said, judge_replays(known))), tuple(known), self.seconds, tuple(self.notes)
+        )
+
+    def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
+        """What the trainer's code measures; log-probs by version of the weights."""
+        scores: dict[int, Tensor] = {}
+        mistakes = _Mistakes()
+        own = self._model(rows.trainer_version)
+        with self._timed("R0"):
+            scores[rows.trainer_version] = clean = own.score(rows.tokens)
+            numbers = {
+                "trainer_twice": rows.rms(
+                    own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens)
+                )
+            }
+        if "R1" in self._wanted:
+            with self._timed("R1"):
+                numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
+                mistakes = self._mistakes(own, rows, clean)
+                numbers |= mistakes.numbers
+        precision = torch_name(self._config.actor_rollout_ref.actor.fsdp_config.dtype)
+        if precision != "float32":  # other batches round otherwise there
+            numbers["noise"] = numbers.get("alone", PLAUSIBLE_NOISE[precision])
+        if "R4" in self._wanted:
+            with self._timed("R4"):
+                numbers["retokenised"] = self._retokenised(rows)
+        with self._timed("R3"):
+            for version in self._kept.versions if "R3" in self._wanted else [rows.version]:
+                if version <= rows.version and version not in scores:
+                    scores[version] = self._model(version).score(rows.tokens)
+        if "R2" in self._wanted:
+            with self._timed("R2"):
+                numbers["precision"] = rows.rms(own.score_in_engine_precision(rows.tokens), clean)
+        gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
+        sizes = {
+            version: rows.rms(values, rows.rollout)
+            for version, values in scores.items()
+            if version <= rows.version
+        }
+        mistaken = (mistakes.of_trainer, mistakes.of_engine)
+        return ReplayedRecord(
+            rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken
+        ), scores
+
+    def _by_engines(self, held: Sequence[int]) -> list["_ByEngines"]:
+        """What engines measure of each record with the weights that the run's engine held."""
+        found = [_ByEngines() for _ in self._rows]
+        wanted = self._wanted & {"R5", "R6", "R7"}
+        if wanted and self._config.actor_rollout_ref.rollout.temperature != 1.0:
+            self.notes.append(
+                f"{', '.join(sorted(wanted))} left out: engines that are given tokens score them at "
+                "temperature 1"
+            )
+        elif wanted and self._rows:
+            if wanted != {"R6"}:
+                self._by_run_engine(found, held)
+            if "R6" in wanted:
+                self._by_plain_engine(found, held)
+        return found
+
+    def _by_run_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+        """R5 and R7, by one engine built as the run's was."""
+        with self._timed("R5" if "R5" in self._wanted else "R7"):
+            engine = ReplayEngine(self._config, self._kept.folder(held[0]), caches="R7" in self._wanted)
+        try:
+            for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                if "R5" in self._wanted:
+                    with self._timed("R5"):
+                        of_record.prefill = engine.prefilled(rows, self._kept.folder(version))
+                if "R7" in self._wanted:
+                    with self._timed("R7"):
+                        self._by_cache(engine, rows, of_record, version)
+        finally:
+            engine.end()
+
+    def _by_cache(self, engine: ReplayEngine, rows: RecordedRows, found: "_ByEngines", held: int) -> None:
+        """R7: with a cache of its own, and with one that older weights filled: those of the start, and the
+        last before."""
+        found.decode, _ = engine.decoded(rows, self._kept.folder(held))
+        found.numbers["own_cache"] = rows.rms(found.decode, rows.rollout)
+        older = [version for version in self._kept.versions if version < rows.version]
+        for version in sorted({*older[:1], *older[-1:]}):
+            stale, cached = engine.decoded(rows, self._kept.folder(rows.version), self._kept.folder(version))
+            size = rows.rms(stale, rows.rollout)
+            if size < found.numbers.get("stale_cache", math.inf):
+                found.numbers |= {"stale_cache": size, "stale_version": version, "cached_tokens": cached}
+
+    def _by_plain_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+        """R6: the engine's code alone, against the trainer's in float32."""
+        with self._timed("R6"):
+            engine = ReplayEngine(self._config, self._kept.folder(held[0]), plain=True)
+            try:
+                for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                    of_record.plain = engine.prefilled(rows, self._kept.folder(version))
+            finally:
+                engine.end()
+            for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                assert of_record.plain is not None
+                exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(
+                    rows.tokens
+                )
+                of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
+
+    def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
+        found, padding = _Mistakes(), self._tokenizer.pad_token_id
+        mistaken = {
+            name: own.score(tokens)
+            for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)
+        }
+
+        def nearest(recorded: Tensor) -> tuple[float, str]:
+            return min((rows.rms(recorded, scored), name) for name, scored in mistaken.items())
+
+        if rows.train is not None:
+            left, name = nearest(rows.train)
+            if rows.rms(rows.train, clean) > max(_SAME, 10 * left):
+                found.of_trainer = name
+        if rows.version == rows.trainer_version:  # other weights would be in the comparison, too
+            left, name = nearest(rows.rollout)
+            # The engine rounds: its log-probs never come out to the last digits.
+            if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * left:
+                found.of_engine, found.numbers["engine_reproduced"] = name, left
+        return found
+
+    def _retokenised(self, rows: RecordedRows) -> float:
+        """Share of rows whose ids do not come back from their text."""
+        changed = 0
+        for row, length in enumerate(rows.tokens.response_lengths.tolist()):
+            ids = rows.tokens.responses[row, :length].tolist()
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            changed += self._tokenizer.encode(text, add_special_tokens=False) != ids
+        return changed / len(rows.tokens)
+
+    def _model(self, version: int) -> TrainerReplay:
+        return TrainerReplay(self._config, self._kept.folder(version))
+
+    def _timed(self, name: str) -> "_Stopwatch":
+        return _Stopwatch(self.seconds, name)
+
+
+class _Stopwatch:
+    """Adds the seconds inside it to those of a replay."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name, self._began = seconds, name, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.monotonic() - self._began
+
+
+@dataclass
+class _Mistakes:
+    """Mistakes in the inputs with which recorded log-probs come out again; empty where none does."""
+
+    of_trainer: str = ""
+    of_engine: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _ByEngines:
+    """What engines measured of a record, as far as they were asked: log-probs float32 ``[B, R]``, nats."""
+
+    plain: Tensor | None = None
+    prefill: Tensor | None = None
+    decode: Tensor | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def _parts(
+    rows: RecordedRows, scores: Mapping[int, Tensor], held: int, engines: _ByEngines
+) -> dict[str, Part]:
+    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its
+    predecessor."""
+    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held])]
+    chain += [("precision", engines.plain), ("decode", engines.prefill), ("rest", engines.decode)]
+    known = [(name, values) for name, values in chain if values is not None]
+    if known[-1][0] == "decode":  # what separates the two was not replayed
+        known[-1] = ("rest", known[-1][1])
+    gap = (known[0][1].double() - rows.rollout.double())[rows.counted]
+    parts = {}
+    for (name, values), (_, following) in zip(known, [*known[1:], ("", rows.rollout)], strict=True):
+        parts[name] = _part((values.double() - following.double())[rows.counted], gap)
+    return parts
+
+
+def _part(values: Tensor, gap: Tensor) -> Part:
+    variance = float(gap.var(unbiased=False)) if len(gap) else 0.0
+    covariance = float(((values - values.mean()) * (gap - gap.mean())).mean()) if len(gap) else 0.0
+    size = float(values.square().mean().sqrt()) if len(gap) else 0.0
+    return Part(size, covariance / variance if variance else 0.0)

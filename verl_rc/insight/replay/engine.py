@@ -1,0 +1,83 @@
+"""The engine's side of a replay, in a process of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.run import RunConfig
+from verl_rc.distributed.process_group import trainer_device
+from verl_rc.insight.replay.rows import RecordedRows
+from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.rollout.sampling import EngineOptions, engine_options
+from verl_rc.workers.environment import engine_environment
+from verl_rc.workers.host import usable_cores
+
+_Row = tuple[list[int], list[int]]
+
+
+class ReplayEngine:
+    """An engine that is given recorded tokens; ``end`` ends its process."""
+
+    def __init__(
+        self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False
+    ) -> None:
+        """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row
+        at a time."""
+        device = trainer_device(config.trainer.device).type
+        options = engine_options(config, device)
+        arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
+        options = replace(options, model_path=model_folder, arguments=arguments)
+        environment = engine_environment(usable_cores(), device, one_node=True)
+        self._engine = OtherProcess(
+            "verl_rc.rollout.teacher_forced:TeacherForcedEngine",
+            environment,
+            has_children=True,
+            options=_plain(options) if plain else options,
+        )
+
+    def prefilled(self, rows: RecordedRows, model_folder: str) -> Tensor:
+        """float32 ``[B, R]``, nats: log-probs by its prefill with these weights."""
+        return _on_grid(rows, self._engine.call("prefilled", model_folder, _given(rows)))
+
+    def decoded(
+        self, rows: RecordedRows, model_folder: str, cached_by: str | None = None
+    ) -> tuple[Tensor, int]:
+        """As ``prefilled``, token by token with prompts shared in the cache, and how many tokens of prompts
+        came from there.
+
+        ``cached_by``: folder of the weights that filled the cache before; None: it is empty.
+        """
+        answer, cached = self._engine.call("decoded", model_folder, _given(rows), cached_by)
+        return _on_grid(rows, answer), cached
+
+    def end(self) -> None:
+        """End the engine's process."""
+        self._engine.end()
+
+
+def _plain(options: EngineOptions) -> EngineOptions:
+    arguments = {**options.arguments, "quantization": None, "kv_cache_dtype": "auto", "max_num_seqs": 1}
+    return replace(options, dtype="float32", arguments=arguments)
+
+
+def _given(rows: RecordedRows) -> list[_Row]:
+    """Prompt and response ids of the rows that have a response."""
+    tokens = rows.tokens
+    given = []
+    for row in _answered(rows):
+        prompt = tokens.prompts[row, tokens.prompts.shape[1] - int(tokens.prompt_lengths[row]) :]
+        given.append((prompt.tolist(), tokens.responses[row, : int(tokens.response_lengths[row])].tolist()))
+    return given
+
+
+def _answered(rows: RecordedRows) -> list[int]:
+    return rows.tokens.response_lengths.nonzero()[:, 0].tolist()
+
+
+def _on_grid(rows: RecordedRows, answer: Sequence[Sequence[float]]) -> Tensor:
+    grid = torch.zeros(rows.tokens.responses.shape)
+    for row, log_probs in zip(_answered(rows), answer, strict=True):
+        grid[row, : len(log_probs)] = torch.tensor(log_probs)
+    return grid

@@ -1,0 +1,105 @@
+"""The trainer's side of a replay: recorded rows scored by clean code with the weights of a version."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch
+from verl_rc.insight.replay.rows import RecordedRows
+from verl_rc.workers.forward import ForwardOptions, score_tokens
+from verl_rc.workers.language_model import load_causal_lm, torch_dtype
+
+_ROWS_AT_ONCE = 16
+
+
+class TrainerReplay:
+    """A model of one version of the weights, without shards and processes."""
+
+    def __init__(self, config: RunConfig, model_folder: str, dtype: torch.dtype | None = None) -> None:
+        """Load the model in the trainer's precision of computing, or in ``dtype``."""
+        model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+        self._dtype = dtype or torch_dtype(actor.fsdp_config.dtype)
+        self._model: nn.Module = load_causal_lm(
+            model_folder, self._dtype, trust_remote_code=model.trust_remote_code
+        )
+        self._model.eval()
+        self._temperature, self._packs = (
+            config.actor_rollout_ref.rollout.temperature,
+            model.use_remove_padding,
+        )
+        self._engine_dtype = torch_dtype(config.actor_rollout_ref.rollout.dtype)
+
+    def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
+        """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
+        parts = []
+        with torch.no_grad():
+            for part in tokens.split(1 if alone else _ROWS_AT_ONCE):
+                scored = torch.zeros(part.responses.shape)
+                log_probs = self._log_probs(part, self._packs and not alone)
+                scored[:, : log_probs.shape[1]] = log_probs
+                parts.append(scored)
+        return torch.cat(parts)
+
+    def gradient(self, tokens: TokenBatch, pulls: Tensor) -> dict[str, Tensor]:
+        """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens'
+        log-probs."""
+        self._model.zero_grad()
+        for part, of_part in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
+            log_probs = self._log_probs(part, self._packs)
+            (log_probs * of_part[:, : log_probs.shape[1]]).sum().backward()
+        return {
+            name: parameter.grad
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _log_probs(self, tokens: TokenBatch, packs: bool) -> Tensor:
+        """float32 ``[B, longest]``, nats."""
+        cut: Any = tokens.clone()
+        cut.responses = tokens.responses[:, : max(1, int(tokens.response_lengths.max()))]
+        options = ForwardOptions(self._temperature, packs)
+        return score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
+
+    def score_as_trained(self, tokens: TokenBatch) -> Tensor:
+        """As ``score``, with dropout as the model's configuration has it."""
+        self._model.train()
+        try:
+            return self.score(tokens)
+        finally:
+            self._model.eval()
+
+    def score_in_engine_precision(self, tokens: TokenBatch) -> Tensor:
+        """As ``score``, computed in the dtype of the engine."""
+        self._model.to(self._engine_dtype)
+        try:
+            return self.score(tokens)
+        finally:
+            self._model.to(self._dtype)
+
+
+def wrong_inputs(
+    rows: RecordedRows, longest_prompt: int, pad_token_id: int
+) -> Iterator[tuple[str, TokenBatch]]:
+    """Mistakes in the inputs of trainer or engine, each in words with the rows as they would be scored."""
+    tokens = rows.tokens
+    short: Any = tokens.clone()
+    short.prompt_lengths = (tokens.prompt_lengths - 1).clamp_min(1)
+    yield "prompts without their first token", short
+    doubled: Any = tokens.clone()
+    first = tokens.prompts.shape[1] - tokens.prompt_lengths
+    doubled.prompts = torch.nn.functional.pad(tokens.prompts, (1, 0))
+    doubled.prompts[torch.arange(len(tokens)), first] = tokens.prompts[torch.arange(len(tokens)), first]
+    doubled.prompt_lengths = tokens.prompt_lengths + 1
+    yield "the first token of prompts twice", doubled
+    padded: Any = tokens.clone()
+    missing = longest_prompt - tokens.prompts.shape[1]
+    is_real = (
+        torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
+    )
+    filled = torch.where(is_real, tokens.prompts, pad_token_id)
+    padded.prompts = torch.nn.functional.pad(filled, (max(missing, 0), 0), value=pad_token_id)
+    padded.prompt_lengths = torch.full_like(tokens.prompt_lengths, padded.prompts.shape[1])
+    yield "padding attended as if it were prompt", padded

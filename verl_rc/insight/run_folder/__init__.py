@@ -1,0 +1,17 @@
+"""Reading a run: its folder, or the log of another trainer, into ``RunData``."""
+
+from verl_rc.insight.run_folder.folder import DIAGNOSIS, NothingToReadError, read_run
+from verl_rc.insight.run_folder.lines import whole_lines
+from verl_rc.insight.run_folder.records import Alert, HeatMap, RunData, SavedSample, Series
+
+__all__ = [
+    "DIAGNOSIS",
+    "Alert",
+    "HeatMap",
+    "NothingToReadError",
+    "RunData",
+    "SavedSample",
+    "Series",
+    "read_run",
+    "whole_lines",
+]

@@ -1,0 +1,217 @@
+"""A run's folder, whole or not, into ``RunData``: finished, running, killed and resumed runs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_rc.config.schema import leaves_of, without_secrets
+from verl_rc.insight.run_folder.foreign import read_foreign
+from verl_rc.insight.run_folder.histograms import read_heat_map
+from verl_rc.insight.run_folder.lines import (
+    Record,
+    as_step,
+    numbers_of,
+    parse_line,
+    read_records,
+    reading_notes,
+)
+from verl_rc.insight.run_folder.records import (
+    LARGEST_STEP,
+    OWN_RUN,
+    Alert,
+    Columns,
+    Ending,
+    RunData,
+    SavedSample,
+)
+from verl_rc.insight.run_folder.tokens import read_tokens
+from verl_rc.metrics.run_files import ENDING
+
+"""Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
+DIAGNOSIS = "diagnosis.json"
+"""Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
+record."""
+_METRICS, _CONFIG, _PLAN, _ALERTS = "metrics.jsonl", "resolved_config.yaml", "plan.txt", "alerts.jsonl"
+_REPLACED = ".replaced.jsonl"
+_TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
+_MOST_SAMPLES = 20_000
+_MOST_RUNS_NAMED = 8
+_LARGEST_TEXT_FILE = 4 << 20
+"""Bytes of a plan or a configuration that are read; longer files are not ours."""
+
+
+class NothingToReadError(ValueError):
+    """The path holds no run and no log that is known; the message says what was looked for."""
+
+
+def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> RunData:
+    """Read a run's folder, or a log of another trainer: its steps from ``first_step`` to ``last_step``.
+
+    Raises:
+        NothingToReadError: there is nothing that a report could show.
+    """
+    try:
+        run = _read(path)
+    except OSError as error:
+        raise NothingToReadError(f"{path} must be readable: {error.strerror or error}.") from error
+    if not run.steps and not run.settings:
+        raise NothingToReadError(f"{path} must hold at least one step or a configuration; it holds neither.")
+    if first_step > 0 or last_step < LARGEST_STEP:
+        run = _cut(run, first_step, last_step)
+    return run
+
+
+def _read(path: Path) -> RunData:
+    if not path.exists():
+        raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
+    if path.is_dir() and ((path / _METRICS).is_file() or (path / _CONFIG).is_file()):
+        return _read_folder(path)
+    foreign = read_foreign(path)
+    if foreign is not None:
+        return foreign
+    if path.is_file() and path.suffix == ".jsonl":
+        run = _with_metrics(RunData(path.stem, path, OWN_RUN), path)
+        if run.steps:
+            return run
+    if path.is_dir() and (runs := sorted(found.parent.name for found in path.glob(f"*/{_METRICS}"))):
+        named = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
+        raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {named}.")
+    raise NothingToReadError(
+        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, TensorBoard event files, "
+        "verl's file logger (.jsonl), or a console log with lines 'step:N - name:value'."
+    )
+
+
+def _read_folder(folder: Path) -> RunData:
+    run = RunData(folder.resolve().name, folder, OWN_RUN)
+    run.settings = _settings(folder / _CONFIG, run.notes)
+    run.plan = _text(folder / _PLAN, run.notes)
+    run.total_steps = _total_steps(run)
+    run = _with_metrics(run, folder / _METRICS)
+    run.alerts = [
+        _alert(step, record)
+        for step, record in read_records(folder / _ALERTS, run.notes)
+        if {"title", "text"} <= record.keys()
+    ]
+    run.samples = _samples(folder, run.notes)
+    run.heat_map = read_heat_map(
+        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes
+    )
+    run.tokens = read_tokens(folder, run.notes)
+    run.ending = _ending(folder / ENDING)
+    run.replays = _replays(folder / DIAGNOSIS, run.notes)
+    if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
+        run.notes.append(
+            "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
+        )
+    return run
+
+
+def _alert(step: int, record: Record) -> Alert:
+    """An alert; what is damaged of its cause is left out."""
+    evidence = record.get("evidence")
+    numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
+    title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
+    return Alert(step, title, text, cause, as_step(record.get("since_step")), numbers)
+
+
+def _with_metrics(run: RunData, path: Path) -> RunData:
+    columns = Columns()
+    if path.is_file():
+        for step, record in read_records(path, run.notes):
+            columns.add(step, dict(numbers_of(record)))
+    else:
+        run.notes.append(f"{path.name} is not there: no step was logged.")
+    run.steps, run.series = columns.steps, columns.series()
+    run.notes.extend(reading_notes(columns))
+    return run
+
+
+def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
+    """Rows of the table of validation samples."""
+    samples: list[SavedSample] = []
+    for path in sorted((folder / "tables").glob("*.jsonl")):
+        if path.name.endswith(_REPLACED):
+            continue
+        for step, record in read_records(path, notes):
+            if len(samples) == _MOST_SAMPLES:
+                notes.append(f"{path.name}: only the first {_MOST_SAMPLES:,} samples were read.")
+                return samples
+            samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
+    return samples
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size > _LARGEST_TEXT_FILE:
+        notes.append(f"{path.name} has more than {_LARGEST_TEXT_FILE >> 20} MiB and is left out.")
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The configuration by dotted key, without secrets."""
+    text = _text(path, notes)
+    if text is None:
+        return {}
+    try:
+        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if not isinstance(tree, dict):
+            raise TypeError("it must be a mapping")
+        return dict(leaves_of(without_secrets(tree)))
+    except (yaml.YAMLError, TypeError, AttributeError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
+        return {}
+
+
+def _total_steps(run: RunData) -> int | None:
+    if run.plan is not None and (found := _TOTAL_STEPS.search(run.plan)):
+        return int(found[1])
+    given = run.settings.get("trainer.total_training_steps")
+    return given if isinstance(given, int) else None
+
+
+def _ending(path: Path) -> Ending | None:
+    record = parse_line(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    if record is None or not isinstance(record.get("status"), int):
+        return None
+    return Ending(record["status"], str(record.get("reason", "")))
+
+
+def _replays(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    text = _text(path, notes)
+    if text is None:
+        return []
+    try:
+        found = json.loads(text)["replayed"]
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise TypeError("its records are none")
+    except (ValueError, LookupError, TypeError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
+        return []
+    return found
+
+
+def _cut(run: RunData, first: int, last: int) -> RunData:
+    """The run as if only some of its steps had been logged."""
+    series = {name: cut for name, series in run.series.items() if len(cut := series.between(first, last))}
+    wanted = range(first, last + 1)
+    cut_run = replace(
+        run,
+        steps=[step for step in run.steps if step in wanted],
+        series=series,
+        _finite={},
+        alerts=[alert for alert in run.alerts if alert.step in wanted],
+        samples=[sample for sample in run.samples if sample.step in wanted],
+        tokens=None if run.tokens is None else read_tokens(run.path, [], first, last),
+    )
+    cut_run.notes = [
+        *run.notes,
+        f"Only steps {first} to {min(last, run.steps[-1] if run.steps else last)} are shown.",
+    ]
+    return cut_run

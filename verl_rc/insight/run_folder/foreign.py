@@ -1,0 +1,189 @@
+"""Logs of other trainers: verl's file logger, its console lines and rollout dumps, TensorBoard event files.
+
+Names are mapped onto the catalogue where the meaning is equal, and nowhere else.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from verl_rc.insight.run_folder import event_files
+from verl_rc.insight.run_folder.lines import as_number, as_step, numbers_of, parse_line, reading_notes
+from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
+
+FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
+EVENTS = "TensorBoard event files"
+
+_EQUAL_NAMES = {
+    "mismatch/mismatch_kl": "rollout_corr/kl",  # verl, October 2025: docs/rollout_correction.md
+    "mismatch/mismatch_k3_kl": "rollout_corr/k3_kl",
+    "mismatch/rollout_is_mean": "rollout_corr/rollout_is_raw_mean",  # before truncation then
+    "mismatch/rollout_is_clipped_fraction": "rollout_corr/rollout_is_oob_ratio",
+    "mismatch/rollout_is_masked_fraction": "rollout_corr/rollout_rs_masked_fraction",
+    "mismatch/rollout_is_seq_masked_fraction": "rollout_corr/rollout_rs_seq_masked_fraction",
+    # TRL, GRPOTrainer: mean |trainer - vLLM log-prob|
+    "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",
+    "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
+    # slime: mean over samples of |old - rollout log-prob|
+    "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",
+    "gen_kl_error": "rollout_corr/k3_kl",  # NeMo-RL, policy loss: k3 over tokens of KL(generation || trainer)
+}
+_EQUAL_BEGINNINGS = (
+    ("actor/rollout_corr/", "rollout_corr/"),  # verl's bypass mode
+    ("mismatch/mismatch_", "rollout_corr/"),
+    ("mismatch/rollout_is_", "rollout_corr/rollout_is_"),
+)
+_REJECTED = ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction")
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CONSOLE_LINE = re.compile(r"(?:^|[\s\r])step:(\d+) - (.+)$")
+_NUMBER = re.compile(r"(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|$)")
+_SNIFFED = 8192
+_MOST_DUMPED_SAMPLES = 2_000
+
+
+def catalogue_name(name: str) -> str:
+    """The catalogue's name of a metric of another trainer; the name itself where none is known to mean the
+    same."""
+    bare = name.removeprefix("train/")  # slime's and NeMo-RL's section
+    if bare in _EQUAL_NAMES:
+        return _EQUAL_NAMES[bare]
+    for theirs, ours in _EQUAL_BEGINNINGS:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def read_foreign(path: Path) -> RunData | None:
+    """Read a log of another trainer; None when the path holds none that is known."""
+    if path.is_dir():
+        if events := sorted(path.glob(f"*{event_files.MARK}*")):
+            return _from_events(path, events)
+        dumps = sorted(
+            (found for found in path.glob("*.jsonl") if found.stem.isdecimal()),
+            key=lambda found: int(found.stem),
+        )
+        return _from_dumps(path, dumps) if dumps else None
+    if event_files.MARK in path.name:
+        return _from_events(path, [path])
+    with path.open("rb") as file:
+        head = file.read(_SNIFFED)
+    if b"\0" in head:
+        return None
+    first = parse_line(head.decode("utf-8", "replace").lstrip().partition("\n")[0])
+    is_logger = isinstance((first or {}).get("data"), dict) or (
+        head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80]
+    )
+    run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE)
+    lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
+    columns = Columns()
+    for step, metrics in lines:
+        columns.add(step, metrics)
+    return _finished(run, columns) if columns.steps else None
+
+
+def _finished(run: RunData, columns: Columns) -> RunData:
+    run.steps, run.series = columns.steps, columns.series()
+    run.notes = [f"Read as {run.source}.", *reading_notes(columns), *run.notes]
+    if columns.steps[0] > 1:
+        run.notes.append(
+            f"The log begins at step {columns.steps[0]}: what came before was overwritten or is in another "
+            "file."
+        )
+    run.notes.append(
+        "What this log lacks, a run of verl_rc records; `verl-rc migrate --recipe YOUR_SCRIPT.sh` translates "
+        "the recipe."
+    )
+    return run
+
+
+def rejects(run: RunData) -> bool:
+    """Whether tokens were rejected at some step."""
+    return any(value > 0 for name in _REJECTED for value in run.get(name).values)
+
+
+def _mapped(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {catalogue_name(name): value for name, value in metrics.items()}
+
+
+def _file_logger_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Lines ``{"step": n, "data": {name: value}}``; a number that is not finite is null there."""
+    broken = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = parse_line(line) or {}
+            step, data = as_step(record.get("step")), record.get("data")
+            if step is not None and isinstance(data, dict):
+                yield step, _mapped(dict(numbers_of(data)))
+            elif line.strip():
+                broken += 1
+    if broken:
+        notes.append(f"{path.name}: {broken} line(s) are half written or no records, and left out.")
+
+
+def _console_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Lines ``step:12 - name:value - …`` anywhere in a captured log, behind any prefix."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if "step:" not in line:
+                continue
+            found = _CONSOLE_LINE.search(_COLOUR.sub("", line.rstrip("\n")))
+            step = None if found is None else as_step(int(found[1]))
+            if found is not None and step is not None and (metrics := dict(_console_metrics(found[2]))):
+                yield step, _mapped(metrics)
+
+
+def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
+    for part in text.split(" - "):
+        name, _, value = part.rpartition(":")
+        number = _NUMBER.match(value)
+        if name and number is not None:
+            yield name.strip(), float(number[1])
+
+
+def _from_events(path: Path, files: list[Path]) -> RunData | None:
+    run, columns = RunData(path.name, path, EVENTS), Columns()
+    for file in files:
+        try:
+            for step, metrics in _by_step(event_files.read_scalars(file)):
+                columns.add(step, _mapped(metrics))
+        except event_files.DamagedFileError as error:
+            run.notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
+    columns.repeated = 0  # a step of an event file is as many records as it has metrics
+    return _finished(run, columns) if columns.steps else None
+
+
+def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
+    current = -1
+    metrics: dict[str, float] = {}
+    for step, tag, value in scalars:
+        if step != current and metrics:
+            yield current, metrics
+            metrics = {}
+        if as_step(step) is not None:
+            current, metrics[tag] = step, value
+    if metrics:
+        yield current, metrics
+
+
+def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
+    """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
+    run, columns = RunData(path.name, path, DUMPS), Columns()
+    samples: list[SavedSample] = []
+    for file in files:
+        step, scores = as_step(int(file.stem)), []
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                record = parse_line(line) or {}
+                score = as_number(record.get("score"))
+                if step is None or score is None or "output" not in record:
+                    continue
+                scores.append(score)
+                if len(samples) < _MOST_DUMPED_SAMPLES:
+                    samples.append(
+                        SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
+                    )
+        if step is not None and scores:
+            columns.add(step, {"critic/score/mean": sum(scores) / len(scores)})
+    run.samples = samples
+    return _finished(run, columns) if columns.steps else None

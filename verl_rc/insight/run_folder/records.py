@@ -1,0 +1,190 @@
+"""What a report knows about a run: records that every reader fills and every panel reads."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_rc.insight.run_folder.token_data import TokenData
+
+LARGEST_STEP = 2**24
+"""Steps above it are no steps of a run, and no whole numbers in float32, in which the page keeps them."""
+
+LARGEST_VALUE = 1e37
+"""Values beyond it count as infinite: they do not fit into float32, and their squares not into a sum."""
+
+
+def is_usable(value: float) -> bool:
+    """Whether a value can be drawn and averaged; False for NaN."""
+    return abs(value) <= LARGEST_VALUE
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric: its value at each step that logged it, steps ascending."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def finite(self) -> "Series":
+        """The steps at which the value is a finite number."""
+        pairs = [pair for pair in zip(self.steps, self.values, strict=True) if is_usable(pair[1])]
+        return Series([step for step, _ in pairs], [value for _, value in pairs])
+
+    def between(self, first: int, last: int) -> "Series":
+        """The steps from ``first`` to ``last``, both included."""
+        low, high = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
+        return Series(self.steps[low:high], self.values[low:high])
+
+    def by_step(self) -> dict[int, float]:
+        """The value of each step."""
+        return dict(zip(self.steps, self.values, strict=True))
+
+
+NO_SERIES = Series((), ())
+
+
+class Columns:
+    """Metrics by name, collected step by step; a step that comes twice counts once.
+
+    Lines of the same step are one step, later values win. A step that lies before the one read last begins a
+    later life of a resumed run: what the earlier life logged from that step on is dropped, as the run itself
+    dropped it.
+    """
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.repeated = 0
+        """Lines whose step was there already."""
+        self.restarts: list[tuple[int, int]] = []
+        """(first step of the later life, last step of the life before it)."""
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one line."""
+        if self.steps and step < self.steps[-1]:
+            self.restarts.append((step, self.steps[-1]))
+            self._drop_from(step)
+        if self.steps and step == self.steps[-1]:
+            self.repeated += 1
+        else:
+            self.steps.append(step)
+        for name, value in metrics.items():
+            steps, values = self._columns.setdefault(name, (array("q"), array("d")))
+            if steps and steps[-1] == step:
+                values[-1] = value
+            else:
+                steps.append(step)
+                values.append(value)
+
+    def series(self) -> dict[str, Series]:
+        """What was collected, by name."""
+        return {name: Series(steps, values) for name, (steps, values) in self._columns.items() if steps}
+
+    def _drop_from(self, step: int) -> None:
+        del self.steps[bisect_left(self.steps, step) :]
+        for steps, values in self._columns.values():
+            kept = bisect_left(steps, step)
+            del steps[kept:]
+            del values[kept:]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One line of ``alerts.jsonl``."""
+
+    step: int
+    title: str
+    text: str
+    cause: str = ""
+    """Short name of what it is about, where a cause is known."""
+    since_step: int | None = None
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedSample:
+    """A sample as a run wrote it: a row of the validation table, or a line of a rollout dump."""
+
+    step: int
+    cells: Mapping[str, Any]
+    """Cells by column; text, numbers, None."""
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Counts of log-ratios: steps across, values up; merged to the resolution that a page can show."""
+
+    steps: Sequence[int]
+    """First step of each column."""
+    edges: Sequence[float]
+    """Edges of the rows, ascending, nats; one more than rows."""
+    counts: Sequence[Sequence[float]]
+    """Counts by column, then row."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended, from ``ending.json``."""
+
+    status: int
+    """The exit code."""
+    reason: str
+
+
+@dataclass
+class RunData:
+    """Everything that was found of a run."""
+
+    name: str
+    path: Path
+    source: str
+    """What was read, in words: ``verl_rc run``, ``verl's file logger``, …"""
+    steps: Sequence[int] = ()
+    series: Mapping[str, Series] = field(default_factory=dict)
+    alerts: Sequence[Alert] = ()
+    samples: Sequence[SavedSample] = ()
+    heat_map: HeatMap | None = None
+    tokens: TokenData | None = None
+    """Token records; None without any."""
+    replays: Sequence[Mapping[str, Any]] = ()
+    """Records that ``verl-rc diagnose --replay`` replayed, as it wrote them."""
+    plan: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration by dotted key, secrets masked; empty where none is known."""
+    total_steps: int | None = None
+    """Steps that the run was to do."""
+    ending: Ending | None = None
+    """How it ended; None: the run still trains, was killed, or is of another trainer."""
+    notes: list[str] = field(default_factory=list)
+    """What was read, what was missing and what was repaired; one sentence each."""
+    _finite: dict[str, Series] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether verl_rc wrote it: other trainers define some metrics otherwise."""
+        return self.source == OWN_RUN
+
+    def get(self, name: str) -> Series:
+        """The finite values of a metric; empty when it was not logged."""
+        if name not in self._finite:
+            self._finite[name] = self.series.get(name, NO_SERIES).finite()
+        return self._finite[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the metric was logged at least once, as a finite number."""
+        return len(self.get(name)) > 0
+
+    def matching(self, prefix: str, suffix: str = "") -> Iterator[tuple[str, Series]]:
+        """Finite values of all metrics whose names begin and end like this, by name."""
+        for name in sorted(self.series):
+            if name.startswith(prefix) and name.endswith(suffix) and (found := self.get(name)):
+                yield name, found
+
+
+OWN_RUN = "verl_rc run"

@@ -1,0 +1,55 @@
+"""What a report knows about single tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_rc.data.token_record import Array
+from verl_rc.insight.run_folder.profiles import Profiles
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One recorded row."""
+
+    step: int
+    facts: Mapping[str, Any]
+    cells: Mapping[str, Any]
+    """Its values of ``ROW_COLUMNS``."""
+    tokens: Mapping[str, Array]
+    """Its values of ``TOKEN_COLUMNS``."""
+    prompt: Array | None
+    squares: float
+    """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
+    not known."""
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token whose log-probs differ much."""
+
+    step: int
+    row: int
+    position: int
+    token: int | None
+    """Its id, where ids were recorded."""
+    token_class: int
+    rollout_log_prob: float
+    old_log_prob: float
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Everything that a report shows of single tokens."""
+
+    steps: Sequence[int]
+    """Steps with a record."""
+    rows: Sequence[TokenRow]
+    """Those of the newest record, then those with the largest gaps of the others."""
+    rows_recorded: int
+    worst: Sequence[WorstToken]
+    """Over all records, those with the largest gap first."""
+    profiles: Profiles | None
+    """None where nothing was compared."""
+    pieces: Mapping[int, str]
+    """Text by token id."""

@@ -1,0 +1,274 @@
+"""A run's trace as ten lines of text, as a picture, and as a file for Perfetto (https://ui.perfetto.dev)."""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_rc.insight.picture import COLOURS, write_picture
+from verl_rc.insight.run_folder import whole_lines
+from verl_rc.metrics.trace import STEP, TRACE_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PERFETTO_FILE = "trace.json"
+PICTURE_FILE = "timeline.png"
+_DRIVER = "driver"
+_WAIT = "gen"
+"""The stage in which the driver waits for samples."""
+_WAITING_CALLS = ("generate", "submit")
+"""Calls in which an engine's process may only wait for its own decoding, which it reports itself."""
+_STEPS_SHOWN = 6
+_PARTS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a process did from ``begin`` to ``end``, in seconds since the trace began, by the driver's
+    clock."""
+
+    who: str
+    what: str
+    begin: float
+    end: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from begin to end."""
+        return self.end - self.begin
+
+    def within(self, begin: float, end: float) -> "Span | None":
+        """Return its part from ``begin`` to ``end``; None: it has none."""
+        if self.end <= begin or self.begin >= end:
+            return None
+        return replace(self, begin=max(self.begin, begin), end=min(self.end, end))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run's spans in the order of their beginnings, and its steps."""
+
+    spans: Sequence[Span]
+    steps: Mapping[int, Span]
+    """Every finished step by number; of a step that was done again after a resume, the last."""
+
+    def between(self, first: int, last: int) -> "Timeline":
+        """The part from the beginning of step ``first`` to the end of step ``last``; spans that reach over
+        its edge are cut."""
+        steps = {step: span for step, span in self.steps.items() if first <= step <= last}
+        if not steps:
+            raise ValueError(f"the trace has no step from {first} to {last}; it has {_range(self.steps)}.")
+        begin, end = min(span.begin for span in steps.values()), max(span.end for span in steps.values())
+        return Timeline([part for span in self.spans if (part := span.within(begin, end))], steps)
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """Read ``trace.jsonl`` of a run, finished or not. Raises ``ValueError`` when it has none, or no finished
+    step."""
+    path = folder / TRACE_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} must be the folder of a run with async_training.trace=True, which writes {TRACE_FILE}."
+        )
+    spans = []
+    for number, line in whole_lines(path):
+        try:
+            given = json.loads(line)
+            who, what, begin, end = (given.pop(name) for name in ("who", "what", "begin", "end"))
+            spans.append(Span(who, what, begin, end, given))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            form = '{"who": …, "what": …, "begin": …, "end": …}'
+            raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
+    spans = sorted(_on_the_drivers_clock(spans), key=lambda span: span.begin)
+    steps = {span.facts["step"]: span for span in spans if span.what == STEP and "step" in span.facts}
+    if not steps:
+        raise ValueError(f"{path} must hold at least one finished step; the run has finished none yet.")
+    decoding = {span.who for span in spans if span.what == "decode"}
+    shown = [
+        span
+        for span in spans
+        if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)
+    ]
+    return Timeline(shown, steps)
+
+
+def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
+    """The spans by the driver's clock, from 0 on."""
+    start = min((span.facts.get("sent", span.begin) for span in spans), default=0.0)
+    by_process: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_process[span.who].append(span)
+    offsets = {who: clock_offset(own) for who, own in by_process.items()}
+    return [
+        replace(span, begin=span.begin - offsets[span.who] - start, end=span.end - offsets[span.who] - start)
+        for span in spans
+    ]
+
+
+def clock_offset(spans: Iterable[Span]) -> float:
+    """Seconds that a process's clock is ahead of the driver's, as its calls show; 0 as far as they allow it.
+
+    A call begins after the driver sent it and ends before the driver received its answer. So the offset lies
+    between the largest end - received and the smallest begin - sent; the middle of that interval is taken
+    when 0 is not in it.
+    """
+    calls = [(span, span.facts) for span in spans if "sent" in span.facts]
+    least = max((span.end - facts["received"] for span, facts in calls), default=0.0)
+    most = min((span.begin - facts["sent"] for span, facts in calls), default=0.0)
+    return 0.0 if least <= 0 <= most else (least + most) / 2
+
+
+def describe(timeline: Timeline) -> str:
+    """Say in at most ten lines how long steps take, what every role does in them, and the longest waits for
+    samples."""
+    total = sum(span.seconds for span in timeline.steps.values())
+    count = len(timeline.steps)
+    lines = [f"step{'s' * (count > 1)} {_range(timeline.steps)}: {total:.1f} s, {total / count:.2f} s each"]
+    by_role: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for step in timeline.steps.values():
+        for span in timeline.spans:
+            if part := span.within(step.begin, step.end):
+                by_role[_role(span.who)][span.who].append(part)
+    lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_rank)][:6]
+    waits = sorted(_waits(timeline), key=lambda wait: -wait[0])
+    if waits:
+        told = (f"{seconds:.2f} s in step {step}{_groups(numbers)}" for seconds, step, numbers in waits[:3])
+        lines.append("longest waits for samples: " + "; ".join(told))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
+    """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it
+    waited for last."""
+    waits = []
+    for number, step in timeline.steps.items():
+        of_driver = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
+        if inside := [span for span in of_driver if span.within(step.begin, step.end)]:
+            waits.append(
+                (sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", [])))
+            )
+    return waits
+
+
+def _groups(numbers: Sequence[int]) -> str:
+    return f", group{'s' * (len(numbers) > 1)} {_range(numbers)}" if numbers else ""
+
+
+def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: float) -> str:
+    """Shares of the steps' time, the mean over the role's processes."""
+    shares: dict[str, float] = defaultdict(float)
+    for spans in processes.values():
+        for what in {span.what for span in spans}:
+            shares[what] += _covered(span for span in spans if span.what == what) / total / len(processes)
+    busy = sum(_covered(spans) for spans in processes.values()) / total / len(processes)
+    parts = sorted(shares.items(), key=lambda item: -item[1])[:_PARTS_NAMED]
+    name = role if len(processes) == 1 else f"{role} (mean of {len(processes)})"
+    return f"{name}: {busy:.0%} of the time; " + ", ".join(f"{what} {share:.0%}" for what, share in parts)
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds that are covered by at least one of the spans."""
+    covered, reached = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.begin):
+        covered += max(0.0, span.end - max(span.begin, reached))
+        reached = max(reached, span.end)
+    return covered
+
+
+def _role(who: str) -> str:
+    return re.sub(r" \d+$", "", who)
+
+
+def _rank(who: str) -> tuple[int, str, int]:
+    """Engines above, then the driver, then trainer ranks and others, each by number."""
+    found = re.search(r" (\d+)$", who)
+    place = 0 if "engine" in who else 1 if who == _DRIVER else 2
+    return place, _role(who), int(found[1]) if found else 0
+
+
+def _range(numbers: Iterable[int]) -> str:
+    known = list(numbers)
+    return f"{min(known)}" if len(known) == 1 else f"{min(known)} to {max(known)}"
+
+
+def write_perfetto(timeline: Timeline, folder: Path) -> Path:
+    """Write all spans in the Trace Event format of Chrome, which Perfetto opens; returns the file."""
+    names = sorted({span.who for span in timeline.spans}, key=_rank)
+    rows = {name: row for row, name in enumerate(["steps", *names])}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": name}}
+        for name, row in rows.items()
+    ]
+    steps = [(0, replace(span, what=f"step {number}")) for number, span in timeline.steps.items()]
+    for row, span in [*steps, *((rows[span.who], span) for span in timeline.spans)]:
+        times = {"ts": span.begin * 1e6, "dur": span.seconds * 1e6}
+        events.append({"ph": "X", "name": span.what, "pid": 1, "tid": row, **times, "args": dict(span.facts)})
+    path = folder / PERFETTO_FILE
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    return path
+
+
+def draw_timeline(timeline: Timeline, folder: Path) -> Path:
+    """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched.
+    Returns the file."""
+    names = sorted({span.who for span in timeline.spans}, key=_rank)
+
+    def draw(figure: "Figure") -> None:
+        _draw_rows(figure.subplots(), timeline, names)
+
+    return write_picture(folder / PICTURE_FILE, (11, 1.6 + 0.5 * len(names)), draw)
+
+
+def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        seconds[span.what] += span.seconds
+    longest = sorted(seconds, key=lambda what: -seconds[what])
+    colours = {what: COLOURS[index % len(COLOURS)] for index, what in enumerate(longest)}
+    for row, name in enumerate(names):
+        for what in longest:
+            bars = [
+                (span.begin, span.seconds) for span in timeline.spans if (span.who, span.what) == (name, what)
+            ]
+            wait = (name, what) == (_DRIVER, _WAIT)
+            look: dict[str, Any] = (
+                {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[what]}
+            )
+            axes.broken_barh(bars, (row - 0.4, 0.8), edgecolor=colours[what], linewidth=0.5, **look)
+    for what in longest[: len(COLOURS)]:
+        axes.plot([], [], color=colours[what], linewidth=6, label=what)
+    for number, span in timeline.steps.items():
+        axes.axvline(span.begin, linewidth=0.8)
+        axes.annotate(
+            f"step {number}",
+            (span.begin, -0.6),
+            xytext=(3, 0),
+            textcoords="offset points",
+            annotation_clip=False,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.9)
+    axes.set_xlabel("seconds")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def write_timeline(folder: Path, steps: tuple[int, int] | None = None) -> str:
+    """Write both files of the run in ``folder``; returns the text. ``steps``: the first and the last to draw
+    and describe.
+
+    None: the last six steps are drawn, and all are described. Raises ``ValueError`` when there is no trace or
+    no such step.
+    """
+    whole = read_timeline(folder)
+    newest = max(whole.steps)
+    part = whole.between(*(steps or (min(whole.steps), newest)))
+    drawn = part if steps else whole.between(newest + 1 - _STEPS_SHOWN, newest)
+    files = [write_perfetto(whole, folder), draw_timeline(drawn, folder)]
+    return describe(part) + "".join(f"{path}\n" for path in files)

@@ -1,0 +1,165 @@
+"""What the correction costs: effective sample size, rejection, and the length at which weights of whole rows
+fail."""
+
+import math
+
+from verl_rc.health.statement import Statement, literal, say
+from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.verdict.estimates import last_mean, last_part, lasting, mapped, mean_of
+from verl_rc.metrics.catalog import describe
+
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+_REJECTED = "rollout_corr/rollout_rs_masked_fraction"
+_TAIL = "rollout_corr/rollout_is_pareto_k"
+LOW_ESS = describe(ESS).lowest_healthy
+"""Share of the batch below which the weights waste more than the gap costs."""
+MUCH_REJECTED = describe(_REJECTED).highest_healthy
+HEAVY_TAIL = describe(_TAIL).highest_healthy
+_SECTION = "algorithm.rollout_correction"
+_LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "geometric": "rows"}
+
+
+def judge_correction(run: RunData) -> list[Statement]:
+    """Judge weights and rejection; returns what is wrong, or one statement about their cost if nothing is."""
+    return [*_low_ess(run), *_rejected(run), *_heavy_tail(run)] or [_cost(run)]
+
+
+def half_life(run: RunData) -> Series:
+    """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2
+    / (2 k3) tokens."""
+    k3 = run.get("rollout_corr/k3_kl")
+    kept = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
+    return mapped(
+        Series([step for step, _ in kept], [value for _, value in kept]),
+        lambda value: math.log(2) / (2 * value),
+    )
+
+
+def _level(run: RunData) -> str:
+    return str(run.settings[f"{_SECTION}.rollout_is"]) if f"{_SECTION}.rollout_is" in run.settings else ""
+
+
+def _low_ess(run: RunData) -> list[Statement]:
+    ess = last_mean(run, ESS)
+    if ess is None or ess.value >= LOW_ESS:
+        return []
+    _, first, last = lasting(run.get(ESS), lambda value: value < LOW_ESS)
+    evidence = {"ess": ess.value}
+    template = "The weights leave {ess:.0%} of the batch"
+    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
+    too_long = (
+        half is not None
+        and length is not None
+        and length.value > half.value
+        and _level(run) in ("sequence", "")
+    )
+    if half is not None and length is not None and too_long:
+        evidence |= {"half": half.value, "length": length.value}
+        template += (
+            "; with this gap, weights of whole rows lose half of it at {half:.2g} tokens, and responses have "
+            "{length:.0f}"
+        )
+    return [
+        say(
+            "correction",
+            "weights waste the batch",
+            "fault" if ess.value < LOW_ESS / 2 else "notice",
+            template,
+            evidence,
+            confidence="named" if first >= 0 else "likely",
+            steps=(first, last) if first >= 0 else ess.steps,
+            next_test="Weigh tokens instead of rows."
+            if too_long
+            else "Close the gap first; then lower the cap of the weights.",
+            overrides=(f"{_SECTION}.rollout_is=token",) if too_long else (),
+        )
+    ]
+
+
+def _rejected(run: RunData) -> list[Statement]:
+    rejected = last_mean(run, _REJECTED)
+    if rejected is None or rejected.value <= MUCH_REJECTED:
+        return []
+    rules = {
+        name.removeprefix("rollout_corr/rollout_rs_").removesuffix("_masked_fraction"): mean.value
+        for name, series in run.matching("rollout_corr/rollout_rs_", "_masked_fraction")
+        if not name.endswith(("_seq_masked_fraction", "rollout_rs_masked_fraction"))
+        and (mean := mean_of(last_part(series)))
+    }
+    evidence = {"rejected": rejected.value}
+    template = "{rejected:.0%} of the tokens are rejected"
+    if rules:
+        worst = max(rules, key=lambda rule: rules[rule])
+        evidence["worst"] = rules[worst]
+        template += f", {{worst:.0%}} by {literal(worst)}"
+    kept, dropped = (
+        last_mean(run, "rollout_corr/kept_score_mean"),
+        last_mean(run, "rollout_corr/rejected_score_mean"),
+    )
+    if kept is not None and dropped is not None:
+        evidence |= {"kept": kept.value, "dropped": dropped.value}
+        template += "; rejected rows score {dropped:.3g}, kept ones {kept:.3g}"
+    return [
+        say(
+            "correction",
+            "much is rejected",
+            "notice",
+            template,
+            evidence,
+            confidence="named" if rejected.count > 1 else "likely",
+            steps=rejected.steps,
+            next_test="Filters are for log-probs that are wrong, not for rounding: compare with weights "
+            "alone.",
+            overrides=(f"{_SECTION}.rollout_rs=null",),
+        )
+    ]
+
+
+def _heavy_tail(run: RunData) -> list[Statement]:
+    tail = last_mean(run, _TAIL)
+    if tail is None or tail.value <= HEAVY_TAIL:
+        return []
+    return [
+        say(
+            "correction",
+            "few weights decide",
+            "notice",
+            f"The tail of the raw weights has shape k {{k:.2f}}: above {HEAVY_TAIL:g} few rows decide every "
+            "average",
+            {"k": tail.value},
+            confidence="named" if tail.count > 1 else "likely",
+            steps=tail.steps,
+            next_test="Look for a few wrong tokens (the gap's verdict), then weigh tokens with a cap.",
+        )
+    ]
+
+
+def _cost(run: RunData) -> Statement:
+    ess = last_mean(run, ESS)
+    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
+    evidence: dict[str, float] = {}
+    reach = ""
+    if half is not None and length is not None:
+        evidence |= {"half": half.value, "length": length.value}
+        reach = (
+            "; weights of whole rows would lose half the sample at {half:,.0f} tokens, responses have "
+            "{length:,.0f}"
+        )
+    if ess is None:
+        if half is None:
+            sentence = "The correction cannot be told: neither weights nor gap were logged"
+            return say("correction", "not measured", "unknown", sentence, {})
+        return say(
+            "correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps
+        )
+    rejected = last_mean(run, _REJECTED)
+    evidence["ess"] = ess.value
+    unit = f" of the {_LEVELS[_level(run)]}" if _level(run) in _LEVELS else ""
+    template = "The weights keep {ess:.1%}" + unit
+    if ess.interval is not None:
+        evidence["low"], evidence["high"] = ess.interval
+        template += " ({low:.1%} to {high:.1%})"
+    if rejected is not None:
+        evidence["rejected"] = rejected.value
+        template += ", {rejected:.1%} of the tokens are rejected"
+    return say("correction", "cheap", "good", template + reach, evidence, steps=ess.steps)

@@ -1,0 +1,156 @@
+"""Numbers that verdicts rest on: means with intervals, trends, straight lines, what lasts. Pure; nothing
+depends on chance."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from verl_rc.insight.run_folder import RunData, Series
+
+CONFIDENCE = 0.9
+_MOST_BLOCKS = 20
+_DRAWS = 400
+_FEWEST_FOR_INTERVAL = 4
+FEWEST_FOR_TREND = 12
+"""Steps below which no trend is stated: each end must have enough for an interval."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over some steps, with the 90 % interval of a block bootstrap; None where there are too few
+    values for one."""
+
+    value: float
+    interval: tuple[float, float] | None
+    steps: tuple[int, int]
+    count: int
+
+    @property
+    def error(self) -> float:
+        """Half the interval; 0 without one."""
+        return 0.0 if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+
+def mean_of(series: Series) -> Mean | None:
+    """The mean of a series of finite values; None of an empty one."""
+    if not len(series):
+        return None
+    value = math.fsum(series.values) / len(series)
+    return Mean(value, bootstrap_interval(series.values), (series.steps[0], series.steps[-1]), len(series))
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 90 % interval of the mean from drawing blocks of neighbouring values, which may depend on each
+    other."""
+    if len(values) < _FEWEST_FOR_INTERVAL:
+        return None
+    blocks = min(_MOST_BLOCKS, max(_FEWEST_FOR_INTERVAL, len(values) // 2))
+    bounds = [len(values) * i // blocks for i in range(blocks + 1)]
+    sums = [math.fsum(values[a:b]) for a, b in pairwise(bounds)]
+    sizes = [b - a for a, b in pairwise(bounds)]
+    chance = random.Random(len(values))  # the same page from the same run
+    means = []
+    for _ in range(_DRAWS):
+        drawn = chance.choices(range(blocks), k=blocks)
+        means.append(sum(sums[i] for i in drawn) / sum(sizes[i] for i in drawn))
+    means.sort()
+    tail = round(_DRAWS * (1 - CONFIDENCE) / 2)
+    return means[tail], means[-1 - tail]
+
+
+def first_part(series: Series, share: float = 0.1) -> Series:
+    """The first tenth of a series, at least four steps; a third of a short one, at least one step."""
+    size = _part_size(len(series), share)
+    return Series(series.steps[:size], series.values[:size])
+
+
+def last_part(series: Series, share: float = 0.1) -> Series:
+    """The last tenth of a series, at least four steps; a third of a short one, at least one step."""
+    start = len(series) - _part_size(len(series), share)
+    return Series(series.steps[start:], series.values[start:])
+
+
+def last_mean(run: RunData, name: str) -> Mean | None:
+    """The mean of the last part of a metric; None where it was not logged."""
+    return mean_of(last_part(run.get(name)))
+
+
+def _part_size(length: int, share: float) -> int:
+    if length < FEWEST_FOR_TREND:
+        return min(length, max(1, length // 3))
+    return max(_FEWEST_FOR_INTERVAL, math.ceil(length * share))
+
+
+@dataclass(frozen=True)
+class Change:
+    """First tenth against last tenth."""
+
+    first: Mean
+    last: Mean
+
+    @property
+    def difference(self) -> float:
+        """Last less first."""
+        return self.last.value - self.first.value
+
+    @property
+    def error(self) -> float:
+        """Half the 90 % interval of the difference."""
+        return math.hypot(self.first.error, self.last.error)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval of the difference leaves 0."""
+        return abs(self.difference) > self.error
+
+
+def change_of(series: Series) -> Change | None:
+    """The change over a series; None where it is too short to tell one."""
+    if len(series) < FEWEST_FOR_TREND:
+        return None
+    first, last = mean_of(first_part(series)), mean_of(last_part(series))
+    return None if first is None or last is None else Change(first, last)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line fitted by least squares."""
+
+    slope: float
+    intercept: float
+    r_squared: float
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> Line | None:
+    """The line through points; None for fewer than three, or where x or y does not vary."""
+    if len(x) < 3:
+        return None
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    xx = math.fsum((a - mean_x) ** 2 for a in x)
+    yy = math.fsum((b - mean_y) ** 2 for b in y)
+    xy = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    if xx <= 0 or yy <= 0:
+        return None
+    slope = xy / xx
+    return Line(slope, mean_y - slope * mean_x, xy**2 / (xx * yy))
+
+
+def mapped(series: Series, function: Callable[[float], float]) -> Series:
+    """The series with each value replaced."""
+    return Series(series.steps, [function(value) for value in series.values])
+
+
+def lasting(series: Series, holds: Callable[[float], bool]) -> tuple[int, int, int]:
+    """(steps at which a condition holds, first step of a pair of neighbours at which it does, last such
+    step); -1: no pair.
+
+    A rule that speaks must hold on two recorded steps in a row: a heavy tail alone reaches any bound once in
+    a long run.
+    """
+    marks = [holds(value) for value in series.values]
+    pairs = [i for i in range(len(marks) - 1) if marks[i] and marks[i + 1]]
+    if not pairs:
+        return sum(marks), -1, -1
+    return sum(marks), series.steps[pairs[0]], series.steps[pairs[-1] + 1]

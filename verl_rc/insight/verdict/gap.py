@@ -1,0 +1,587 @@
+"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its
+order.
+
+k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that
+the engine reports, the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap,
+in nats per token.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
+from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.config.models import torch_name
+from verl_rc.health.causes import (
+    CAUSES,
+    NO_CORRECTION,
+    NO_FILTERS,
+    PREFIX,
+    PROCESSED,
+    SIGNATURES,
+    cause_of,
+    cause_of_row,
+    statement_of,
+)
+from verl_rc.health.statement import Confidence, Statement, literal, say
+from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.run_folder.foreign import rejects
+from verl_rc.insight.verdict.estimates import (
+    FEWEST_FOR_TREND,
+    Line,
+    change_of,
+    fit_line,
+    last_part,
+    lasting,
+    mapped,
+    mean_of,
+)
+from verl_rc.insight.verdict.gap_series import (
+    K1,
+    K3,
+    at_the_start,
+    gap_size,
+    gaps_by_age,
+    measures_of_gap,
+    nats_of_k3,
+    policy_distance,
+    z_of_mean_ratio,
+)
+from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
+
+LINEAR = 0.8
+"""r² above which a relation is called linear."""
+PINNED_SLOPE = 0.1
+"""Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow
+growth of rounding."""
+_MOST_JUMPS = 0.25
+"""Share of the steps up to which a large gap is one of single steps."""
+_FEWEST_AT_START = 2
+LARGE = "large from the start, cause not separable by metrics"
+_FEWEST_FOR_LAG = 20
+_FEWEST_POINTS_OF_AGES = 6
+
+_AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
+_ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_FAULTS_OF_NUMBERS = {
+    "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an "
+    "overflow",
+    "rollout_corr/safety_clamped_fraction": "log-ratios beyond the bound of exp: an overflow, or log-probs "
+    "of other tokens",
+}
+
+
+def judge_gap(run: RunData) -> list[Statement]:
+    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
+    none."""
+    faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
+    if not faults:
+        over_time = (
+            _staleness,
+            _weights_never_arrive,
+            _one_version_late,
+            _staleness_at_one_age,
+            _missed_update,
+        )
+        rules = (*over_time, _drift_within_the_step, _large_from_the_start)
+        faults = next((found for rule in rules if (found := rule(run))), [])
+    return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
+
+
+def has_signatures(run: RunData) -> bool:
+    """Whether the run has the metrics that ``health.causes`` judges."""
+    return run.has(f"{PREFIX}missing_mass")
+
+
+def _signed(run: RunData) -> list[Statement]:
+    """The causes of ``health.causes`` that held in two neighbouring steps."""
+    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
+    steps = run.get(f"{PREFIX}missing_mass").steps
+    metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
+    found, said = [cause_of(of_step) for of_step in metrics], []
+    temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
+    for cause in CAUSES:
+        marks = Series(steps, [float(one is cause) for one in found])
+        _, first, last = lasting(marks, bool)
+        if first >= 0:
+            seen = [of_step for of_step, one in zip(metrics, found, strict=True) if one is cause]
+            said.append(statement_of(cause, seen, float(temperature), (first, last)))
+    return said
+
+
+def _with_what_cannot_be_told(found: Statement, run: RunData) -> Statement:
+    if has_signatures(run) or found.level == "unknown":
+        return found
+    key = f"{_CORRECTION}.diagnostics=full records" if run.is_own else "verl_rc would record"
+    missing = f"Another temperature and raw log-probs cannot be told: {key} their signatures"
+    return replace(found, sentence=f"{found.sentence}. {missing}")
+
+
+def _not_finite(run: RunData) -> list[Statement]:
+    """Row 1."""
+    found = []
+    for name, what in _FAULTS_OF_NUMBERS.items():
+        series = run.get(name)
+        touched = [
+            (step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0
+        ]
+        if touched:
+            evidence = {
+                "share": max(value for _, value in touched),
+                "count": len(touched),
+                "steps": len(series),
+            }
+            found.append(
+                say(
+                    "gap",
+                    "overflow or empty logits",
+                    "fault",
+                    "Up to {share:.3%} of a step's tokens have "
+                    + what
+                    + " ({count:.0f} of {steps:.0f} steps)",
+                    evidence,
+                    confidence="named" if len(touched) > 1 else "likely",
+                    steps=(touched[0][0], touched[-1][0]),
+                    next_test="Run ten steps with the engine in float32; if it stays, look at the logits of "
+                    "the longest rows.",
+                    overrides=(f"{_ROLLOUT}.dtype=float32",),
+                    row=1,
+                )
+            )
+    return found
+
+
+def _missing_mass(run: RunData) -> list[Statement]:
+    """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
+    if not run.is_own and rejects(run):
+        return []  # others measure kept tokens only: rejection alone moves their mean
+    z = z_of_mean_ratio(run)
+    for sign in (-1, 1):
+        count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
+        if first >= 0:
+            beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
+            evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
+            evidence["ratio"] = _mean_ratio(run, first, last)
+            return [
+                _below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))
+            ]
+    return []
+
+
+def _mean_ratio(run: RunData, first: int, last: int) -> float:
+    k1, k3 = run.get(K1).by_step(), run.get(K3).by_step()
+    ratios = [1 - k1[step] + k3[step] for step in k1.keys() & k3.keys() if first <= step <= last]
+    return math.fsum(ratios) / len(ratios) if ratios else math.nan
+
+
+def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+    filters = _filters(run)
+    evidence["kept"] = evidence["ratio"]
+    known = not math.isnan(evidence["ratio"])
+    template = "The tokens were not drawn from what the engine reports: the mean ratio is " + (
+        "{ratio:.4f} instead of 1" if known else "below 1"
+    )
+    template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+    if filters:
+        template += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
+        template += ": it keeps {kept:.1%} of the mass" if known else ""
+    elif known:
+        template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
+    return say(
+        "gap",
+        cause_of_row(5).name if filters else "sampling filter, banned token or raw log-probs",
+        "fault",
+        template,
+        evidence,
+        confidence="named" if filters else "likely",
+        steps=steps,
+        next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled "
+        "(verl: "
+        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
+        "(min_tokens, stop, ignore_eos, "
+        f"logit bias). {NO_CORRECTION}",
+        overrides=NO_FILTERS,
+        row=5,
+    )
+
+
+def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+    known, cause = not math.isnan(evidence["ratio"]), cause_of_row(7)
+    return say(
+        "gap",
+        cause.name,
+        "fault",
+        "The log-probs do not belong to the sampled tokens: the mean ratio is "
+        + ("{ratio:.4f} instead of 1" if known else "above 1")
+        + ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)",
+        evidence,
+        confidence="likely",
+        steps=steps,
+        next_test=cause.next_test,
+        row=cause.row,
+    )
+
+
+def _filters(run: RunData) -> list[str]:
+    """Sampling filters of the configuration, as they are written there."""
+    neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
+    given = {key: run.settings[key] for key in neutral if key in run.settings}
+    return [
+        f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]
+    ]
+
+
+def _staleness(run: RunData) -> list[Statement]:
+    """Row 16: the gap grows with the age of a token."""
+    gaps = gaps_by_age(run)
+    points = [(float(age), gap) for age, series in gaps.items() for gap in series.values]
+    line = (
+        fit_line(*zip(*points, strict=True))
+        if len(gaps) > 1 and len(points) >= _FEWEST_POINTS_OF_AGES
+        else None
+    )
+    return _grows_with_age(run, gaps, line, "named" if len(gaps) > 2 else "likely")
+
+
+def _staleness_at_one_age(run: RunData) -> list[Statement]:
+    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no
+    measure."""
+    gaps = gaps_by_age(run)
+    if len(gaps) < 2:
+        return []
+    youngest, usual = min(gaps), max(gaps, key=lambda age: len(gaps[age]))
+    if usual == youngest:
+        return []
+    low, high = (math.fsum(gaps[age].values) / len(gaps[age]) for age in (youngest, usual))
+    slope = (high - low) / (usual - youngest)
+    kept = {age: gaps[age] for age in (youngest, usual)}
+    return _grows_with_age(run, kept, Line(slope, low - slope * youngest, 1.0), "likely")
+
+
+def _grows_with_age(
+    run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence
+) -> list[Statement]:
+    floor = mean_of(gaps[min(gaps)]) if gaps else None
+    if line is None or floor is None or line.r_squared <= LINEAR or line.slope <= 0:
+        return []
+    oldest = max(gaps)
+    if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
+        return []
+    evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
+    evidence["at"] = line.intercept + line.slope * oldest
+    return [
+        say(
+            "gap",
+            "staleness",
+            "notice",
+            "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the "
+            "youngest, {at:.4f} at age "
+            "{oldest:.0f} (r² {r:.2f})",
+            evidence,
+            confidence=confidence,
+            steps=floor.steps,
+            next_test="Correct it with token weights, or let the engines be fewer updates behind.",
+            overrides=_no_lead(run),
+            row=16,
+        )
+    ]
+
+
+def _no_lead(run: RunData) -> tuple[str, ...]:
+    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have
+    to go with it."""
+    defaults = {
+        f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY
+    }
+    defaults |= {f"{_ROLLOUT}.checkpoint_engine.stage_updates": False, f"{_CORRECTION}.proximal": "recompute"}
+    stands_alone = all(run.settings.get(key, default) == default for key, default in defaults.items())
+    return ("async_training.staleness_threshold=0",) if run.is_own and stands_alone else ()
+
+
+def _weights_never_arrive(run: RunData) -> list[Statement]:
+    """Row 18: the gap is a straight line in what the policy has moved since the start."""
+    return next((found for gap, _ in measures_of_gap(run) if (found := _kept_weights(run, gap))), [])
+
+
+def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
+    """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean
+    |log-ratio| less so."""
+    last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
+    if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
+        return []
+    if (
+        line.r_squared <= LINEAR
+        or line.slope < PINNED_SLOPE
+        or last.value < BOUNDS.above_floor * gap.values[0]
+    ):
+        return []
+    evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
+    return [
+        say(
+            "gap",
+            "weights never arrive",
+            "fault",
+            "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: "
+            "{slope:.2f} for each nat "
+            "of movement, r² {r:.2f}. The engine has kept the weights it started with",
+            evidence,
+            confidence="named",
+            steps=(gap.steps[0], gap.steps[-1]),
+            next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary "
+            "compares log-probs at "
+            "every update with canary_freq=1. " + NO_CORRECTION,
+            overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
+            row=18,
+        )
+    ]
+
+
+def _one_version_late(run: RunData) -> list[Statement]:
+    """Row 19: the gap of a step follows the update before it, though samples are said to be fresh."""
+    if any(value > 0 for name in _AGES for value in run.get(name).values):
+        return []
+    gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
+    pairs = [
+        (nats_of_k3(2 * moved[before]), value)
+        for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
+        if before in moved and step == before + 1
+    ]
+    if len(pairs) < _FEWEST_FOR_LAG:
+        return []
+    # Differences: a trend that both share says nothing about which causes which.
+    line = fit_line([b[0] - a[0] for a, b in pairwise(pairs)], [b[1] - a[1] for a, b in pairwise(pairs)])
+    typical = math.fsum(value for _, value in pairs) / len(pairs)
+    if (
+        line is None
+        or line.slope <= 0
+        or line.r_squared <= LINEAR
+        or typical < BOUNDS.above_floor * gap.values[0]
+    ):
+        return []
+    evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
+    return [
+        say(
+            "gap",
+            "one version late",
+            "fault",
+            "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in "
+            "the first step, which "
+            "had none. The engine samples with weights that are one update old",
+            evidence,
+            confidence="likely",
+            steps=(gap.steps[0], gap.steps[-1]),
+            next_test="Look at the order of weight update and sampling; wait for the sync before the next "
+            "batch.",
+            row=19,
+        )
+    ]
+
+
+def _missed_update(run: RunData) -> list[Statement]:
+    """Row 19 for single steps: the gap jumps, and is back as soon as the next weights arrive."""
+    noise = run.get(f"{PREFIX}logit_noise")
+    if len(noise) < FEWEST_FOR_TREND:
+        return []
+    first, usual = at_the_start(noise), statistics.median(noise.values)
+    bound = BOUNDS.far_above_floor * first
+    jumps = [(step, value) for step, value in zip(noise.steps, noise.values, strict=True) if value > bound]
+    if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
+        return []
+    evidence = {
+        "first": first,
+        "peak": max(value for _, value in jumps),
+        "count": len(jumps),
+        "steps": len(noise),
+    }
+    evidence["step"] = jumps[0][0]
+    return [
+        say(
+            "gap",
+            "an update was missed",
+            "notice",
+            "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
+            "{first:.3f} at the "
+            "start, and as before in between: the engine sampled those steps with other weights",
+            evidence,
+            confidence="likely",
+            steps=(jumps[0][0], jumps[-1][0]),
+            next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look "
+            "at the log for what "
+            "delayed or skipped a weight update.",
+            row=19,
+        )
+    ]
+
+
+def _drift_within_the_step(run: RunData) -> list[Statement]:
+    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any
+    of them.
+
+    Noise s on the logits makes log-ratios of s sqrt(g), and the mean of g over tokens is at most 1.
+    """
+    if not run.settings.get(f"{_CORRECTION}.bypass_mode"):
+        return []
+    noise = run.get(f"{PREFIX}logit_noise").by_step()
+    moved = mapped(run.get(K3), lambda k3: nats_of_k3(2 * k3))
+    shared = [(step, size) for step, size in zip(moved.steps, moved.values, strict=True) if step in noise]
+    drifts = Series(
+        [step for step, _ in shared],
+        [size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in shared],
+    )
+    count, first, last = lasting(drifts, lambda size: size > BOUNDS.drift)
+    if first < 0:
+        return []
+    within = [(size, noise[step]) for step, size in shared if first <= step <= last]
+    evidence = {
+        "drift": statistics.median(size for size, _ in within),
+        "noise": statistics.median(s for _, s in within),
+    }
+    evidence |= {"count": count, "steps": len(shared)}
+    epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
+    return [
+        say(
+            "gap",
+            "drift within the step",
+            "notice",
+            "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it "
+            "was sampled with; "
+            "before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). It moves "
+            "away while it learns "
+            "from the batch",
+            evidence,
+            confidence="named",
+            steps=(first, last),
+            next_test="Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a "
+            "tighter clip.",
+            overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
+            row=17,
+        )
+    ]
+
+
+def _large_from_the_start(run: RunData) -> list[Statement]:
+    """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
+    noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
+    if len(noise) < _FEWEST_AT_START or precision is None or ages > 0:
+        return []
+    first, plausible = min(noise.values[:_FEWEST_AT_START]), PLAUSIBLE_NOISE[precision]
+    if first <= BOUNDS.far_above_floor * plausible:
+        return []
+    return [
+        say(
+            "gap",
+            LARGE,
+            "fault",
+            f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes "
+            f"{{plausible:g}}: engine "
+            "and trainer differ in something else, which metrics do not tell apart",
+            {"first": first, "plausible": plausible},
+            confidence="possible",
+            steps=(noise.steps[0], noise.steps[-1]),
+            next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, "
+            "padding, dropout) from "
+            "an engine that computes otherwise.",
+            row=20,
+        )
+    ]
+
+
+def _precision(run: RunData) -> str | None:
+    """The least precise part of engine and trainer, a key of the plausible noises; None where the
+    configuration is not known."""
+    given = [
+        run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")
+    ]
+    if not run.is_own or None in given:
+        return None
+    engine, trainer = (torch_name(str(dtype)) for dtype in given)
+    if not {engine, trainer} <= PLAUSIBLE_NOISE.keys():
+        return None
+    quantization, cache = (
+        run.settings.get(f"{_ROLLOUT}.quantization"),
+        run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto"),
+    )
+    return least_precise(engine, quantization, str(cache), trainer)
+
+
+def _size_of_gap(run: RunData) -> Statement:
+    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one.
+
+    Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
+    while the mean fell.
+    """
+    measures = measures_of_gap(run)
+    grown = []
+    for gap, unit in measures:
+        change, first = change_of(gap), at_the_start(gap)
+        if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
+            grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
+    if not measures:
+        return _not_measured(run)
+    worst = min(grown, key=lambda said: said.evidence["first"] / said.evidence["gap"], default=None)
+    if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
+        return worst
+    return _rounding(*measures[0])
+
+
+def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
+    return say(
+        "gap",
+        "grown, cause not separable by metrics",
+        "fault" if evidence["gap"] > BOUNDS.far_above_floor * evidence["first"] else "notice",
+        f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not "
+        "explain it",
+        evidence,
+        confidence="possible",
+        steps=steps,
+        next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike "
+        "here. Run ten steps "
+        "with the engine in float32 and without prefix caching, one change at a time.",
+        overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
+        row=20,
+    )
+
+
+def _rounding(gap: Series, unit: str) -> Statement:
+    last = mean_of(last_part(gap))
+    assert last is not None, "a gap that was measured has a last value"
+    evidence = {"gap": last.value, "first": at_the_start(gap)}
+    template = f"The gap is {{gap:.4f}} {unit}"
+    if last.interval is not None:
+        evidence["low"], evidence["high"] = last.interval
+        template += ", {low:.4f} to {high:.4f}"
+    template += "; {first:.4f} at the start" if len(gap) > 2 else ""
+    said = template + ": rounding of the engine, as far as metrics tell"
+    return say("gap", "rounding", "good", said, evidence, steps=last.steps, row=11)
+
+
+def _not_measured(run: RunData) -> Statement:
+    key = (
+        "diagnostics are part of every run with updates"
+        if run.is_own
+        else f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
+    )
+    sentence = f"The gap cannot be told: no log-probs of the engine were compared; {key}"
+    return say("gap", "not measured", "unknown", sentence, {})
+
+
+def checked(run: RunData) -> tuple[str, ...]:
+    """What the rules of this module looked at."""
+    rows = tuple(cause.name for cause in CAUSES if all(run.has(f"{PREFIX}{name}") for name in cause.needs))
+    return (
+        "log-probs that are not finite",
+        *(rows or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
+        "growth with the age of tokens",
+        "weights that never arrive or arrive late",
+        "growth over the run",
+    )
+
+
+def not_visible(run: RunData) -> str:
+    """What no metric of the run shows."""
+    more = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
+    return f"{more}an old prefix cache, padding, templates: these need the tokens' own log-probs"

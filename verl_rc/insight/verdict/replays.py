@@ -1,0 +1,348 @@
+"""What controlled replays of recorded tokens say: parts of the gap that add up, and the cause that a part
+names.
+
+Of a recorded token: log-prob of the trainer as recorded, of the trainer's weights of that step by clean code,
+of the weights that the engine held, of engines that are given the tokens (in float32 row by row, as the run's
+by prefill, as the run's token by token), of the engine as recorded. Differences of neighbours are the parts;
+the share of a part is its covariance with the gap over the gap's variance, and shares add to 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from verl_rc.health.statement import Statement, say
+from verl_rc.metrics.bounds import BOUNDS
+
+OTHER_INPUTS = "the trainer scores other inputs or with noise"
+ENGINES_INPUTS = "the engine was given other inputs"
+STALE_CACHE = "stale prefix cache"
+OLDER_WEIGHTS = "older weights"
+OTHER_CODE = "the engine's code computes otherwise than the trainer's"
+OTHER_ENGINE = "the engine had other prompts, sampling, cache or weights"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One difference of neighbouring log-probs."""
+
+    size: float
+    """Root mean square over tokens, nats."""
+    share: float
+    """Covariance with the gap over the gap's variance."""
+
+
+@dataclass(frozen=True)
+class ReplayedRecord:
+    """What the replays of one step's record measured."""
+
+    step: int
+    version: int
+    """Weights that the tokens are said to come from."""
+    tokens: int
+    gap: float
+    """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """``trainer``, ``versions``, ``engine``, ``precision``, ``decode``, ``rest``, as far as they were
+    replayed."""
+    versions: Mapping[int, float] = field(default_factory=dict)
+    """By version of the weights, root mean square of its log-probs less the engine's, nats."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the
+    trainer).
+
+    ``engine_reproduced``: nats between the engine's log-probs and the trainer's with the mistake that gives
+    them. ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32.
+    ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
+    ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
+    of prompts came from there."""
+    reproduced_by: str = ""
+    """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
+    engine_reproduced_by: str = ""
+    """The mistake in the engine's inputs with which its recorded log-probs come out again."""
+
+    @property
+    def best_version(self) -> int:
+        """The weights whose log-probs are nearest to the engine's."""
+        return min(
+            self.versions, key=lambda version: (self.versions[version], -version), default=self.version
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record for machines."""
+        return asdict(self)
+
+
+def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
+    """Records from what ``as_json`` made; what is damaged is left out."""
+    records = []
+    for one in found:
+        try:
+            records.append(
+                ReplayedRecord(
+                    step=int(one["step"]),
+                    version=int(one["version"]),
+                    tokens=int(one["tokens"]),
+                    gap=float(one["gap"]),
+                    parts={
+                        name: Part(float(part["size"]), float(part["share"]))
+                        for name, part in one["parts"].items()
+                    },
+                    versions={int(version): float(size) for version, size in one["versions"].items()},
+                    numbers={name: float(value) for name, value in one["numbers"].items()},
+                    reproduced_by=str(one["reproduced_by"]),
+                    engine_reproduced_by=str(one.get("engine_reproduced_by", "")),
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return records
+
+
+def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+    """All that was measured, steps ascending; of a step with the same tokens the finer parts, and the later
+    numbers."""
+    records = {record.step: record for record in earlier}
+    for record in later:
+        before = records.get(record.step)
+        if before is not None and before.tokens == record.tokens:
+            mistakes = record if "alone" in record.numbers else before  # where R1 was made last
+            record = replace(
+                record,
+                parts=max(record.parts, before.parts, key=len),
+                versions={**before.versions, **record.versions},
+                numbers={**before.numbers, **record.numbers},
+                reproduced_by=mistakes.reproduced_by,
+                engine_reproduced_by=mistakes.engine_reproduced_by,
+            )
+        records[record.step] = record
+    return [records[step] for step in sorted(records)]
+
+
+def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
+    """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is
+    likely.
+
+    A stale cache holds older weights and makes another engine, as other inputs do, so neither is said beside
+    those.
+    """
+    known = _stale_cache(records) or _engines_inputs(records)
+    others = (known,) if known is not None else (_older_weights(records), _other_engine(records))
+    found = (_other_inputs(records), *others, _other_code(records))
+    return [statement for statement in found if statement is not None]
+
+
+def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
+    steps = [record.step for record in records]
+    return {"confidence": "named" if len(records) > 1 else "likely", "steps": (min(steps), max(steps))}
+
+
+def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """The recorded log-probs of the trainer do not come out again."""
+    seen = []
+    for record in records:
+        part = record.parts.get("trainer")
+        noise = max(BOUNDS.reproduced, record.numbers.get("noise", 0.0))
+        if part is not None and part.share > BOUNDS.part_share and part.size > noise:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.parts["trainer"].size)
+    evidence = {"size": worst.parts["trainer"].size, "share": worst.parts["trainer"].share, "gap": worst.gap}
+    evidence["twice"] = worst.numbers.get("trainer_twice", 0.0)
+    ways = {record.reproduced_by for record in seen} - {""}
+    said = (
+        "The recorded tokens with the trainer's weights of their step do not give the trainer's recorded "
+        "log-probs: {size:.4f} "
+        "nats between them, {share:.0%} of the gap"
+    )
+    if ways:
+        said += f". They come out with {', '.join(sorted(ways))}"
+    elif evidence["twice"] > 0:
+        said += ". The trainer does not give the same numbers twice ({twice:.2g})"
+    return say(
+        "gap",
+        OTHER_INPUTS,
+        "fault",
+        said,
+        evidence,
+        **_sure(seen),
+        next_test="Compare prompts, positions and masks of the trainer's forward pass with the recorded ids; "
+        "turn dropout off.",
+        row=15,
+    )
+
+
+def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """A prefix cache that older weights filled explains the engine's log-probs twice as well as weights
+    alone."""
+    seen = []
+    for record in records:
+        rest, left = record.parts.get("rest"), record.numbers.get("stale_cache")
+        if rest is None or left is None or rest.share <= BOUNDS.part_share or rest.size <= BOUNDS.reproduced:
+            continue
+        without = min(record.numbers["own_cache"], *record.versions.values())
+        if without > BOUNDS.above_floor * left:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.numbers["own_cache"])
+    evidence: dict[str, float] = {
+        "step": worst.step,
+        "said": worst.version,
+        "filled": worst.numbers["stale_version"],
+    }
+    evidence |= {"left": worst.numbers["stale_cache"], "own": worst.numbers["own_cache"]}
+    evidence["cached"] = worst.numbers["cached_tokens"]
+    return say(
+        "gap",
+        STALE_CACHE,
+        "fault",
+        "An engine with weights {said:.0f} whose prefix cache was filled by weights {filled:.0f} "
+        "({cached:.0f} tokens of prompts "
+        "come from there) is {left:.4f} nats from the log-probs of step {step:.0f}, with a cache of its own "
+        "{own:.4f}",
+        evidence,
+        **_sure(seen),
+        next_test="Reset the prefix cache after every weight update, or turn it off and compare.",
+        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False",),
+        row=14,
+    )
+
+
+def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """Other weights than those that were said explain the engine's log-probs at least twice as well."""
+    seen = []
+    for record in records:
+        said, best = record.versions.get(record.version), record.best_version
+        if said is not None and best < record.version and said > BOUNDS.above_floor * record.versions[best]:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.versions[record.version])
+    evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "held": worst.best_version}
+    evidence |= {"gap": worst.versions[worst.version], "left": worst.versions[worst.best_version]}
+    return say(
+        "gap",
+        OLDER_WEIGHTS,
+        "fault",
+        "The engine sampled step {step:.0f} with weights near version {held:.0f} and not {said:.0f}: its "
+        "log-probs are "
+        "{left:.4f} nats from those, {gap:.4f} from these",
+        evidence,
+        **_sure(seen),
+        next_test="Compare a tensor of the engine with the trainer's after a sync; look at what skips or "
+        "delays a weight update.",
+        overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
+        row=18,
+    )
+
+
+def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """The engine's log-probs come out with a mistake in its inputs."""
+    seen = [
+        record for record in records if record.engine_reproduced_by and "engine_reproduced" in record.numbers
+    ]
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.versions[record.version])
+    evidence = {
+        "step": worst.step,
+        "left": worst.numbers["engine_reproduced"],
+        "gap": worst.versions[worst.version],
+    }
+    ways = ", ".join(sorted({record.engine_reproduced_by for record in seen}))
+    return say(
+        "gap",
+        ENGINES_INPUTS,
+        "fault",
+        f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} nats from "
+        "the trainer's "
+        "then, {gap:.4f} with the recorded ids",
+        evidence,
+        **_sure(seen),
+        next_test="Compare the ids that the engine was sent with the recorded ones: templates, start tokens, "
+        "padding.",
+        row=20,
+    )
+
+
+def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """What the run's engine had and a replayed one has not: it is given the recorded ids and the right
+    weights, nothing else.
+
+    Too far is farther than at the start, or from the start on farther than rounding of the engine makes.
+    """
+    rests = sorted(
+        (record for record in records if {"rest", "engine"} <= record.parts.keys()),
+        key=lambda record: record.step,
+    )
+    seen = []
+    firsts: dict[frozenset[str], float] = {}
+    for record in rests:
+        rest, rounding = record.parts["rest"], _rounding_of(record)
+        # What is the rest depends on what else was replayed.
+        first = firsts.setdefault(frozenset(record.parts), rest.size)
+        bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * rounding)
+        if rest.share > BOUNDS.part_share and rest.size > max(bound, BOUNDS.reproduced):
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.parts["rest"].size)
+    evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "step": worst.step}
+    evidence |= {"first": firsts[frozenset(worst.parts)], "rounding": _rounding_of(worst)}
+    return say(
+        "gap",
+        OTHER_ENGINE,
+        "fault",
+        "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats "
+        "from what the run's "
+        "engine reported ({first:.4f} at the start), where rounding makes {rounding:.4f}; {share:.0%} of the "
+        "gap",
+        evidence,
+        **_sure(seen),
+        next_test="Compare the ids and the sampling parameters that the engine was sent with the recorded "
+        "ids and the "
+        "configuration; then restart the engine and compare its tensors with the trainer's after a sync.",
+        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
+        row=20,
+    )
+
+
+def _rounding_of(record: ReplayedRecord) -> float:
+    """Nats between the trainer's code and an engine that is given the tokens, with the same weights."""
+    return max(record.parts[name].size for name in ("engine", "precision") if name in record.parts)
+
+
+def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """With the same weights, in float32 and row by row, the engine gives other log-probs than the trainer."""
+    seen = []
+    for record in records:
+        part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
+        # Where precision has no part of its own, this part includes it.
+        if (
+            part is not None
+            and "precision" in record.parts
+            and part.share > BOUNDS.part_share
+            and kernels > BOUNDS.reproduced
+        ):
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.numbers["kernels"])
+    evidence = {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step}
+    return say(
+        "gap",
+        OTHER_CODE,
+        "fault",
+        "With the weights of step {step:.0f}, in float32 and one row at a time, the engine is {kernels:.4f} "
+        "nats from the "
+        "trainer: {share:.0%} of the gap is neither rounding nor weights",
+        evidence,
+        **_sure(seen),
+        next_test="Compare what both make of the model's configuration (rotary base, scaling, experts, "
+        "merged adapters), then "
+        "try other kernels of attention in the engine.",
+        row=20,
+    )

@@ -1,0 +1,140 @@
+"""All statements about a run, in order, with a headline and what to do first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_rc.health.statement import Level, Statement
+from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.verdict.correction import judge_correction
+from verl_rc.insight.verdict.diagnosis import judge_with_replays
+from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.learning import judge_learning
+from verl_rc.insight.verdict.speed import judge_speed
+
+MOST_LINES = 8
+_MOST_OVERRIDES = 3
+_RANK: dict[Level, int] = {"fault": 0, "notice": 1, "unknown": 2, "good": 3}
+_TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says first."""
+
+    headline: str
+    progress: str
+    """How far the run came, and how it ended."""
+    statements: tuple[Statement, ...]
+    """At least one a topic, in the order learning, gap, correction, speed."""
+    do_first: tuple[str, ...]
+    """At most three overrides, ready to paste."""
+    checked: tuple[str, ...] = ()
+    """What the rules for the gap looked at."""
+    not_visible: str = ""
+    """What no metric of the run shows."""
+
+    @property
+    def level(self) -> Level:
+        """The gravest level of any statement."""
+        return min(
+            (statement.level for statement in self.statements),
+            key=lambda level: _RANK[level],
+            default="unknown",
+        )
+
+    @property
+    def code(self) -> str:
+        """The level, with the causes of a fault or notice: what a list of runs is filtered by."""
+        causes = [f"{one.topic}/{one.cause}" for one in self.statements if one.level == self.level]
+        return f"{self.level}: {', '.join(causes)}" if self.level in ("fault", "notice") else self.level
+
+    def lines(self) -> list[str]:
+        """Return at most eight lines for the console."""
+        lines = [f"{self.headline} {self.progress}"]
+        kept = sorted(self.statements, key=lambda statement: _RANK[statement.level])[: MOST_LINES - 2]
+        lines += [
+            f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept
+        ]
+        if self.do_first:
+            lines.append(f"  do first: {' '.join(self.do_first)}")
+        return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for machines."""
+        return {
+            "headline": self.headline,
+            "progress": self.progress,
+            "level": self.level,
+            "code": self.code,
+            "lines": self.lines(),
+            "statements": [statement.as_json() for statement in self.statements],
+            "do_first": list(self.do_first),
+            "checked": list(self.checked),
+            "not_visible": self.not_visible,
+        }
+
+
+def judge(run: RunData) -> Verdict:
+    """The verdict on a run, from its metrics alone; absent data never lead to a cause."""
+    if not any(run.has(name) for name in _TRAINED):
+        statements = tuple(judge_learning(run))[:1] if run.series else ()
+    else:
+        statements = (
+            *judge_learning(run),
+            *judge_with_replays(run, judge_gap(run)),
+            *judge_correction(run),
+            *judge_speed(run),
+        )
+    do_first = tuple(_do_first(statements))
+    return Verdict(
+        _headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run)
+    )
+
+
+def _headline(statements: tuple[Statement, ...]) -> str:
+    faults = [statement for statement in statements if statement.level == "fault"]
+    notices = [statement for statement in statements if statement.level == "notice"]
+    if faults:
+        return f"Something is wrong: {_causes(faults)}."
+    if notices:
+        return f"Worth a look: {_causes(notices)}."
+    if not any(statement.level == "good" for statement in statements):
+        return "Nothing can be told."
+    return "Nothing is wrong, as far as metrics tell."
+
+
+def _causes(statements: list[Statement]) -> str:
+    return "; ".join(f"{statement.topic}: {statement.cause}" for statement in statements[:3])
+
+
+def _progress(run: RunData) -> str:
+    done = run.steps[-1] if run.steps else 0
+    steps = f"{done} of {run.total_steps} steps" if run.total_steps else f"{done} steps"
+    if run.ending is not None:
+        if run.ending.status == 0:
+            return f"The run ended after {steps}."
+        return (
+            f"The run ended after {steps} with exit code {run.ending.status}: "
+            f"{run.ending.reason.removesuffix('.')}."
+        )
+    if run.total_steps and done < run.total_steps and run.is_own:
+        return f"{steps} are logged: it still trains, or was killed."
+    return f"{steps} are logged."
+
+
+def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:
+    """Overrides of the gravest statements. A fault of the gap comes before the correction: no preset repairs
+    it."""
+    gap_is_wrong = any(statement.topic == "gap" and statement.level == "fault" for statement in statements)
+    told: set[str] = set()
+    for statement in sorted(
+        statements, key=lambda statement: (_RANK[statement.level], statement.topic != "gap")
+    ):
+        if statement.level not in ("fault", "notice") or (gap_is_wrong and statement.topic == "correction"):
+            continue
+        for override in statement.overrides:
+            key = override.partition("=")[0]
+            if key not in told and len(told) < _MOST_OVERRIDES:
+                told.add(key)
+                yield override

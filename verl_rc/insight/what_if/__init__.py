@@ -1,0 +1,19 @@
+"""What each preset would have done with the tokens that a run recorded, with intervals; and which one it
+would take."""
+
+from verl_rc.insight.what_if.answer import Answer, answer, tried_configs
+from verl_rc.insight.what_if.batch import NoRecordsError, RecordedBatch, read_batch
+from verl_rc.insight.what_if.estimate import Estimate, Interval, Updates, estimate_presets
+
+__all__ = [
+    "Answer",
+    "Estimate",
+    "Interval",
+    "NoRecordsError",
+    "RecordedBatch",
+    "Updates",
+    "answer",
+    "estimate_presets",
+    "read_batch",
+    "tried_configs",
+]

@@ -1,0 +1,230 @@
+"""The table, and which preset is recommended; none where a fault is named that no preset repairs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.insight.verdict import Verdict
+from verl_rc.insight.what_if.batch import RecordedBatch
+from verl_rc.insight.what_if.estimate import (
+    DRAWS,
+    SEED,
+    Estimate,
+    Interval,
+    Updates,
+    bias_updates,
+    estimate_presets,
+    reference_level,
+)
+from verl_rc.ppo.choices import needs_statistics_first
+
+FAULT_ROWS = frozenset({*range(1, 11), *range(12, 16), 18, 19})
+"""Rows of the table of causes that no correction repairs."""
+FEWEST_PROMPTS = 32
+_SMALLEST_BATCH = 0.5
+_LEVELS: Sequence[str | None] = (None, "token", "prefix", "sequence", "geometric")
+_SHOWN = ("effective_batch", "ess_rows", "clipped", "rejected_tokens", "rejected_rows", "norm", "cosine")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What ``verl-rc what-if`` says."""
+
+    estimates: tuple[Estimate, ...]
+    recommended: str | None
+    """None: refused, or nothing can be told."""
+    reasons: tuple[str, ...]
+    """Why, one sentence each."""
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The table and the reasons, for the console."""
+        head = ["preset", *_SHOWN, "bias", "noise", "error", "forwards"]
+        rows = [
+            [
+                one.name,
+                *(_words(one.columns[name]) for name in _SHOWN),
+                _words(one.bias),
+                _words(one.noise),
+                _words(one.error),
+                str(extra_forwards(one.config)),
+            ]
+            for one in self.estimates
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        chosen = f"recommended: {self.recommended}" if self.recommended else "no preset is recommended"
+        return [*table, "", *self.notes, chosen, *(f"  {reason}" for reason in self.reasons)]
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines; numbers that are not finite are None."""
+        return {
+            "recommended": self.recommended,
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+            "seed": SEED,
+            "draws": DRAWS,
+            "presets": {
+                one.name: {name: _numbers(column) for name, column in one.columns.items()}
+                | {"bias": _numbers(one.bias), "noise": _numbers(one.noise), "error": _numbers(one.error)}
+                | {"forwards": extra_forwards(one.config)}
+                for one in self.estimates
+            },
+        }
+
+
+def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, RolloutCorrectionConfig]:
+    """Corrections by name: the presets named with commas, or all of today; and ``given``, with ``fields`` as
+    ``KEY=VALUE``.
+
+    Raises ``ValueError`` for what is no preset or no field.
+    """
+    of_today = [name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin]
+    names = of_today if presets is None else presets.split(",")
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in names}
+    pairs = [field.partition("=") for field in fields]
+    if any(not equals for _, equals, _ in pairs):
+        raise ValueError(f"--set must be given KEY=VALUE, got {', '.join(fields)}.")
+    if pairs:
+        # Thresholds are read as text: a YAML number 0.5_5 would be 0.55.
+        values = {key: text if "threshold" in key else yaml.safe_load(text) for key, _, text in pairs}
+        configs["given"] = RolloutCorrectionConfig.model_validate(values)
+    return configs
+
+
+def answer(
+    batch: RecordedBatch,
+    presets: Mapping[str, RolloutCorrectionConfig],
+    verdict: Verdict | None = None,
+    batch_size: int | None = None,
+    updates: Updates = bias_updates,
+) -> Answer:
+    """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what
+    gradients are looked at."""
+    estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
+    notes = list(_notes(batch, updates is bias_updates))
+    faults = (
+        []
+        if verdict is None
+        else [
+            said
+            for said in verdict.statements
+            if said.topic == "gap" and said.level == "fault" and said.row in FAULT_ROWS
+        ]
+    )
+    if faults:
+        reasons = [f"{said.cause}: no preset repairs this. {said.next_test}".strip() for said in faults]
+        return Answer(estimates, None, tuple(reasons), tuple(notes))
+    recommended, reasons = recommend(estimates)
+    return Answer(estimates, recommended, tuple(reasons), tuple(notes))
+
+
+def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
+    """The simplest preset whose error is not above the smallest in most draws, and a reason for each simpler
+    one that is not."""
+    able = [one for one in estimates if one.columns["effective_batch"].value > _SMALLEST_BATCH]
+    if not able:
+        return None, ["Weights and rejection leave less than half of the batch with every one of them."]
+    best = min(able, key=lambda one: one.error.value)
+    reasons = []
+    for one in sorted(estimates, key=_complexity):
+        if one not in able:
+            reasons.append(
+                f"{one.name}: weights and rejection leave {one.columns['effective_batch'].value:.0%} of the "
+                "batch."
+            )
+        elif _is_mostly_above(one, best):
+            reasons.append(
+                f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, "
+                f"{best.name} "
+                f"{best.error.value:.3g})."
+            )
+        else:
+            smallest = f"the smallest ({best.error.value:.3g}) in most draws"
+            reasons.append(f"{one.name}: the simplest whose error is not above {smallest}.")
+            return one.name, reasons
+    raise AssertionError("the best one is not above itself")
+
+
+def _is_mostly_above(one: Estimate, best: Estimate) -> bool:
+    """Whether the error is above the best one's in more than half of the draws, which are the same for both.
+
+    To ask for 95 % of them chose too little correction from the few rows that a run records
+    (docs/evidence.md, bill).
+    """
+    differences = one.error_draws[1:] - best.error_draws[1:]
+    differences = differences[differences.isfinite()]
+    return bool(len(differences)) and float((differences > 0).double().mean()) > 0.5
+
+
+def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
+    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip
+    straight against the rollout policy counts as token weights."""
+    config = one.config
+    fields = config.effective_fields()
+    rejects = sum(
+        1
+        for name in ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold")
+        if fields.get(name)
+    )
+    has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
+    level = "token" if config.bypass_mode and config.loss_type == "ppo_clip" else config.rollout_is
+    return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, one.name
+
+
+def extra_forwards(config: RolloutCorrectionConfig) -> int:
+    """Passes over the batch without gradient that the correction needs beside the update itself."""
+    return int(not config.in_actor) + int(config.in_actor and needs_statistics_first(config))
+
+
+def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
+    level = reference_level(batch)
+    rows, prompts = len(batch.mask), batch.num_prompts
+    notes = [
+        f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed "
+        f"{SEED}."
+    ]
+    if prompts < FEWEST_PROMPTS:
+        notes.append(
+            f"Too few prompts: {FEWEST_PROMPTS} are needed for intervals that hold; "
+            "trainer.token_records.full_freq records "
+            "whole steps."
+        )
+    if level == "token":
+        notes.append(
+            "The reference has token weights: sequence weights have too heavy a tail here (less than half of "
+            "the sample is "
+            "left, or one row has a twentieth of the sum of squares)."
+        )
+    if of_logits and not batch.has_gradients:
+        notes.append(
+            "Norm and cosine count every token alike: algorithm.rollout_correction.diagnostics=full records "
+            "how much each moves."
+        )
+    if of_logits:
+        notes.append(
+            "Bias, noise and error are of the part of the update that moves the biases of sampled tokens."
+        )
+    notes.append("Bypass presets are judged at their first update.")
+    return notes
+
+
+def _words(interval: Interval) -> str:
+    if not math.isfinite(interval.value):
+        return "-"
+    value = f"{interval.value:.3g}"
+    if not math.isfinite(interval.low) or interval.low == interval.high:
+        return value
+    return f"{value} ({interval.low:.3g} to {interval.high:.3g})"
+
+
+def _numbers(interval: Interval) -> dict[str, float | None]:
+    values = {"value": interval.value, "low": interval.low, "high": interval.high}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,141 @@
+"""Recorded random rows as one padded batch."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_rc.data.token_record import (
+    FOLDER,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+    read_record,
+    record_files,
+)
+from verl_rc.insight.run_folder.records import LARGEST_STEP
+
+
+class NoRecordsError(ValueError):
+    """A run has no records that presets could be tried on; the message says which key writes them."""
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """Rows of all records, ``B``, padded to the longest; prompts are numbered over all steps."""
+
+    train: Tensor
+    """float32 ``[B, T]``, nats: log-probs of the proximal policy."""
+    rollout: Tensor
+    """float32 ``[B, T]``, nats."""
+    mask: Tensor
+    """bool ``[B, T]``: tokens that the policy sampled."""
+    advantages: Tensor
+    """float32 ``[B, T]``."""
+    scores: Tensor
+    """float32 ``[B]``."""
+    prompts: Tensor
+    """int64 ``[B]``: the prompt of each row, from 0."""
+    gradients: Tensor
+    """float64 ``[B, T]``: ``g``, the squared norm of a token's gradient for its logits; 1 where it was not
+    recorded."""
+    directions: Tensor
+    """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient
+    itself."""
+    has_gradients: bool = True
+    steps: Sequence[int] = ()
+    """Of the records."""
+    step_of_row: Sequence[int] = ()
+    """``[B]``."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of all steps."""
+        return int(self.prompts.max()) + 1
+
+
+def read_batch(
+    folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, only: Container[int] | None = None
+) -> RecordedBatch:
+    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without
+    any.
+
+    ``only``: steps that may be among them; None: all.
+    """
+    records = []
+    for step, path in record_files(folder / FOLDER):
+        if first_step <= step <= last_step and (only is None or step in only):
+            try:
+                records.append(read_record(path))
+            except DamagedRecordError:
+                continue
+    if not records:
+        raise NoRecordsError(
+            f"{folder} must have token records; trainer.token_records.enable=True writes them."
+        )
+    usable = [
+        record for record in records if "old_log_prob" in record.tokens and "advantage" in record.tokens
+    ]
+    if not any((record.rows["chosen_by"] == "random").any() for record in usable):
+        raise NoRecordsError(
+            f"the token records of {folder} must hold log-probs of the trainer before the update; where the "
+            "actor corrects "
+            "(bypass mode, proximal=interpolate) there are none: record a few steps with "
+            "algorithm.rollout_correction.bypass_mode=False."
+        )
+    return _joined(usable)
+
+
+def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
+    rows = [
+        (record, index)
+        for record in records
+        for index in np.flatnonzero(record.rows["chosen_by"] == "random").tolist()
+    ]
+    width = max(1, max(int(record.lengths[index]) for record, index in rows))
+    numbers: dict[tuple[int, int], int] = {}
+    for record, index in rows:
+        numbers.setdefault((record.step, int(record.rows["group"][index])), len(numbers))
+    has_gradients = all("noise_scale" in record.tokens for record in records)
+    ids_of = {record.step: _ids(record) for record in records}
+    distinct = np.unique(np.concatenate(list(ids_of.values())))
+    # A token's direction is the place of its id among all that were recorded.
+    columns = {
+        record.step: {**record.tokens, "direction": np.searchsorted(distinct, ids_of[record.step])}
+        for record in records
+    }
+
+    def padded(name: str, kind: torch.dtype) -> Tensor:
+        values = torch.zeros(len(rows), width, dtype=kind)
+        for place, (record, index) in enumerate(rows):
+            of_row = torch.from_numpy(columns[record.step][name][record.of_row(index)].copy())
+            values[place, : len(of_row)] = of_row.to(kind)
+        return values
+
+    mask = padded("response_mask", torch.bool)
+    gradients = padded("noise_scale", torch.float64).square() if has_gradients else mask.double()
+    return RecordedBatch(
+        train=padded("old_log_prob", torch.float32),
+        rollout=padded("rollout_log_prob", torch.float32),
+        mask=mask,
+        advantages=padded("advantage", torch.float32),
+        scores=torch.tensor([float(record.rows["score"][index]) for record, index in rows]),
+        prompts=torch.tensor(
+            [numbers[record.step, int(record.rows["group"][index])] for record, index in rows]
+        ),
+        gradients=gradients,
+        directions=padded("direction", torch.int64),
+        has_gradients=has_gradients,
+        steps=[record.step for record in records],
+        step_of_row=[record.step for record, _ in rows],
+    )
+
+
+def _ids(record: TokenRecord) -> Array:
+    """Ids of tokens; their kinds where ids were not recorded."""
+    name = "response_ids" if "response_ids" in record.tokens else "token_class"
+    ids: Array = record.tokens[name].astype("int64")
+    return ids

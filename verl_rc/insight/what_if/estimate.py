@@ -1,0 +1,290 @@
+"""What a correction does to a recorded batch: numbers that are quotients of sums over prompts, with
+bootstrapped intervals."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import compute_rollout_correction
+from verl_rc.insight.what_if.batch import RecordedBatch
+
+DRAWS = 1_000
+SEED = 0
+_MOST_PROMPTS = 1_500
+"""Prompts beyond it are joined to so many blocks: bias needs every pair of them."""
+_UNCAPPED = 4.9e8
+"""A bound above every weight: log-weights are clamped to 20."""
+_BAND = (0.05, 0.95)
+_CLIP = (0.8, 1.2, 3.0)
+"""Ratios between which PPO's clip leaves tokens alone; the last for negative advantages."""
+
+Updates = Callable[[RecordedBatch, Sequence[Tensor], Tensor, int], Sequence[Tensor]]
+"""Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens'
+gradients, with the block of each row ``[B]`` and how many blocks there are, float64 ``[blocks, D]``."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number and where 90 % of the bootstrap draws of prompts lie."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def from_draws(cls, values: Tensor) -> "Interval":
+        """``values`` ``[1 + draws]``: of all prompts first, then of the draws; draws that are not finite do
+        not count."""
+        draws = values[1:][values[1:].isfinite()]
+        if not len(draws):
+            return cls(float(values[0]), float("nan"), float("nan"))
+        low, high = torch.quantile(draws, torch.tensor(_BAND, dtype=draws.dtype)).tolist()
+        return cls(float(values[0]), low, high)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One correction on the recorded rows."""
+
+    name: str
+    config: RolloutCorrectionConfig
+    columns: Mapping[str, Interval]
+    """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction."""
+    bias: Interval
+    """Distance of the expected update from the reference's, relative to its length; below 0: its square was,
+    by chance."""
+    noise: Interval
+    """Standard deviation of the update of a batch, relative to the length of the reference's expected one."""
+    error: Interval
+    """Mean squared error of the update of a batch, bias and noise, relative to the mean square of one
+    prompt's reference."""
+    error_draws: Tensor
+    """float64 ``[1 + draws]``."""
+
+
+def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tensor:
+    """float64 ``[B, T]``: what each token's policy gradient is multiplied by at the first update; 0 where it
+    is rejected."""
+    result = compute_rollout_correction(
+        batch.train,
+        batch.rollout,
+        batch.mask,
+        config.model_copy(update={"diagnostics": "core"}),
+        advantages=batch.advantages,
+    )
+    kept = (batch.mask & result.keep_mask).double()
+    if config.bypass_mode and config.loss_type == "ppo_clip":
+        ratio = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0).clamp(-20, 20).exp()
+        low, high, dual = _CLIP
+        inside = torch.where(batch.advantages > 0, ratio <= high, (ratio >= low) & (ratio <= dual))
+        return kept * ratio * inside
+    return kept if result.weights is None else kept * result.weights.double()
+
+
+def uncapped(batch: RecordedBatch, level: str) -> Tensor:
+    """float64 ``[B, T]``: weights without a threshold."""
+    config = RolloutCorrectionConfig.model_validate({"rollout_is": level, "rollout_is_threshold": _UNCAPPED})
+    return coefficients(batch, config)
+
+
+def reference_level(batch: RecordedBatch) -> str:
+    """``sequence``, which is unbiased, where its weights have a variance that such a batch can bear; else
+    ``token``.
+
+    They do where they keep half of the sample, and no row has more than a twentieth of the sum of their
+    squares.
+    """
+    # Not the shape of a fitted tail: few different prompts give it few different values to be fitted to.
+    weights = uncapped(batch, "sequence").amax(dim=-1)
+    squares, answered = weights.square(), batch.mask.any(dim=-1).sum()
+    keeps_half = weights.sum().square() > 0.5 * squares.sum() * answered
+    return (
+        "sequence"
+        if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1))))
+        else "token"
+    )
+
+
+def bias_updates(batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
+    """Updates of the biases of the sampled tokens' logits, or along the directions that the batch has."""
+    if batch.directions.ndim == 3:
+        of_rows = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
+        return [
+            torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows)
+            for rows in of_rows
+        ]
+    size = int(batch.directions.max()) + 1
+    places = blocks[:, None] * size + batch.directions
+    # The gradient of log p(y) for the bias of y's own logit is 1 - p; other logits' are left out.
+    gradient = -torch.expm1(batch.train.double().clamp_max(0.0)).nan_to_num(0.0)
+
+    def of(pull: Tensor) -> Tensor:
+        flat = torch.zeros(count * size, dtype=torch.float64)
+        return flat.index_add_(0, places.flatten(), (pull * gradient).flatten()).view(count, size)
+
+    return [of(pull) for pull in pulls]
+
+
+def estimate_presets(
+    batch: RecordedBatch,
+    presets: Mapping[str, RolloutCorrectionConfig],
+    batch_size: int | None = None,
+    draws: int = DRAWS,
+    updates: Updates = bias_updates,
+) -> list[Estimate]:
+    """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default:
+    those recorded)."""
+    blocks = _blocks(batch)
+    count = int(blocks.max()) + 1
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = torch.randint(count, (draws, count), generator=generator)
+    weights = torch.cat([torch.ones(1, count, dtype=torch.float64), _counts(drawn, count)])
+    reference = uncapped(batch, reference_level(batch))
+    used_by = {name: coefficients(batch, config) for name, config in presets.items()}
+    share = count / batch.num_prompts * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
+    tried = (reference, coefficients(batch, RolloutCorrectionConfig()), *used_by.values())
+    pull, plain, *of_presets = updates(batch, [share * used for used in tried], blocks, count)
+    joined = batch.num_prompts / count  # a block's noise is that of so many prompts
+    signal = _between(pull, weights)
+    unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(
+        0.0
+    )
+    per_update = batch_size or batch.num_prompts
+    made = []
+    for (name, config), of_preset in zip(presets.items(), of_presets, strict=True):
+        used = used_by[name]
+        columns = _columns(batch, config, used, reference)
+        sums = {
+            column: tuple(weights @ _by_block(part, blocks, count) for part in parts)
+            for column, parts in columns.items()
+        }
+        found = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
+        if updates is not bias_updates:
+            found |= _of_whole_updates(of_preset, plain, pull, weights)
+        effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
+        found["effective_batch"] = Interval.from_draws(effective)
+        away = of_preset - pull
+        squared_bias = _between(away, weights)
+        noise = joined * (_mean_square(of_preset, weights) - _between(of_preset, weights)).clamp_min(0.0)
+        error = (squared_bias + noise / per_update) / unit
+        relative = squared_bias / signal
+        # Without a signal the update is all noise.
+        bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)
+        spread = torch.where(signal > 0, (noise / per_update / signal).sqrt(), torch.nan)
+        of_bias, of_noise, of_error = (Interval.from_draws(values) for values in (bias, spread, error))
+        made.append(Estimate(name, config, found, of_bias, of_noise, of_error, error))
+    return made
+
+
+def _blocks(batch: RecordedBatch) -> Tensor:
+    """int64 ``[B]``: the prompt of each row, or the block of prompts."""
+    return batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)
+
+
+def _counts(drawn: Tensor, count: int) -> Tensor:
+    return torch.zeros(len(drawn), count, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
+
+
+def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, rows.double())
+
+
+def _of_whole_updates(used: Tensor, plain: Tensor, reference: Tensor, weights: Tensor) -> dict[str, Interval]:
+    """Norm and cosines of the whole update, noise included, instead of those that count tokens one by one."""
+
+    def product(one: Tensor, other: Tensor) -> Tensor:
+        return ((weights @ (one @ other.T)) * weights).sum(dim=-1)
+
+    square, of_plain = product(used, used), product(plain, plain)
+    found = {
+        "norm": _share(square, of_plain).sqrt(),
+        "cosine": _cosine(product(used, plain), square, of_plain),
+        "cosine_to_reference": _cosine(product(used, reference), square, product(reference, reference)),
+    }
+    return {name: Interval.from_draws(values) for name, values in found.items()}
+
+
+def _between(updates: Tensor, weights: Tensor) -> Tensor:
+    """float64 ``[1 + draws]``: mean product of two different blocks' ``updates`` ``[blocks, D]``, the squared
+    length of the expected update without the part that is noise."""
+    if updates.shape[1] > len(updates):
+        whole = ((weights @ (updates @ updates.T)) * weights).sum(dim=-1)
+    else:
+        whole = (weights @ updates).square().sum(dim=-1)
+    total = whole - weights.square() @ updates.square().sum(dim=-1)
+    pairs = weights.sum(dim=-1).square() - weights.square().sum(dim=-1)
+    return total / pairs
+
+
+def _mean_square(updates: Tensor, weights: Tensor) -> Tensor:
+    """float64 ``[1 + draws]``: mean squared length of a block's update."""
+    return (weights @ updates.square().sum(dim=-1)) / weights.sum(dim=-1)
+
+
+def _columns(
+    batch: RecordedBatch, config: RolloutCorrectionConfig, used: Tensor, reference: Tensor
+) -> dict[str, tuple[Tensor, ...]]:
+    """By column what every row adds to the sums that it is made of, ``[B]`` each."""
+    there = batch.mask.double()
+    tokens, kept = there.sum(dim=-1), (used != 0).double() * there
+    answered = (tokens > 0).double()
+    squares = batch.gradients * batch.advantages.double().square().nan_to_num(0.0, 0.0, 0.0) * there
+    raw = uncapped(batch, config.rollout_is) if config.rollout_is is not None else used
+    row_weight = used.sum(dim=-1) / tokens.clamp_min(1.0)
+    rejected = there - kept
+    rejected_row = answered * (kept.sum(dim=-1) == 0)
+    long = (tokens > tokens[tokens > 0].median()).double() if bool((tokens > 0).any()) else tokens
+    correct, negative = (batch.scores > 0).double(), (batch.advantages < 0).double()
+
+    def summed(values: Tensor) -> Tensor:
+        return values.sum(dim=-1)
+
+    return {
+        "ess_tokens": (summed(used), summed(used.square()), summed(kept)),
+        "ess_rows": (row_weight, row_weight.square(), answered - rejected_row),
+        "clipped": (summed((raw - used).clamp_min(0.0) * kept), summed(raw * kept)),
+        "rejected_tokens": (summed(rejected), tokens),
+        "rejected_rows": (rejected_row, answered),
+        "rejected_correct": (summed(rejected) * correct, summed(rejected)),
+        "rejected_long": (summed(rejected) * long, summed(rejected)),
+        "rejected_negative": (summed(rejected * negative), summed(rejected)),
+        "norm": (summed(used.square() * squares), summed(squares)),
+        "cosine": (summed(used * squares), summed(used.square() * squares), summed(squares)),
+        "cosine_to_reference": (
+            summed(used * reference * squares),
+            summed(used.square() * squares),
+            summed(reference.square() * squares),
+        ),
+    }
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole > 0, part / whole.clamp_min(1e-300), 0.0)
+
+
+def _effective_share(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    return _share(total.square(), squares * count)
+
+
+def _cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return _share(product, (first * second).sqrt())
+
+
+_FORMULAS: Mapping[str, Callable[..., Tensor]] = {
+    "ess_tokens": _effective_share,
+    "ess_rows": _effective_share,
+    "clipped": _share,
+    "rejected_tokens": _share,
+    "rejected_rows": _share,
+    "rejected_correct": _share,
+    "rejected_long": _share,
+    "rejected_negative": _share,
+    "norm": lambda part, whole: _share(part, whole).sqrt(),
+    "cosine": _cosine,
+    "cosine_to_reference": _cosine,
+}

@@ -1,0 +1,68 @@
+"""Run the stages, each in a process of its own, and write what they measured."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_rc.config.run import RunConfig
+from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.preflight.machine import Finding
+
+if TYPE_CHECKING:
+    from verl_rc.preflight.bring_up.stages import Report
+
+STAGES: Mapping[str, float] = {
+    "machine": 120.0,
+    "ring": 180.0,
+    "lending": 120.0,
+    "trainer": 300.0,
+    "engine": 420.0,
+}
+"""Names of the methods of ``Stages`` in their order, with the seconds each may take."""
+_TARGET = "verl_rc.preflight.bring_up.stages:Stages"
+
+
+def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES) -> Iterator[Finding]:
+    """Run the stages of ``limits`` (seconds by name), each in a process of its own, and yield what they find.
+
+    A stage that fails, hangs or is killed does not end the others. ``file`` is written after every stage:
+    JSON with status, seconds, numbers and findings by stage.
+    """
+    results: dict[str, object] = {}
+    for name, limit in limits.items():
+        started = time.perf_counter()
+        report, problem = _run(config, name, limit)
+        findings = [problem] if report is None else report.findings
+        yield from findings
+        results[name] = {
+            "status": "failed" if any(finding.status == "failed" for finding in findings) else "ok",
+            "seconds": round(time.perf_counter() - started, 3),
+            "numbers": {} if report is None else report.numbers,
+            "findings": [asdict(finding) for finding in findings],
+        }
+        file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+
+
+def _run(config: RunConfig, name: str, limit: float) -> "tuple[Report | None, Finding]":
+    """The report of a stage, or None and the reason why there is none."""
+    process = OtherProcess(_TARGET, {}, wait=False, has_children=True, config=config)
+    must, remedy = "it must end without an error", f"read the message; --only={name} runs this stage alone"
+    try:
+        process.answer(limit)
+        process.ask(name)
+        return process.answer(limit), Finding("ok", name, "")
+    except TimeoutError:
+        remedy = (
+            "look where it hangs (py-spy dump), at the disk that the model is read from, or at "
+            "NCCL_DEBUG=INFO"
+        )
+        return None, Finding(
+            "failed", name, f"no answer after {limit:.0f} s", f"it must end within {limit:.0f} s", remedy
+        )
+    except RuntimeError as error:
+        return None, Finding("failed", name, str(error).strip(), must, remedy)
+    finally:
+        process.end(5.0)

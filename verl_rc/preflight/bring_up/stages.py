@@ -1,0 +1,384 @@
+"""The stages: each starts the processes it needs, measures, and says what it found. None needs Ray, the
+engine's alone vLLM."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import permutations
+from os import environ
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
+from verl_rc.distributed.process_group import RankAddress
+from verl_rc.ppo.choices import actor_limit
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
+from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, engine_options
+from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, check_receipts
+from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
+from verl_rc.workers.environment import engine_environment, trainer_environment
+from verl_rc.workers.host import usable_cores
+from verl_rc.workers.updates import UpdateRequest
+
+_ACTOR = "verl_rc.workers.policy_worker:PolicyWorker"
+_RING_MIB = (1, 16, 256)
+_LENT_MIB = 256
+_SAMPLES, _SAMPLED_TOKENS, _PROMPT_TOKENS = 16, 64, 32
+_GIB = 1 << 30
+
+
+@dataclass
+class Report:
+    """What a stage measured."""
+
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Seconds, bytes, nats, by name."""
+    findings: list[Finding] = field(default_factory=list)
+
+
+class Stages:
+    """All stages of one configuration; each is called in a process of its own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Of a run over several nodes, what it would be on one of them is measured."""
+        self._config = config = _on_one_node(config)
+        self._device = "cuda" if uses_gpus(config) else "cpu"
+        self._num_ranks = config.num_ranks
+
+    def machine(self) -> Report:
+        """Versions, driver, GPUs, and which of them reach each other's memory."""
+        count = torch.cuda.device_count()
+        gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+        numbers: dict[str, Any] = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "gpus": [
+                {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+                for gpu in gpus
+            ],
+            "without_peer_access": [
+                list(pair)
+                for pair in permutations(range(count), 2)
+                if not torch.cuda.can_device_access_peer(*pair)
+            ],
+        }
+        found = f"{count} GPU(s): {', '.join(gpu.name for gpu in gpus) or 'none'}"
+        if self._device == "cpu":
+            return Report(
+                numbers, [Finding("note", "machine", f"{found}; the stages are rehearsed on the CPU")]
+            )
+        must = f"trainer.n_gpus_per_node={self._num_ranks} GPUs must be seen"
+        fits = Finding.from_condition(
+            count >= self._num_ranks, "machine", found, must, f"pass trainer.n_gpus_per_node={count}"
+        )
+        return Report(numbers, [*check_driver(), fits])
+
+    def ring(self) -> Report:
+        """All-reduce over all ranks: whether sums are right, and the bandwidth of the slowest rank."""
+        report = Report()
+        if self._num_ranks == 1:
+            return Report(
+                findings=[Finding("note", "all-reduce", "there is one rank, which waits for no other")]
+            )
+        with self._ranks("verl_rc.preflight.bring_up.ranks:RingMember", device=self._device) as ranks:
+            for size in _RING_MIB:
+                answers: list[tuple[bool, float]] = _all(ranks, "all_reduce", size << 20)
+                seconds = max(seconds for _, seconds in answers)
+                # What every rank has to send and to receive, as nccl-tests counts it.
+                sent = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
+                report.numbers[f"{size}_MiB"] = {"seconds": seconds, "bus_bytes_per_second": sent / seconds}
+                found = (
+                    f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
+                    f"{sent / seconds / 1e9:.2f} GB/s each"
+                )
+                must, remedy = (
+                    "sums of ones must be the number of ranks",
+                    "look at NCCL_DEBUG=INFO, and at the links of the GPUs",
+                )
+                report.findings.append(
+                    Finding.from_condition(
+                        all(right for right, _ in answers), "all-reduce", found, must, remedy
+                    )
+                )
+            _all(ranks, "close")
+        return report
+
+    def lending(self) -> Report:
+        """One process copies memory that another one lends on the same device."""
+        environment = self._environment(0)
+        with _processes() as started:
+            started += [
+                OtherProcess(
+                    "verl_rc.preflight.bring_up.ranks:Lender",
+                    environment,
+                    device=self._device,
+                    num_bytes=_LENT_MIB << 20,
+                ),
+                OtherProcess("verl_rc.preflight.bring_up.ranks:Borrower", environment, device=self._device),
+            ]
+            lender, borrower = started
+            handle, lent = lender.call("lend")
+            copied, seconds = borrower.call("copy", handle)
+            lender.call("take_back")
+        found = f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms"
+        must, remedy = (
+            "the copy must have the digest of what was lent",
+            "pass checkpoint_engine.backend=broadcast",
+        )
+        finding = Finding.from_condition(lent == copied, "lent memory", found, must, remedy)
+        return Report({"seconds": seconds, "bytes": _LENT_MIB << 20}, [finding])
+
+    def trainer(self) -> Report:
+        """Log-probs and two updates of the fullest micro-batch on every rank; peak memory against the
+        estimate."""
+        config, report = self._config, Report()
+        shape = self._shape()
+        with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
+            tokens, rows = _full_micro_batch(config, shape.vocabulary)
+            started = time.perf_counter()
+            log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, [rows])[0][0]
+            scored = time.perf_counter()
+            sharing = config.sequence_parallel_sizes["actor"]
+            batch, share = _train_batch(tokens, log_probs, len(ranks) // sharing)
+            request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
+            _all(ranks, "update", batch, request)
+            begun = time.perf_counter()
+            reports = _all(ranks, "update", batch, request)
+            ended = time.perf_counter()
+            _all(ranks, "close")
+        num_tokens = int(tokens.sequence_lengths.sum()) // sharing
+        peaks = [
+            metric.value
+            for one in reports
+            for metric in one.metrics
+            if metric.name == "perf/max_memory_allocated_gb"
+        ]
+        report.numbers = {
+            "tokens_per_rank": num_tokens,
+            "log_prob_seconds": scored - started,
+            "update_seconds": ended - begun,
+            "update_tokens_per_second": num_tokens * len(ranks) / (ended - begun),
+            "peak_bytes": max(peaks) * _GIB if peaks else None,
+        }
+        found = (
+            f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in "
+            f"{ended - begun:.2f} s"
+        )
+        report.findings.append(Finding("ok", "trainer", found))
+        if peaks:
+            shapes = dict.fromkeys(model_paths(config), shape)
+            estimate = estimate_roles(config, shapes, torch.cuda.mem_get_info(0)[1])[0].model
+            report.numbers["estimated_bytes"] = estimate
+            found = f"{max(peaks):.2f} GiB at the peak of an update, {estimate / _GIB:.2f} GiB estimated"
+            must, remedy = (
+                "the estimate must not be exceeded",
+                "report both numbers with this file: the estimate is wrong",
+            )
+            report.findings.append(
+                Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy)
+            )
+        else:
+            report.findings.append(Finding("note", "peak memory", "not measured without a GPU"))
+        return report
+
+    def engine(self) -> Report:
+        """An engine beside the ranks: start, sleep, wake, load the trainer's weights, sample, compare
+        log-probs; then again."""
+        config, report = self._config, Report()
+        devices = range(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible(
+            devices, self._device
+        )
+        with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
+            started = time.perf_counter()
+            options = engine_options(config, self._device)
+            engine = OtherProcess(
+                "verl_rc.rollout.engine:RolloutEngine", environment, has_children=True, options=options
+            )
+            own.append(engine)
+            report.numbers["start_seconds"] = time.perf_counter() - started
+            offers = choose_offering_ranks(
+                [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
+            )
+            rounds = [self._sleep_load_and_sample(ranks, engine, offers, version) for version in (1, 2)]
+            _all(ranks, "close")
+        report.numbers["rounds"] = [numbers for numbers, _ in rounds]
+        report.findings.append(Finding("ok", "engine", f"started in {report.numbers['start_seconds']:.1f} s"))
+        limit = GapLimit.from_config(config).limit(None)
+        for numbers, gap in rounds:
+            found = (
+                f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
+                "sampled in "
+                f"{numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, largest "
+                f"{gap.maximum:.3g}"
+            )
+            must = f"the mean gap must be at most {limit:.3g} nats for this precision"
+            remedy = "run verl-rc diagnose on a short run, and try rollout.dtype=float32"
+            report.findings.append(
+                Finding.from_condition(gap.mean <= limit, "engine's weights", found, must, remedy)
+            )
+        return report
+
+    def _sleep_load_and_sample(
+        self, ranks: Sequence[OtherProcess], engine: OtherProcess, offers: Sequence[bool], version: int
+    ) -> tuple[dict[str, Any], LogProbGap]:
+        config, rollout = self._config, self._config.actor_rollout_ref.rollout
+        numbers: dict[str, Any] = {"free_bytes_awake": self._free_bytes()}
+        numbers["sleeps"], numbers["sleep_seconds"] = _timed(lambda: engine.call("sleep"))
+        numbers["free_bytes_asleep"] = self._free_bytes()
+
+        def load() -> None:
+            engine.call("wake_up", ["weights"])
+            engine.call("begin_update")
+            for index in range(_all(ranks, "describe_buckets")[0][1]):
+                handles = [
+                    _ask(rank, "offer_bucket", index, offer)
+                    for rank, offer in zip(ranks, offers, strict=True)
+                ]
+                engine.call("load_bucket", BucketHandle.merged([handle() for handle in handles]))
+            sent = _all(ranks, "release_bucket", False)[0]
+            received = [LoadReceipt(**plain) for plain in engine.call("finish_update", version)]
+            check_receipts(ranks[0].call("manifest"), sent, [received], version)
+            engine.call("wake_up", ["kv_cache"])
+
+        _, numbers["load_seconds"] = _timed(load)
+        count = min(_SAMPLED_TOKENS, config.data.max_response_length)
+        sampling = SamplingOptions(
+            rollout.temperature, rollout.top_p, rollout.top_k, count, (), ignore_eos=True
+        )
+        width = min(_PROMPT_TOKENS, config.data.max_prompt_length)
+        prompts = torch.randint(
+            self._shape().vocabulary, (_SAMPLES, width), generator=torch.Generator().manual_seed(0)
+        )
+        requests = [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts.tolist())]
+        completions, numbers["sample_seconds"] = _timed(lambda: engine.call("generate", requests, sampling))
+        tokens = TokenBatch(
+            prompts=prompts,
+            prompt_lengths=torch.full((_SAMPLES,), width),
+            responses=completions.responses,
+            response_lengths=completions.response_lengths,
+            batch_size=[_SAMPLES],
+        )
+        numbers["sampled_tokens"] = int(completions.response_lengths.sum())
+        log_probs = _all(ranks, "compute_log_probs", tokens, [[row] for row in range(_SAMPLES)])[0][0]
+        mask = positions_mask(completions.response_lengths, completions.responses.shape[1])
+        gap = LogProbGap.between(log_probs, completions.rollout_log_probs, mask)
+        return numbers | {"gap": asdict(gap)}, gap
+
+    def _shape(self) -> ModelShape:
+        model = self._config.actor_rollout_ref.model
+        return ModelShape.from_model_folder(model.path, model.trust_remote_code)
+
+    def _free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(0)[0] if self._device == "cuda" else None
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        threads = max(1, usable_cores() // self._num_ranks)
+        return trainer_environment(threads, one_node=True) | _visible([rank], self._device)
+
+    @contextmanager
+    def _ranks(self, target: str, **arguments: Any) -> Iterator[list[OtherProcess]]:
+        """A process for each rank, which build at the same time."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        with _processes() as ranks:
+            for rank in range(self._num_ranks):
+                address = RankAddress(rank, self._num_ranks, "127.0.0.1", port)
+                ranks.append(
+                    OtherProcess(target, self._environment(rank), wait=False, address=address, **arguments)
+                )
+            for process in ranks:
+                process.answer()
+            yield ranks
+
+
+@contextmanager
+def _processes() -> Iterator[list[OtherProcess]]:
+    """A list of processes that end with the block."""
+    started: list[OtherProcess] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.end(5.0)
+
+
+def _ask(process: OtherProcess, method: str, *arguments: Any) -> Callable[[], Any]:
+    process.ask(method, *arguments)
+    return process.answer
+
+
+def _all(ranks: Sequence[OtherProcess], method: str, *arguments: Any) -> list[Any]:
+    """Call all ranks at the same time; returns their answers."""
+    return [answer() for answer in [_ask(rank, method, *arguments) for rank in ranks]]
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
+    """Restrict a process to some of the GPUs that this one sees."""
+    if device == "cpu":
+        return {}
+    seen = environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
+
+
+def _on_one_node(config: RunConfig) -> RunConfig:
+    policy = config.actor_rollout_ref
+    rollout, trainer = (
+        policy.rollout.model_copy(update={"nnodes": 1}),
+        config.trainer.model_copy(update={"nnodes": 1}),
+    )
+    return config.model_copy(
+        update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})}
+    )
+
+
+def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[int]]:
+    """Random tokens: as many sequences of the greatest length as one micro-batch of the update may hold."""
+    limit, data = actor_limit(config).shared_by(config.sequence_parallel_sizes["actor"]), config.data
+    rows = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
+    generator = torch.Generator().manual_seed(0)
+    tokens = TokenBatch(
+        prompts=torch.randint(vocabulary, (rows, data.max_prompt_length), generator=generator),
+        prompt_lengths=torch.full((rows,), data.max_prompt_length),
+        responses=torch.randint(vocabulary, (rows, data.max_response_length), generator=generator),
+        response_lengths=torch.full((rows,), data.max_response_length),
+        batch_size=[rows],
+    )
+    return tokens, list(range(rows))
+
+
+def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_shares: int) -> tuple[TrainBatch, MiniBatchShare]:
+    """The batch of one update, and a share of a mini-batch in which all shares have the same rows."""
+    rows, width = log_probs.shape
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    advantages = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width).contiguous()
+    batch = TrainBatch(
+        tokens=tokens,
+        response_mask=mask,
+        loss_mask=mask,
+        old_log_probs=log_probs,
+        rollout_log_probs=log_probs,
+        advantages=advantages,
+        returns=advantages,
+        rollout_is_weights=torch.ones(rows, width),
+        ref_log_prob=log_probs,
+        batch_size=[rows],
+    )
+    num_tokens = rows * width * num_shares
+    return batch, MiniBatchShare([list(range(rows))], num_tokens, rows * num_shares, num_tokens)

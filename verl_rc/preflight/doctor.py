@@ -1,0 +1,313 @@
+"""Preflight checks before a run starts: models, tokenizer, data and reward function."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_rc.cluster.reward_pool import RewardPool
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.run import RunConfig
+from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
+from verl_rc.data.records import CustomRecords, RecordFile, check_messages
+from verl_rc.data.tokenize import encode_prompt, load_tokenizer
+from verl_rc.preflight.machine import (
+    Finding,
+    check_devices,
+    check_disk,
+    check_driver,
+    check_folder,
+    check_fp8,
+    check_memory,
+    check_packages,
+    check_ports,
+)
+from verl_rc.preflight.memory import ModelShape, model_paths
+from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
+from verl_rc.workers.language_model import unsupported_attention
+
+SAMPLED_PROMPTS = 1000
+"""Number of prompts per file whose lengths are counted, evenly spaced."""
+SCORED_ROWS = 3
+"""Number of rows on which the reward function is tried."""
+_BARS = " ▁▂▃▄▅▆▇█"
+_BINS = 10
+
+
+@dataclass
+class Inputs:
+    """Results of earlier checks that later checks use."""
+
+    shapes: dict[str, ModelShape] = field(default_factory=dict)
+    """Shapes of the readable models by path."""
+    tokenizer: Any = None
+    rows: list[PromptRow] = field(default_factory=list)
+    """Some training prompts."""
+
+
+def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
+    """Check that transformers can read every model's ``config.json``; fills ``inputs.shapes``."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for path, trusted in model_paths(config).items():
+        try:
+            if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+                raise ValueError("there is no such folder")
+            shape = ModelShape.from_model_folder(path, trusted)
+        except (OSError, ValueError) as error:
+            remedy = (
+                "pass a folder with a config.json, or a hub id that can be reached "
+                "(actor_rollout_ref.model.path)"
+            )
+            yield Finding(
+                "failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy
+            )
+            continue
+        problem = unsupported_attention(config, path, trusted)
+        if problem is not None:
+            must, remedy = (
+                "trainer and engine must compute the same attention",
+                "take another model, or lengths that it names",
+            )
+            yield Finding("failed", "attention", f"{path}: {problem}", must, remedy)
+        inputs.shapes[path] = shape
+        found = (
+            f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
+        )
+        must = (
+            f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens"
+        )
+        remedy = (
+            "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context"
+        )
+        if path == config.reward.reward_model.model_path:
+            yield Finding("ok", "reward model", found)
+            continue
+        yield Finding.from_condition(
+            shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy
+        )
+
+
+def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
+    """Check that the tokenizer has a chat template and an EOS token and fits the model; fills
+    ``inputs.tokenizer``."""
+    path = config.actor_rollout_ref.model.path
+    if path not in inputs.shapes and not Path(path).expanduser().is_dir():
+        yield Finding("note", "tokenizer", f"not checked: there is no model {path}")
+        return
+    try:
+        tokenizer = load_tokenizer(path, config.data.trust_remote_code)
+        messages = [{"role": "user", "content": "1"}]
+        token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
+    except (OSError, ValueError) as error:
+        must = (
+            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user"
+        )
+        yield Finding(
+            "failed", "tokenizer", _first_line(error), must, "take the instruction-tuned variant of the model"
+        )
+        return
+    inputs.tokenizer = tokenizer
+    shape, size = inputs.shapes.get(path), len(tokenizer)
+    vocabulary = size if shape is None else shape.vocabulary
+    yield Finding.from_condition(
+        size <= vocabulary,
+        "tokenizer",
+        f"{size} tokens, end {tokenizer.eos_token!r}; the chat template makes {len(token_ids)} tokens of the "
+        "message '1'",
+        f"the model must have an embedding for each of the {size} tokens; it has {vocabulary}",
+        "take the tokenizer that belongs to the model",
+    )
+
+
+def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
+    """Check columns, prompt lengths and the number of prompts of the data files; fills ``inputs.rows``."""
+    if inputs.tokenizer is None:
+        yield Finding("note", "data", "not checked: there is no tokenizer")
+        return
+    wanted = {
+        "data.train_files": (
+            config.data.train_files,
+            config.data.train_batch_size,
+            config.data.train_max_samples,
+        )
+    }
+    wanted["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
+    for key, (files, fewest, chosen) in wanted.items():
+        try:
+            lengths, total, rows = _read(config, inputs.tokenizer, files)
+        except (OSError, ValueError) as error:
+            must = "files must hold chat messages, data_source and reward_model"
+            yield Finding(
+                "failed", key, _first_line(error), must, "correct the file; docs/data_and_tools.md makes one"
+            )
+            continue
+        inputs.rows = inputs.rows or rows
+        total = min(total, chosen) if chosen >= 0 else total
+        yield from _lengths(config, key, lengths, total)
+        left = total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
+        usable = left if config.data.filter_overlong_prompts else total
+        steps = _steps(config, usable) if key == "data.train_files" else ""
+        yield Finding.from_condition(
+            usable >= fewest,
+            f"{key}, size",
+            f"{usable} prompts{steps}",
+            f"there must be at least {fewest} prompts (data.train_batch_size)",
+            "lower data.train_batch_size, or add data",
+        )
+
+
+def _steps(config: RunConfig, prompts: int) -> str:
+    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic
+    sampling)."""
+    trainer, drawn = config.trainer, config.data.prompts_per_draw
+    if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
+        return ""
+    reach = prompts // drawn * trainer.total_epochs
+    wanted = trainer.total_training_steps
+    fewer = "" if wanted is None or wanted <= reach else f", fewer than trainer.total_training_steps={wanted}"
+    return f", enough for {reach} steps in {trainer.total_epochs} epoch(s){fewer}"
+
+
+def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list[int], int, list[PromptRow]]:
+    """Lengths of some prompts in tokens, the number of prompts, and some rows."""
+    options = PromptOptions.from_config(config.data)
+    sources, columns = (
+        prompt_sources(files, config.data, tokenizer),
+        (options.prompt_key, "data_source", "reward_model"),
+    )
+    records: list[RecordFile | CustomRecords] = [
+        RecordFile(source, columns) if isinstance(source, str) else source for source in sources
+    ]
+    total = sum(map(len, records))
+    lengths = []
+    for file in records:
+        step = max(1, len(file) * len(records) // SAMPLED_PROMPTS)
+        for index in range(0, len(file), step):
+            messages = check_messages(
+                file[index][options.prompt_key], options.prompt_key, f"row {index} of {file.path}"
+            )
+            lengths.append(len(encode_prompt(tokenizer, messages, options.template_arguments)))
+    lenient = PromptOptions(max(lengths), "left", False, options.prompt_key, options.template_arguments)
+    dataset = PromptDataset(sources, tokenizer, lenient, RowChoice())
+    return lengths, total, [dataset[index] for index in range(min(SCORED_ROWS, len(dataset)))]
+
+
+def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Iterator[Finding]:
+    limit, data = config.data.max_prompt_length, config.data
+    longer = sum(length > limit for length in lengths)
+    shown = (
+        f"{total} prompts of {min(lengths)} to {max(lengths)} tokens {_histogram(lengths)}, at most {limit} "
+        "are allowed"
+    )
+    counted = "" if len(lengths) == total else f" ({len(lengths)} counted)"
+    share = f"{longer / len(lengths):.1%} are longer"
+    if longer and data.filter_overlong_prompts:
+        yield Finding("note", key, f"{shown}{counted}; {share} and left out")
+    elif longer and data.truncation != "error":
+        yield Finding("note", key, f"{shown}{counted}; {share} and cut (data.truncation={data.truncation})")
+    else:
+        yield Finding.from_condition(
+            not longer,
+            key,
+            f"{shown}{counted}" + (f"; {share}" if longer else ""),
+            "no prompt may be longer than data.max_prompt_length",
+            f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or "
+            "data.truncation=left",
+        )
+
+
+def _histogram(lengths: Sequence[int]) -> str:
+    """Ten bins of equal width from the shortest to the longest."""
+    low, width = min(lengths), max(max(lengths) - min(lengths) + 1, _BINS) / _BINS
+    counts = [0] * _BINS
+    for length in lengths:
+        counts[int((length - low) / width)] += 1
+    return "[" + "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts) + "]"
+
+
+def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
+    """Check that the reward function scores a ground truth and an empty response, in a process where a run
+    would use one."""
+    own = config.reward.custom_reward_function
+    if not inputs.rows and own.path is None:
+        yield Finding("note", "reward", "not tried: there are no rows")
+        return
+    if config.reward.reward_model.enable:
+        yield Finding("note", "reward", "not tried: the reward model is not loaded here")
+        return
+    must = "it must give a finite number for every response"
+    remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
+    samples = [
+        RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")
+    ]
+    try:
+        scores = _scores(config, samples)
+    except (ConfigError, RewardError, ValueError) as error:
+        yield Finding("failed", "reward", _first_line(error), must, remedy)
+        return
+    if not samples:
+        yield Finding(
+            "note", "reward", f"{own.name} of {own.path} is there, and was not tried: there are no rows"
+        )
+        return
+    pairs = list(zip(scores[::2], scores[1::2], strict=True))
+    shown = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
+    found = f"ground truth / empty response of {len(pairs)} row(s): {shown}"
+    if any(truth > empty for truth, empty in pairs):
+        yield Finding("ok", "reward", found)
+    else:
+        yield Finding(
+            "note",
+            "reward",
+            f"{found}. Equal scores are right only where a ground truth is not an answer by itself",
+        )
+
+
+def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
+    """The score of each sample.
+
+    Raises ``RewardError`` at the first failure, also of a call that hangs or kills its process, and
+    ``ValueError`` when a function of the user's own cannot be loaded.
+    """
+    needs_process = config.reward.custom_reward_function.path is not None
+    if not needs_process and all(score_on_timeout(sample.data_source) is None for sample in samples):
+        reward = build_reward(config.reward)
+        return [reward(sample).score for sample in samples]
+    with closing(
+        RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)
+    ) as pool:
+        return [_score_of(pool, sample) for sample in samples]
+
+
+def _score_of(pool: RewardPool, sample: RewardSample) -> float:
+    [(_, result)] = pool.results([sample])
+    if isinstance(result, RewardError):
+        raise result
+    return result.score
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def examine(config: RunConfig) -> Iterator[Finding]:
+    """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process
+    for the reward function, leaves no files behind."""
+    folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
+    yield from check_packages()
+    yield from check_driver()
+    yield from check_devices(config)
+    yield from check_fp8(config)
+    yield from check_ports()
+    yield from check_folder(folder)
+    yield from check_models(config, inputs)
+    yield from check_tokenizer(config, inputs)
+    yield from check_data(config, inputs)
+    yield from check_reward(config, inputs)
+    if set(inputs.shapes) == set(model_paths(config)):
+        yield from check_memory(config, inputs.shapes)
+        yield from check_disk(config, inputs.shapes, folder)
+    else:
+        yield Finding("note", "memory and checkpoints", "not estimated: a model could not be read")

@@ -1,0 +1,445 @@
+"""A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused
+options."""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from verl_rc.config.algorithms import AGGREGATIONS
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.ppo.ahead import Row, prediction, publications, rule_of_ages
+from verl_rc.ppo.step_time import MeasuredStep
+from verl_rc.preflight.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, plan_of
+
+PLAN_FILE = "plan.txt"
+_WIDTH = 118
+_NAME_WIDTH = 12
+
+_WEIGHTS = {
+    "token": "the token's own ratio",
+    "prefix": "the product of the row's ratios up to the token",
+    "sequence": "the product of the row's ratios",
+    "geometric": "the geometric mean of the row's ratios",
+}
+
+
+_GRADIENT_SUMS = {
+    True: "each rank adds up whole gradients, 4 bytes a weight; ranks reduce them once a mini-batch",
+    False: "ranks reduce gradients after every micro-batch; each keeps its shard of the sum",
+    None: (
+        "ranks reduce gradients once a mini-batch if an update with whole gradients, 4 bytes a weight on "
+        "each rank, fits on a "
+        "GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
+    ),
+}
+"""By ``use_no_sync_for_gradient_accumulation``."""
+
+
+def write_plan(config: RunConfig, folder: Path) -> Path:
+    """Write ``plan_text`` to ``plan.txt`` in a run's folder, which must exist."""
+    path = folder / PLAN_FILE
+    path.write_text(plan_text(config), encoding="utf-8")
+    return path
+
+
+def add_to_plan(folder: Path, title: str, line: str) -> None:
+    """Append a section to ``plan.txt`` with facts that are known only once the run has started."""
+    with (folder / PLAN_FILE).open("a", encoding="utf-8") as plan:
+        plan.write(f"\n{title}\n  {line}\n")
+
+
+def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
+    """The plan of a valid configuration as text, with the step predicted from what was ``measured``.
+
+    Reads no file, starts no process.
+    """
+    plan = plan_of(config)
+    sections = {
+        "Objective (minimised, once per mini-batch)": _objective(config, plan),
+        "Rollout correction": _correction(config, plan),
+        "Advantages": _advantages(config, plan),
+        "Critic": _critic(config, plan),
+        "A step": _step(config, plan),
+        "Generation ahead of training": _ahead(config, measured),
+        "Batch": _batch(plan),
+        "Set, and without effect here": _without_effect(plan, is_changed=True),
+        "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
+        "Worth a second look": _paragraphs(plan.warnings),
+    }
+    parts = [f"{title}\n" + "".join(f"{line}\n" for line in lines) for title, lines in _filled(sections)]
+    return "\n".join(parts)
+
+
+def _filled(sections: dict[str, Iterator[str]]) -> Iterator[tuple[str, list[str]]]:
+    for title, lines in sections.items():
+        listed = list(lines)
+        if listed:
+            yield title, listed
+
+
+def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
+    policy = plan.policy
+    yield from _wrapped("  ", total_formula(policy, config.actor_rollout_ref.actor.kl_loss_type))
+    yield from _wrapped("  ", f"L_policy = {policy_formula(policy)}    ({policy.loss})")
+    numbers = parameter_values(config, policy)
+    if numbers:
+        yield from _wrapped("  ", f"with {numbers}")
+    yield ""
+    yield from _table(_symbols(config, plan))
+
+
+def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
+    policy, actor = plan.policy, config.actor_rollout_ref.actor
+    yield (
+        "π",
+        "current policy: the actor while it is updated (log_probs); the gradient goes through it and nothing "
+        "else",
+    )
+    yield from _ratio_symbols(plan)
+    if policy.in_actor or policy.weights or policy.rejects:
+        yield (
+            "π_roll",
+            "rollout policy: the engine, as it reported the log-prob of each token it sampled "
+            "(rollout_log_probs); constant",
+        )
+    yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
+    yield from _weight_symbols(config.algorithm.rollout_correction, plan)
+    if policy.entropy_coeff:
+        yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
+    if policy.kl_loss_coef:
+        own_model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
+        source = own_model if config.has_reference_model else "the actor without its adapters"
+        yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
+    yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
+    if policy.spec is not None and policy.spec.ratio == "row":
+        yield (
+            "",
+            "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio",
+        )
+    counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
+    counted = counted if policy.rejects else "response tokens"
+    assert actor.loss_scale_factor is not None
+    for mode in sorted(policy.aggregations):
+        yield "", f"{mode}: {divisors_of(mode, counted, actor.loss_scale_factor)}"
+
+
+def _ratio_symbols(plan: Plan) -> Iterator[Row]:
+    policy, spec = plan.policy, plan.policy.spec
+    symbol = "π_roll" if policy.bypass else "π_old"
+    if spec is None:
+        yield (
+            "π_old",
+            f"{policy.old_policy} policy (old_log_probs); the function decides what it does with it",
+        )
+        return
+    if not spec.reads_old_log_probs:
+        yield "", f"no ratio, no clip: the {policy.old_policy} policy does not enter the loss {policy.loss}"
+        return
+    if policy.interpolates:
+        yield (
+            "π_old",
+            "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
+            "optimizer updates from "
+            "π_roll to π that were made before the step; constant",
+        )
+    elif not policy.bypass:
+        yield (
+            "π_old",
+            "proximal policy: the actor before the step's first update, recomputed by old_log_prob "
+            "(old_log_probs); constant",
+        )
+    part = (
+        "; the gradient goes through it"
+        if spec.gradient_through == "ratio"
+        else "; a constant, the gradient goes through log π"
+    )
+    if spec.ratio == "token" or spec.is_per_row:
+        yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
+    elif spec.ratio == "row":
+        yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
+    if policy.bypass:
+        yield (
+            "",
+            "bypass mode: π_old is the rollout policy, nothing is recomputed"
+            + (f"; read {symbol} for π_old" if spec.ratio in ("token", "penalty") else ""),
+        )
+
+
+def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
+    policy = plan.policy
+    if not policy.weights:
+        return
+    ratio = "π / π_roll, with π detached" if policy.bypass else "π_old / π_roll"
+    bound = correction.weight_threshold()
+    cut = (
+        f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
+    )
+    scaled = ", divided by their mean over the batch" if correction.rollout_is_batch_normalize else ""
+    symbol = "W" if policy.spec is not None and policy.spec.is_per_row else "w"
+    level = "the geometric mean of the row's weights, each" if symbol == "W" else ""
+    yield (
+        symbol,
+        f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {cut}{scaled} (rollout_is_weights); "
+        "constant".strip(),
+    )
+
+
+def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
+    source = {
+        "reject_sequence": "whose row's log-probs are finite",
+        "reject_token": "whose log-probs are finite",
+    }
+    if not plan.policy.rejects:
+        kept = source.get(correction.nonfinite_logprob)
+        return "1 on response tokens (response_mask)" + (f" {kept}" if kept else "")
+    return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
+
+
+def _correction(config: RunConfig, plan: Plan) -> Iterator[str]:
+    correction, policy = config.algorithm.rollout_correction, plan.policy
+    where = (
+        "bypass: in the actor, micro-batch by micro-batch; current over rollout policy"
+        if policy.bypass
+        else "decoupled: in the actor, micro-batch by micro-batch; interpolated proximal over rollout policy"
+        if policy.interpolates
+        else "decoupled: in the driver, once per step; proximal over rollout policy"
+    )
+    yield from _table([("mode", where)])
+    yield from _table(_correction_rows(correction, plan))
+
+
+def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
+    policy = plan.policy
+    reported = "reported only" if correction.rollout_is is not None else "none"
+    yield "weights", f"{correction.rollout_is}" if policy.weights else reported
+    rules = [f"{rule} within {bound}" for rule, bound in correction.rejection_bounds().items()]
+    if correction.rollout_rs_target_acceptance is not None:
+        rules.append(f"the bound follows an acceptance of {correction.rollout_rs_target_acceptance:g}")
+    if correction.rollout_token_veto_threshold is not None:
+        rules.append(f"whole rows with a ratio below {correction.rollout_token_veto_threshold:g}")
+    if correction.rollout_opsm_threshold is not None:
+        rules.append(
+            "tokens with A < 0 in rows whose mean log rollout/train is above "
+            f"{correction.rollout_opsm_threshold:g}"
+        )
+    yield "rejection", "; ".join(rules) or "none"
+    yield (
+        "not finite",
+        f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of "
+        "tokens",
+    )
+    if not (policy.weights or policy.rejects):
+        yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"
+
+
+def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
+    advantages, algorithm = plan.advantages, config.algorithm
+    numbers = []
+    if advantages.reads("gamma"):
+        numbers.append(f"gamma = {algorithm.gamma:g}")
+    if advantages.reads("lam"):
+        numbers.append(f"lam = {algorithm.lam:g}")
+    if advantages.reads("norm_adv_by_std_in_grpo"):
+        numbers.append(
+            "divided by the group's standard deviation"
+            if algorithm.norm_adv_by_std_in_grpo
+            else "centred only"
+        )
+    baseline = (
+        _compared(plan)
+        if advantages.compares_groups
+        else "the critic's values"
+        if advantages.uses_values
+        else "none"
+    )
+    rows = [("estimator", ", ".join([advantages.estimator, *numbers])), ("baseline", baseline)]
+    if advantages.spec is not None:
+        rows.insert(1, ("A", f"{advantages.spec.formula}    ({advantages.spec.source})"))
+    if advantages.excludes_rejected:
+        rows.append(("", "fully rejected rows do not count in it"))
+    reward = "outcome score at the last response token"
+    if advantages.reward_kl:
+        weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
+        reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
+    rows += [
+        ("reward", reward),
+        ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does"),
+    ]
+    yield from _table(rows)
+
+
+def _compared(plan: Plan) -> str:
+    return "samples of one prompt" if plan.sizes.samples > 1 else "none: a prompt has one sample"
+
+
+def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
+    if plan.value is None:
+        return
+    critic = config.critic
+    loss = "1/2 max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)"
+    yield from _wrapped(
+        "  ", f"L_value = {loss}, {plan.value.aggregation} over response_mask, c = {critic.cliprange_value:g}"
+    )
+    yield from _table(
+        [
+            ("V", "the critic's value before each token (values); carries the gradient"),
+            ("V_old", "the same before the step's first update (old_values); constant"),
+            ("R", "return (returns); constant"),
+        ]
+    )
+
+
+def _step(config: RunConfig, plan: Plan) -> Iterator[str]:
+    name_width = max(len(phase.name) for phase in plan.phases)
+    role_width = max(len(phase.role) for phase in plan.phases)
+    for phase in plan.phases:
+        work = "; ".join(part for part in (_work(phase), phase.every) if part)
+        yield f"  {phase.name:<{name_width}}  {phase.role:<{role_width}}  {work}".rstrip()
+    forwards = [phase for phase in plan.phases if phase.forward_rows]
+    names = ", ".join(phase.name for phase in forwards) or "none"
+    yield f"  forward passes besides the updates: {names}"
+    if config.async_training.trace:
+        yield "  trace.jsonl records who does what and when: verl-rc trace shows it"
+
+
+def _work(phase: Phase) -> str:
+    if phase.trained_rows:
+        return f"forward and backward, {phase.trained_rows} rows"
+    return f"forward, {phase.forward_rows} rows" if phase.forward_rows else ""
+
+
+def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
+    options = config.async_training
+    if options.is_synchronous:
+        return
+    yield from _table(rule_of_ages(config))
+    yield from _table(publications(config))
+    if measured is not None:
+        yield from _table([("predicted", sentence) for sentence in prediction(measured, options)])
+
+
+def _batch(plan: Plan) -> Iterator[str]:
+    sizes = plan.sizes
+    steps = (
+        f"{sizes.total_steps} (at most {sizes.epochs} epochs)"
+        if sizes.total_steps
+        else f"as many as {sizes.epochs} epochs have"
+    )
+    if sizes.critic_only_steps:
+        steps += f"; the first {sizes.critic_only_steps} do not update the actor"
+    rows = f"{sizes.prompts} prompts x {sizes.samples} samples = {sizes.rows} rows a step"
+    yield f"  {rows}, at most {sizes.rows_per_engine} for each of {sizes.engines} engine(s)"
+    yield (
+        f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} "
+        "tokens"
+    )
+    for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
+        if update is not None:
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
+            if update.ranks_per_copy < update.ranks:
+                yield from _wrapped("  ", f"{role}: {_copies(update.ranks, update.ranks_per_copy)}")
+            if update.ranks > 1:
+                yield from _wrapped("  ", f"{role}: {_GRADIENT_SUMS[update.sums_gradients_once]}")
+    yield f"  training steps: {steps}"
+
+
+def _copies(ranks: int, of_one: int) -> str:
+    return (
+        f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are "
+        "gathered among those, "
+        "gradients are summed over all"
+    )
+
+
+def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
+    low, high = update.rows_per_group
+    per_group = f"{low}" if low == high else f"{low} to {high}"
+    limit = (
+        f"{update.max_tokens * update.sharing} tokens"
+        if update.max_tokens is not None
+        else f"{update.max_rows} rows"
+    )
+    groups = f"{update.ranks} rank(s)"
+    if update.sharing > 1:
+        groups = (
+            f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention "
+            "heads"
+        )
+    fewest = update.fewest_rows_per_micro_batch(longest)
+    at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
+    return (
+        f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
+        f"{update.mini_batch_rows} rows, "
+        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_group} rows "
+        "of a mini-batch on "
+        f"each of {groups}, in micro-batches of at most {limit}{at_least}"
+    )
+
+
+def _without_effect(plan: Plan, is_changed: bool) -> Iterator[str]:
+    reasons: dict[str, list[str]] = {}
+    for option in plan.unused:
+        if option.is_changed == is_changed:
+            kind = "only reported: " if option.metrics_only else ""
+            reasons.setdefault(kind + option.reason, []).append(option.key)
+    for reason, keys in reasons.items():
+        yield from _wrapped("  ", f"{', '.join(keys)}: {reason}")
+
+
+def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from _wrapped("  ", text)
+
+
+def _table(rows: Iterable[Row]) -> Iterator[str]:
+    for name, meaning in rows:
+        yield from _wrapped(f"  {name:<{_NAME_WIDTH}}", meaning)
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    """``text`` after ``start``, wrapped at words; further lines are indented below the first."""
+    indent = start if not start.strip() else " " * len(start)
+    further = indent + ("  " if not start.strip() else "")
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def divisors_of(mode: str, counted: str, loss_scale_factor: int) -> str:
+    """The divisors of an aggregation mode in words; ``counted`` names the tokens that count."""
+    return AGGREGATIONS[mode].divisors.format(counted=counted, factor=loss_scale_factor)
+
+
+def policy_formula(plan: PolicyPlan) -> str:
+    """``L_policy`` of a plan."""
+    weight = "w · " if plan.weights else ""
+    if plan.spec is None:
+        return f"{weight}the function {plan.loss}"
+    if plan.spec.is_per_row:
+        own_weight = "W · " if plan.weights else ""
+        return f"1/S · Σ_rows {own_weight}[{plan.spec.formula}]"
+    return AGGREGATIONS[plan.aggregation].average_of(f"{weight}[{plan.spec.formula}]")
+
+
+def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
+    """``L``: the policy term and the regularisers that are in the loss."""
+    terms, average = ["L = L_policy"], AGGREGATIONS[plan.regulariser_aggregation]
+    if plan.entropy_coeff:
+        sign = "−" if plan.entropy_coeff > 0 else "+"
+        terms.append(f"{sign} {abs(plan.entropy_coeff):g} · {average.average_of('H(π)')}")
+    if plan.kl_loss_coef:
+        divergence = average.average_of(f"{kl_loss_type}(π, π_ref)")
+        terms.append(f"+ {plan.kl_loss_coef:g} · {divergence}")
+    return " ".join(terms)
+
+
+def parameter_values(config: RunConfig, plan: PolicyPlan) -> str:
+    """The numbers of the formula, each with its key."""
+    options = () if plan.spec is None else plan.spec.options
+    return ", ".join(option.in_words(config.actor_rollout_ref.actor) for option in options)

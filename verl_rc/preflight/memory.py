@@ -1,0 +1,494 @@
+"""Estimates of a run's memory and disk usage from a model's shape and the configuration, with the keys that
+reduce them."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from pydantic import BaseModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from verl_rc.config.models import (
+    FsdpConfig,
+    LearnerFsdpConfig,
+    ModelConfig,
+    model_source,
+    recomputes_activations,
+)
+from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
+from verl_rc.config.run import RunConfig
+from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
+from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
+from verl_rc.workers.language_model import torch_dtype
+
+MIB = 1 << 20
+
+# Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all
+# processes, read every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch
+# 2.13, vLLM 0.32, CPU builds, Ray 2.60, transformers 5.19, 2026-11-21): actor 616 and 626, engine 726 and
+# 716, everything 2,186 and 2,204 at the peak; the estimate is 619, 716 and 2,235. With a critic
+# (recipes/digits_cpu_gae.sh, 2026-11-23), from which no constant comes, 1,943 and 2,060; the estimate is
+# 2,255. CUDA builds map more; nothing was measured there.
+DRIVER_MIB = 500
+"""The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's
+process (35)."""
+RAY_MIB = 400
+"""Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the
+peak)."""
+TRAINER_MIB = 440
+"""One trainer rank, of all roles: torch, transformers, ray."""
+ENGINE_MIB = 650
+"""One engine: vllm, torch, ray."""
+
+CONTEXT_MIB = 1024
+"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. A guess, as no GPU was at
+hand."""
+ASLEEP_MIB = 1536
+"""What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. A guess, too."""
+_FULL_UP_TO = 0.9
+"""The share of a GPU that an estimate may fill: allocators leave gaps."""
+
+_LOGIT_COPIES = 4
+"""Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its
+gradient, entropy."""
+_ACTIVATION_BYTES = 34
+"""Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198,
+section 4, without the attention scores, which fused kernels do not keep)."""
+_RECOMPUTED_BYTES = 86
+"""The same of the one layer that a backward pass with checkpointing computes again, and of its gradients:
+measured by fake execution of Qwen2.5-7B (tests/fake_update.py), whose gated MLP is 5.3 times as wide, between
+8k and 32k tokens."""
+_MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that determine its memory usage."""
+
+    parameters: int
+    """Weights; tied ones count once."""
+    embedding_parameters: int
+    """Weights of input and output embeddings, which quantisation does not change."""
+    linear_width_sum: int
+    """Σ (inputs + outputs) over the linear layers inside blocks: LoRA adapters of rank r have r times as many
+    weights."""
+    layers: int
+    width: int
+    vocabulary: int
+    positions: int
+    """Longest sequence, tokens."""
+
+    @classmethod
+    def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
+        """Read from a model folder's or hub id's ``config.json`` alone; no weights are loaded.
+
+        Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
+        """
+        source = model_source(path)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            except ValueError:  # no language model, as many reward models are
+                model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        head = model.get_output_embeddings()
+        tables = [part for part in (model.get_input_embeddings(), head) if part is not None]
+        embeddings = {id(part.weight): part.weight.numel() for part in tables}
+        linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+        return cls(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            embedding_parameters=sum(embeddings.values()),
+            linear_width_sum=sum(part.in_features + part.out_features for part in linear),
+            layers=text.num_hidden_layers,
+            width=text.hidden_size,
+            vocabulary=text.vocab_size,
+            positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
+        )
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of a role in one process, in bytes; critic and reference live in the processes of the actor."""
+
+    role: str
+    processes: int
+    weights: int
+    gathered: int = 0
+    """Whole weights of the layers that compute, beside the rank's shards."""
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+    """Key-value cache."""
+    baseline: int = 0
+    """Memory of the imported libraries, before any model is loaded; of a rank's process the actor's part."""
+    knob: str = ""
+    """What makes it smaller."""
+
+    @property
+    def model(self) -> int:
+        """Return the bytes without those of the libraries."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.cache
+
+    @property
+    def per_process(self) -> int:
+        """Peak memory of one process."""
+        return self.model + self.baseline
+
+    @property
+    def total(self) -> int:
+        """Peak memory of all processes of the role."""
+        return self.per_process * self.processes
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The sizes that determine the activation memory of a role's update."""
+
+    shape: ModelShape
+    compute_bytes: int
+    """Bytes per number in forward and backward."""
+    tokens: int
+    """Tokens of a micro-batch on one rank."""
+    predicted_tokens: int
+    """Tokens of the micro-batch that are scored."""
+    checkpointing: bool
+
+    def activations(self) -> int:
+        """Bytes of the activations at the start of a backward pass, and of a chunk of logits."""
+        numbers = self.tokens * self.shape.width
+        of_layers = numbers * _ACTIVATION_BYTES * self.compute_bytes // 2 * self.shape.layers
+        if self.checkpointing:
+            recomputed = numbers * _RECOMPUTED_BYTES * self.compute_bytes // 2
+            of_layers = numbers * self.compute_bytes * self.shape.layers + recomputed
+        return (
+            of_layers + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
+        )
+
+
+def estimate_roles(
+    config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
+) -> list[RoleMemory]:
+    """Peak memory of every role; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
+
+    On a CPU allocators do not return memory, so a machine needs the sum of the peaks of all processes.
+    """
+    model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
+    on_gpus = gpu_bytes is not None
+    roles = [_actor(config, shapes[model.path], sizes, on_gpus)]
+    if sizes.critic is not None:
+        shape, fsdp = shapes[critic.model.path], critic.fsdp_config
+        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
+        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, recomputes_activations(critic.model, on_gpus))
+        learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
+        roles.append(
+            replace(
+                learner,
+                activations=_beside_gathered(learner, update, shape, fsdp),
+                knob=f"critic.{_MICRO_BATCH}",
+            )
+        )
+    if config.has_reference_model:
+        shape = shapes[config.actor_rollout_ref.ref.model_path]
+        frozen = _learner(
+            "reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0
+        )
+        roles.append(
+            replace(
+                frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"
+            )
+        )
+    if config.reward.reward_model.enable:
+        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)]))
+    return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
+
+
+def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, on_gpus: bool) -> RoleMemory:
+    policy = config.actor_rollout_ref
+    model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
+    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
+    predicted = tokens * sizes.longest_response // sizes.longest_sequence
+    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, recomputes_activations(model, on_gpus))
+    bucket = min(
+        rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB,
+        shape.parameters * _bytes(rollout.dtype),
+    )
+    learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
+    largest = max(_beside_gathered(learner, update, shape, fsdp), bucket)
+    return replace(learner, activations=largest, knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+
+
+def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fsdp: LearnerFsdpConfig) -> int:
+    """Bytes of activations, or of the gradient of the last unit, which is reduced when whole weights are
+    gone."""
+    activations = update.activations()
+    if learner.processes > 1 and fsdp.use_no_sync_for_gradient_accumulation is False:
+        # Of the layer before, reduced meanwhile.
+        of_layer = (shape.parameters - shape.embedding_parameters) // shape.layers * _reduced_bytes(fsdp)
+        activations += min(of_layer, learner.activations)
+    return max(activations, learner.activations - learner.gathered)
+
+
+def _reduced_bytes(fsdp: FsdpConfig) -> int:
+    """Of each number of a gradient that is reduced over ranks: what backward gave, and its copy in
+    float32."""
+    return _bytes(fsdp.dtype) + 4
+
+
+def _bytes(precision: str) -> int:
+    """Return the bytes of one number."""
+    return torch_dtype(precision).itemsize
+
+
+def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
+    """The number of trained parameters: all of them, or with LoRA those of the adapters."""
+    return model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
+
+
+def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
+    """Memory of an actor's or critic's rank: its share of weights, gradients and AdamW's two moments."""
+    master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
+    of_copy = fsdp.ranks_per_copy(ranks)
+    is_gathered = of_copy > 1 or master != compute
+    gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
+    sums_shards = isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is False
+    gradients = trained * master if ranks == 1 else trained * 4 // (of_copy if sums_shards else 1)
+    return RoleMemory(
+        role,
+        processes=ranks,
+        weights=shape.parameters * master // of_copy,
+        gathered=gathered,
+        gradients=gradients,
+        optimizer=2 * trained * master // of_copy,
+        # Of the last unit that is reduced, when its activations are gone.
+        activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers))
+        * _reduced_bytes(fsdp)
+        if ranks > 1
+        else 0,
+        baseline=TRAINER_MIB * MIB if role == "actor" else 0,
+    )
+
+
+def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
+    judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
+    longest = judge.max_length or config.longest_sequence
+    of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
+    return RoleMemory(
+        "reward model",
+        processes=1,
+        weights=shape.parameters * width,
+        activations=of_layer,
+        baseline=TRAINER_MIB * MIB,
+        knob="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
+    )
+
+
+def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RoleMemory:
+    rollout = config.actor_rollout_ref.rollout
+    per_engine, width = rollout.tensor_model_parallel_size, _bytes(rollout.dtype)
+    blocks = shape.parameters - shape.embedding_parameters
+    weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
+    staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
+    logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
+    if rollout.kv_cache_megabytes is not None:
+        cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
+    elif gpu_bytes is None:
+        cache, knob = DEFAULT_CPU_CACHE_MEGABYTES * MIB, "kv_cache_megabytes"
+    else:
+        cache = max(int(rollout.gpu_memory_utilization * gpu_bytes) - weights // per_engine - logits, 0)
+        knob = "gpu_memory_utilization"
+    return RoleMemory(
+        "engine",
+        processes=config.num_engines * per_engine,
+        weights=weights // per_engine + staged,
+        activations=logits,
+        cache=cache,
+        baseline=ENGINE_MIB * MIB,
+        knob=f"actor_rollout_ref.rollout.{knob}",
+    )
+
+
+def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
+    """Tokens of the fullest micro-batch on one rank: all of them, or its part of what a group of ranks
+    shares."""
+    _, rows = update.rows_per_group
+    if update.max_tokens is None:
+        rows = min(update.max_rows or 1, rows)
+    part = -(-rows * longest // update.sharing)
+    return part if update.max_tokens is None else min(update.max_tokens, part)
+
+
+def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
+    """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and
+    checkpoint copies."""
+    per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
+    beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
+    # Roles of a rank compute one after the other, in memory that the one before has freed.
+    for_a_moment = [role.gathered + role.activations for role in roles if role.role in _fsdp_sections(config)]
+    taken_again = 0 if on_gpu else (sum(for_a_moment) - max(for_a_moment)) * config.num_ranks
+    return sum(per_role) - taken_again + (DRIVER_MIB + RAY_MIB) * MIB + beside
+
+
+def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
+    """Bytes of the host copies of trained weights and both moments that ``async_save`` writes from."""
+    if config.trainer.save_freq <= 0:
+        return 0
+    copies = {
+        "actor": config.actor_rollout_ref.actor.checkpoint.async_save,
+        "critic": config.critic.checkpoint.async_save,
+    }
+    return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
+
+
+def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
+    if not on_gpu:
+        return 0
+    found, sections = 0, _fsdp_sections(config)
+    for role in roles:
+        fsdp = sections.get(role.role)
+        if fsdp is not None:
+            found += role.processes * (
+                role.weights * fsdp.param_offload + role.optimizer * fsdp.optimizer_offload
+            )
+    return found
+
+
+def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during
+    the update."""
+    engine = next(role for role in roles if role.role == "engine")
+    sampling = engine.model
+    if config.actor_rollout_ref.hybrid_engine:
+        at_rest, actor = _at_rest(config, roles), next(role for role in roles if role.role == "actor")
+        # The actor scores canary tokens while the engine is awake, for which its weights come from where they
+        # rest.
+        is_offloaded = config.actor_rollout_ref.actor.fsdp_config.param_offload
+        canaries = actor.gathered + actor.weights * is_offloaded
+        sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB + canaries
+    return {"an update": max(gpu_update_peaks(config, roles).values()), "generation": sampling}
+
+
+def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on
+    it."""
+    engine = next(role for role in roles if role.role == "engine")
+    rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
+    beside = CONTEXT_MIB * MIB
+    if config.actor_rollout_ref.hybrid_engine:
+        beside += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
+    others = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
+    return {role.role: beside + others[role.role] + role.model for role in roles if role.role in others}
+
+
+def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """Bytes that a rank of each role keeps on its GPU between two uses."""
+    sections = _fsdp_sections(config)
+    return {
+        role.role: role.weights * (not sections[role.role].param_offload)
+        + role.optimizer * (not sections[role.role].optimizer_offload)
+        for role in roles
+        if role.role in sections
+    }
+
+
+def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
+    return {
+        "actor": config.actor_rollout_ref.actor.fsdp_config,
+        "critic": config.critic.fsdp_config,
+        "reference": config.actor_rollout_ref.ref.fsdp_config,
+    }
+
+
+@dataclass(frozen=True)
+class GradientChoice:
+    """How a role's ranks add up gradients where the configuration leaves it open."""
+
+    role: str
+    whole: bool
+    """Each rank adds up whole gradients; False: its shard of them."""
+    update_bytes: int
+    """Of a GPU in an update with whole gradients."""
+    gpu_bytes: int
+
+    def __str__(self) -> str:
+        """In a sentence."""
+        found = f"an update would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
+        if self.whole:
+            return (
+                f"{self.role}: ranks reduce gradients once a mini-batch: with whole gradients on each rank "
+                f"{found}"
+            )
+        return (
+            f"{self.role}: ranks reduce gradients after every micro-batch: with whole gradients on each rank "
+            f"{found}"
+        )
+
+
+_LEARNERS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+_SUMMED_ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
+
+
+def choose_gradient_sums(
+    config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
+) -> tuple[RunConfig, list[GradientChoice]]:
+    """``config`` with ``use_no_sync_for_gradient_accumulation`` where it is null, and the choices that the
+    estimate made.
+
+    Whole gradients where an update with them fits. On a CPU, where ``gpu_bytes`` is None, and on one rank
+    null means whole.
+    """
+    if gpu_bytes is None or config.num_ranks == 1:
+        return config, []
+    given = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    peaks = gpu_update_peaks(config, estimate_roles(config, shapes, gpu_bytes))
+    choices = [
+        GradientChoice(role, peaks[role] <= _FULL_UP_TO * gpu_bytes, peaks[role], gpu_bytes)
+        for role, fsdp in given.items()
+        if role in peaks and fsdp.use_no_sync_for_gradient_accumulation is None
+    ]
+    for choice in choices:
+        config = _with_value(config, f"{_LEARNERS[choice.role]}.{_SUMMED_ONCE}".split("."), choice.whole)
+    return config, choices
+
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+def _with_value(tree: Tree, path: Sequence[str], value: object) -> Tree:
+    """A copy with another value at ``path``."""
+    name, *rest = path
+    return tree.model_copy(update={name: _with_value(getattr(tree, name), rest, value) if rest else value})
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.0f}"
+
+
+def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
+    """Size of one checkpoint: weights and moments of actor and critic (with LoRA, of the adapters only)."""
+    model, critic = config.actor_rollout_ref.model, config.critic
+    size = (
+        3
+        * _trained_parameters(model, shapes[model.path])
+        * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
+    )
+    if config.needs_critic:
+        size += 3 * shapes[critic.model.path].parameters * _bytes(critic.fsdp_config.model_dtype)
+    return size
+
+
+def model_paths(config: RunConfig) -> dict[str, bool]:
+    """The path of every model of a run, and whether its remote code is trusted."""
+    model = config.actor_rollout_ref.model
+    paths = {model.path: model.trust_remote_code}
+    if config.needs_critic:
+        paths.setdefault(config.critic.model.path, config.critic.model.trust_remote_code)
+    if config.has_reference_model:
+        paths.setdefault(config.actor_rollout_ref.ref.model_path, model.trust_remote_code)
+    judge = config.reward.reward_model
+    if judge.enable:
+        paths.setdefault(str(judge.model_path), judge.trust_remote_code)
+    return paths

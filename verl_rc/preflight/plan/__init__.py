@@ -1,0 +1,67 @@
+"""The plan of a run derived from its configuration: objective, batch sizes, stages of a step, unused options.
+Pure."""
+
+from dataclasses import dataclass
+
+from verl_rc.config.run import RunConfig
+from verl_rc.preflight.plan.objective import (
+    AdvantagePlan,
+    Operand,
+    PolicyPlan,
+    ValuePlan,
+    plan_advantages,
+    plan_policy,
+    plan_value,
+)
+from verl_rc.preflight.plan.options import UnusedOption, unused_options, warnings_of
+from verl_rc.preflight.plan.schedule import (
+    BatchArithmetic,
+    Phase,
+    UpdateArithmetic,
+    plan_arithmetic,
+    plan_phases,
+)
+
+__all__ = [
+    "AdvantagePlan",
+    "BatchArithmetic",
+    "UnusedOption",
+    "Operand",
+    "Phase",
+    "Plan",
+    "PolicyPlan",
+    "UpdateArithmetic",
+    "ValuePlan",
+    "plan_of",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    policy: PolicyPlan
+    value: ValuePlan | None
+    """The value objective; None: no critic."""
+    advantages: AdvantagePlan
+    sizes: BatchArithmetic
+    phases: tuple[Phase, ...]
+    unused: tuple[UnusedOption, ...]
+    """Options without effect on training."""
+    warnings: tuple[str, ...]
+    """Warnings about combinations that are allowed but probably unintended."""
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan of a valid configuration; reads no file, starts nothing."""
+    policy, sizes = plan_policy(config), plan_arithmetic(config)
+    advantages = plan_advantages(config, policy)
+    return Plan(
+        policy=policy,
+        value=plan_value(config),
+        advantages=advantages,
+        sizes=sizes,
+        phases=plan_phases(config, policy, sizes),
+        unused=unused_options(config, policy, advantages),
+        warnings=warnings_of(config, policy, sizes),
+    )

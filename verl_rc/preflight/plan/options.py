@@ -1,0 +1,372 @@
+"""Options without effect under a configuration, and warnings about probably unintended combinations."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from verl_rc.config.algorithms import LOSS_OPTIONS
+from verl_rc.config.run import FOLLOWED_KEYS, SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
+from verl_rc.preflight.plan.schedule import BatchArithmetic
+
+_ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+_CLIPS = ("clip_ratio_low", "clip_ratio_high")
+_GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
+_K1_KINDS = ("kl", "k1")
+_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
+_OF_CUT_RESPONSES = ("kv_cache_on_update", "deterministic_steps")
+
+Unread = tuple[bool, Sequence[str], str]
+"""Whether the keys are unused, the keys, and the reason."""
+
+
+@dataclass(frozen=True)
+class UnusedOption:
+    """A key without effect on training."""
+
+    key: str
+    """A leaf, or a whole section as ``section.*``."""
+    reason: str
+    is_changed: bool
+    """Whether it was set to another value than its default, so that the user expects an effect."""
+    metrics_only: bool = False
+    """Whether it affects metrics."""
+
+
+def unused_options(
+    config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan
+) -> tuple[UnusedOption, ...]:
+    """Every option without effect under ``config``, with its reason."""
+    found = dict(_unused(config, policy, advantages))
+    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in found.items()]
+    reported = [
+        UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
+        for key, reason in _metrics_only(config)
+    ]
+    return (*unread, *reported)
+
+
+def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
+    """Warnings about allowed but probably unintended combinations, each with a remedy."""
+    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config, sizes))
+
+
+def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
+    reasons = {
+        f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
+        "algorithm.": _unused_by_advantages(config, advantages),
+        "": _unused_by_roles(config),
+        "async_training.": _unused_by_asynchrony(config),
+    }
+    for prefix, rows in reasons.items():
+        for is_unread, keys, reason in rows:
+            if is_unread:
+                yield from ((prefix + key, reason) for key in keys)
+
+
+def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
+    actor, spec = config.actor_rollout_ref.actor, policy.spec
+    own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
+    yield (
+        policy.loss == "reinforce",
+        ("policy_loss.loss_mode",),
+        f"{_CORRECTION}.loss_type=reinforce is the policy loss",
+    )
+    if spec is not None:
+        # The loader refuses a required option where it is unread, so that none is left to be listed.
+        unread = sorted(
+            option.key for option in LOSS_OPTIONS if option not in spec.options and not option.is_required
+        )
+        yield True, unread, f"the loss {policy.loss} does not read it"
+        reason = f"the estimator {advantages.estimator} gives no negative advantage"
+        gives_none = advantages.spec is not None and advantages.spec.never_negative
+        yield gives_none, [option.key for option in spec.only_negative], reason
+        yield _CLIPS[0] in unread, ("clip_ratio",), f"the loss {policy.loss} does not read it"
+        yield (
+            _CLIPS[0] not in unread and own_clips,
+            ("clip_ratio",),
+            "clip_ratio_low and clip_ratio_high were given",
+        )
+    has_own_average = policy.regulariser_aggregation not in policy.aggregations
+    yield (
+        has_own_average,
+        ("loss_agg_mode",),
+        f"the loss {policy.loss} has its own average, {policy.aggregation}",
+    )
+    uses_factor = "seq-mean-token-sum-norm" in policy.aggregations
+    yield not uses_factor, ("loss_scale_factor",), "it belongs to loss_agg_mode=seq-mean-token-sum-norm"
+    yield policy.kl_loss_coef is None, ("kl_loss_coef", "kl_loss_type"), "use_kl_loss=False"
+    yield (
+        not actor.use_dynamic_bsz,
+        ("ppo_max_token_len_per_gpu",),
+        "use_dynamic_bsz=False: micro-batches are filled by rows",
+    )
+    yield (
+        actor.use_dynamic_bsz,
+        ("ppo_micro_batch_size_per_gpu",),
+        "use_dynamic_bsz=True: micro-batches are filled by tokens",
+    )
+    schedule = actor.optim.lr_scheduler_type
+    yield schedule == "constant", ("optim.min_lr_ratio",), "lr_scheduler_type=constant"
+    yield schedule != "cosine", ("optim.num_cycles",), f"lr_scheduler_type={schedule}"
+    yield actor.optim.lr_warmup_steps >= 0, ("optim.lr_warmup_steps_ratio",), "lr_warmup_steps was given"
+
+
+def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
+    algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
+    yield not advantages.reads("gamma"), ("gamma",), estimator
+    yield not advantages.reads("lam"), ("lam",), estimator
+    yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
+    yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
+    is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
+    yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
+
+
+def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
+    has_adapters = config.actor_rollout_ref.model.lora_rank > 0
+    yield (
+        not config.needs_critic,
+        ("critic.*",),
+        f"no critic: algorithm.adv_estimator={config.algorithm.adv_estimator}",
+    )
+    yield (
+        not config.needs_reference,
+        ("actor_rollout_ref.ref.*",),
+        "nothing compares with the reference policy",
+    )
+    own = ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.ref.fsdp_config.*")
+    yield (
+        config.needs_reference and has_adapters,
+        own,
+        "with LoRA the reference is the actor without its adapters",
+    )
+    adapters = tuple(
+        f"actor_rollout_ref.model.{option}" for option in ("lora_alpha", "target_modules", "exclude_modules")
+    )
+    yield not has_adapters, adapters, "lora_rank=0"
+    switches = {
+        "algorithm.filter_groups": config.algorithm.filter_groups.enable,
+        "reward.reward_model": config.reward.reward_model.enable,
+        "reward.reward_kwargs": config.reward.reward_kwargs.overlong_buffer_cfg.enable,
+        "actor_rollout_ref.rollout.multi_turn": config.actor_rollout_ref.rollout.multi_turn.enable,
+    }
+    for section, is_on in switches.items():
+        yield not is_on, (f"{section}.*",), "it is not enabled"
+    of_saving = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
+    yield config.trainer.save_freq <= 0, of_saving, "trainer.save_freq <= 0: nothing is saved"
+    yield (
+        config.data.filter_overlong_prompts,
+        ("data.truncation",),
+        "filter_overlong_prompts=True leaves nothing to cut",
+    )
+    on_cpu = config.trainer.device == "cpu"
+    gpu_only = tuple(f"actor_rollout_ref.rollout.{option}" for option in _GPU_ONLY)
+    yield on_cpu, gpu_only, "trainer.device=cpu"
+    sections = {_ACTOR: True, "critic": config.needs_critic, "actor_rollout_ref.ref": config.needs_reference}
+    for section in (name for name, is_used in sections.items() if is_used):
+        offloads = (f"{section}.fsdp_config.param_offload", f"{section}.fsdp_config.optimizer_offload")
+        yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
+    frozen = ("actor_rollout_ref.ref.fsdp_config.optimizer_offload",)
+    yield config.needs_reference and not on_cpu, frozen, "a reference has no optimizer"
+    learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
+    groups = tuple(f"{section}.fsdp_config.fsdp_size" for section, is_used in sections.items() if is_used)
+    yield config.num_ranks == 1, groups, "one rank holds all weights"
+    sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
+    yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
+
+
+def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:
+    options = config.async_training
+    synchronous = (
+        "partial_rollout",
+        "order",
+        *_OF_AGES,
+        *_OF_CUT_RESPONSES,
+        "max_token_age",
+        "group_timeout_seconds",
+    )
+    yield options.is_synchronous, synchronous, "the run is synchronous"
+    if options.is_synchronous:
+        return
+    no_lead = "without a lead all that is admitted is trained on before the next publication"
+    yield options.staleness == 0, ("partial_rollout",), no_lead
+    yield not options.cuts, _OF_CUT_RESPONSES, no_lead if options.staleness == 0 else "partial_rollout=False"
+    whole = "responses end before the next publication, so nothing grows older than staleness_threshold"
+    in_order = "in the order of admission nothing grows older than staleness_threshold"
+    yield options.keeps_ages, _OF_AGES, in_order if options.resolved_order == "admitted" else whole
+    alone = (
+        options.trigger_parameter_sync_step == 1
+        and not options.partial_rollout
+        and options.staleness.denominator == 1
+    )
+    yield (
+        alone,
+        ("order",),
+        "whole responses and a publication after every step: the oldest are the lowest numbers",
+    )
+
+
+def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
+    correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    if correction.bypass_mode and correction.loss_type == "ppo_clip":
+        reason = (
+            "in bypass mode the clipped ratio is itself current/rollout, so weights are reported and not "
+            "applied"
+        )
+        keys = ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
+        yield from ((f"{_CORRECTION}.{key}", reason) for key in keys)
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield (
+            f"{_ACTOR}.use_kl_loss",
+            "kl_loss_coef=0: the divergence is reported, for a forward pass of the reference policy",
+        )
+        yield f"{_ACTOR}.kl_loss_type", "kl_loss_coef=0"
+    if config.algorithm.estimator_reads("component_scores"):
+        more = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
+        for key in ("use_kl_in_reward", *more):
+            reason = (
+                f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which "
+                "carry no penalty"
+            )
+            yield f"algorithm.{key}", reason
+    elif config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.use_kl_in_reward",
+            "kl_ctrl.kl_coef=0: the divergence is reported, for a forward pass of the reference",
+        )
+        yield "algorithm.kl_penalty", "kl_ctrl.kl_coef=0"
+
+
+def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    estimator = config.algorithm.estimator
+    if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
+        yield (
+            f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} "
+            "nothing to compare a "
+            "sample with: its advantage is made of its own score, without a baseline, as in verl. Raise "
+            "rollout.n for advantages "
+            "relative to other samples of the prompt."
+        )
+    if sizes.critic_only_steps and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves the actor alone for "
+            f"{sizes.critic_only_steps} steps, and "
+            "there is no critic to warm up: these steps train nothing. Drop it."
+        )
+    if sizes.total_steps is not None and trainer.critic_warmup > sizes.total_steps:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the {sizes.total_steps} steps of the "
+            "run "
+            "(trainer.total_training_steps): the actor is never updated. Lower it."
+        )
+    if policy.kl_loss_coef and actor.kl_loss_type in _K1_KINDS:
+        yield (
+            f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient that does not depend on the "
+            "reference policy and is 0 in "
+            "expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ (its value, with the gradient "
+            "of the divergence)."
+        )
+    for role, size in config.sequence_parallel_sizes.items():
+        if trainer.n_gpus_per_node % size:
+            yield (
+                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} does not divide "
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks "
+                "on different nodes share tokens, and every layer's attention waits for the network between "
+                "them."
+            )
+    ratio = None if policy.spec is None else policy.spec.ratio
+    if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
+        yield (
+            "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "
+            "rounding and no clip "
+            "or gate acts. For more updates per step lower actor_rollout_ref.actor.ppo_mini_batch_size or "
+            "raise ppo_epochs; "
+            f"{_CORRECTION}.bypass_mode=True with loss_type=reinforce gives the same gradient without the "
+            "pass of old_log_prob."
+        )
+    if policy.bypass and policy.weights and sizes.actor.optimizer_steps > 1:
+        yield (
+            f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the "
+            "weights' threshold "
+            "bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or loss_type=ppo_clip "
+            "hold it back."
+        )
+
+
+def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[str]:
+    options, correction = config.async_training, config.algorithm.rollout_correction
+    if options.is_synchronous:
+        return
+    if options.max_off_policy_strategy == "drop":
+        yield (
+            "async_training.max_off_policy_strategy=drop throws sampled tokens away, above all those of long "
+            "responses: "
+            "simulated on 128 devices with responses of at most 28k tokens and a bound of 1, 17 % of the "
+            "tokens were wasted, and "
+            "the responses trained on were 14 % too short. wait with a bound larger by 1 is as fast, and "
+            "trains on all of them."
+        )
+    estimator = config.algorithm.estimator
+    if (
+        options.trigger_parameter_sync_step > 1
+        and estimator is not None
+        and "whitened over the batch" in estimator.formula
+    ):
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that "
+            "of one step: "
+            f"{sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} steps of a "
+            "publication."
+        )
+    corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
+    if options.usual_age >= 1 and not corrects:
+        yield (
+            f"{_CORRECTION} corrects nothing, and samples are {options.usual_age} or more steps old. Such "
+            "runs lost accuracy "
+            "from one step on, and broke at eight (docs/evidence.md). Pass correction=bypass_ppo_clip or "
+            "decoupled_token_is."
+        )
+    narrow = [rule.name for rule in correction.settings().rules if rule.rule.scope != "token"]
+    if narrow and options.usual_age >= 1:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs={','.join(narrow)} rejects whole rows outside a band "
+            "that is made for two "
+            "implementations of one policy: a policy that is a step old can leave it. Watch "
+            "rollout_corr/rollout_rs_masked_fraction, and widen rollout_rs_threshold if it rises."
+        )
+
+
+def _is_changed(config: RunConfig, key: str) -> bool:
+    """Whether a leaf, or any leaf of ``section.*``, differs from its default, or from the key that it
+    follows."""
+    if key.endswith(".*"):
+        section = key.removesuffix(".*")
+        return any(_is_changed(config, f"{section}.{leaf}") for leaf in _leaves(_value(config, section)))
+    default = _default(config, key)
+    value, followed = _value(config, key), FOLLOWED_KEYS.get(key)
+    return value != default and (followed is None or value != _value(config, followed))
+
+
+def _leaves(section: object, prefix: str = "") -> Iterator[str]:
+    assert isinstance(section, BaseModel)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _value(config: RunConfig, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return value
+
+
+def _default(config: RunConfig, key: str) -> object:
+    owner, _, leaf = key.rpartition(".")
+    return type(_value(config, owner)).model_fields[leaf].get_default(call_default_factory=True)  # type: ignore[attr-defined]

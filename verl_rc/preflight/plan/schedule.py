@@ -1,0 +1,218 @@
+"""The stages of a step, how often each runs, and on how many rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_rc.config.models import LearnerFsdpConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.ppo.choices import actor_limit, critic_limit
+from verl_rc.preflight.plan.objective import PolicyPlan
+
+
+@dataclass(frozen=True)
+class UpdateArithmetic:
+    """How one role cuts a train batch into optimizer steps; sizes are those of the whole mini-batch, over all
+    ranks."""
+
+    mini_batch_prompts: int
+    mini_batch_rows: int
+    mini_batches_per_epoch: int
+    epochs: int
+    ranks: int
+    max_tokens: int | None
+    """Tokens of a micro-batch on one rank; None: limited by rows."""
+    max_rows: int | None
+    """Rows of a micro-batch; None: limited by tokens."""
+    sharing: int = 1
+    """Ranks that share the tokens of a micro-batch."""
+    sums_gradients_once: bool | None = None
+    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of
+    memory decides."""
+    ranks_per_copy: int = 1
+    """Ranks that share one copy of weights and moments."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per training step."""
+        return self.mini_batches_per_epoch * self.epochs
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks that share micro-batches; without sequence parallelism, ranks."""
+        return self.ranks // self.sharing
+
+    @property
+    def rows_per_group(self) -> tuple[int, int]:
+        """Rows of a mini-batch that a group gets on average, rounded down and up; shares are balanced by
+        tokens, not by rows."""
+        return self.mini_batch_rows // self.groups, -(-self.mini_batch_rows // self.groups)
+
+    def fewest_rows_per_micro_batch(self, longest: int) -> int:
+        """Rows that fit into a micro-batch when all of them have ``longest`` tokens."""
+        return self.max_rows or max(1, (self.max_tokens or longest) * self.sharing // longest)
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """Sizes of batches, from prompts to optimizer steps."""
+
+    prompts: int
+    """Per training step."""
+    samples: int
+    """Per prompt."""
+    ranks: int
+    """Trainer ranks."""
+    engines: int
+    longest_prompt: int
+    """Tokens."""
+    longest_response: int
+    """Tokens."""
+    total_steps: int | None
+    """Training steps asked for; None: as many as the epochs have."""
+    epochs: int
+    """Passes over the prompts, at most."""
+    critic_only_steps: int
+    """Steps in which the actor is not updated."""
+    actor: UpdateArithmetic
+    critic: UpdateArithmetic | None
+
+    @property
+    def rows(self) -> int:
+        """Per training step."""
+        return self.prompts * self.samples
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens."""
+        return self.longest_prompt + self.longest_response
+
+    @property
+    def rows_per_engine(self) -> int:
+        """The largest number of rows for one engine."""
+        return -(-self.rows // self.engines)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stage of the step, under the name that ``timing_s/*`` uses."""
+
+    name: str
+    role: str
+    """The role that computes: driver, engines, actor, critic or reference."""
+    forward_rows: int = 0
+    """Rows of a forward pass without gradient, per training step."""
+    trained_rows: int = 0
+    """Rows of a forward and backward pass, per training step; a row counts once for every epoch."""
+    every: str = ""
+    """When the stage runs; empty: every step."""
+
+
+def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
+    """Sizes and counts under ``config``."""
+    actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+
+    def arithmetic(
+        mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
+    ) -> UpdateArithmetic:
+        given = fsdp.use_no_sync_for_gradient_accumulation
+        once = True if given is None and trainer.device == "cpu" else given
+        sizes = (
+            mini,
+            mini * samples,
+            prompts // mini,
+            epochs,
+            config.num_ranks,
+            limit.max_tokens,
+            limit.max_rows,
+        )
+        sharing, copies = fsdp.ulysses_sequence_parallel_size, fsdp.ranks_per_copy(config.num_ranks)
+        return UpdateArithmetic(*sizes, sharing, sums_gradients_once=once, ranks_per_copy=copies)
+
+    warmup = max(trainer.critic_warmup - 1, 0)
+    return BatchArithmetic(
+        prompts=prompts,
+        samples=samples,
+        ranks=config.num_ranks,
+        engines=config.num_engines,
+        longest_prompt=config.data.max_prompt_length,
+        longest_response=config.data.max_response_length,
+        total_steps=trainer.total_training_steps,
+        epochs=trainer.total_epochs,
+        critic_only_steps=warmup
+        if trainer.total_training_steps is None
+        else min(warmup, trainer.total_training_steps),
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config), actor.fsdp_config),
+        critic=arithmetic(
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(config), critic.fsdp_config
+        )
+        if config.needs_critic
+        else None,
+    )
+
+
+def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[Phase, ...]:
+    """The stages of a training step in their order."""
+    return tuple(_phases(config, policy, sizes))
+
+
+def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
+    trainer, rows = config.trainer, sizes.rows
+    resampled = config.algorithm.filter_groups.enable
+    yield Phase(
+        "gen",
+        "engines",
+        every="and reward, until enough prompts have samples that differ" if resampled else "",
+    )
+    if config.algorithm.estimator_reads("reward_baselines"):
+        yield Phase("gen_max", "engines", every="one greedy response for each prompt")
+    yield Phase("reward", "driver")
+    if policy.interpolates:
+        yield Phase("old_log_prob", "actor", every="every 50 steps, to compare interpolated log-probs with")
+    elif not policy.bypass:
+        yield Phase("old_log_prob", "actor", forward_rows=rows)
+    if config.needs_reference:
+        role = "reference" if config.has_reference_model else "actor without its adapters"
+        yield Phase("ref", role, forward_rows=rows)
+    if sizes.critic is not None:
+        yield Phase("values", "critic", forward_rows=rows)
+    yield Phase("adv", "driver")
+    if sizes.critic is not None:
+        yield Phase("update_critic", "critic", trained_rows=rows * sizes.critic.epochs)
+    trained = rows * sizes.actor.epochs
+    from_step = f"from step {trainer.critic_warmup}" if sizes.critic_only_steps else ""
+    if policy.statistics_passes:
+        yield Phase(
+            "correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step
+        )
+    yield Phase("update_actor", "actor", trained_rows=trained, every=from_step)
+    yield Phase("update_weights", "actor and engines")
+    yield from _phases_after_publication(config, sizes)
+
+
+def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iterator[Phase]:
+    trainer = config.trainer
+    canary_freq = config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    yield Phase("sync_canary", "engines and actor", every=_every(canary_freq, "the start"))
+    if trainer.test_freq > 0:
+        yield Phase("testing", "engines", every=_every(trainer.test_freq, "the last"))
+    if not config.async_training.is_synchronous:
+        yield Phase("admit", "driver")
+    if trainer.rollout_data_dir is not None:
+        yield Phase("dump_rollout_generations", "driver")
+    if trainer.token_records.enable:
+        yield Phase(
+            "token_records", "driver", every=_every(trainer.token_records.freq, "steps 1 and 2, after alerts")
+        )
+    if trainer.save_freq > 0:
+        yield Phase(
+            "save_checkpoint",
+            "actor and driver" if sizes.critic is None else "actor, critic and driver",
+            every=_every(trainer.save_freq, "the last"),
+        )
+
+
+def _every(frequency: int, besides: str) -> str:
+    """The words for a frequency in steps, plus ``besides``; 0: only ``besides``."""
+    return f"every {frequency} steps, and {besides}" if frequency > 0 else besides

@@ -1,6 +1,0 @@
-"""The verdict: what the metrics of a run say about learning, gap, correction and speed, in words."""
-
-from verl_rc.report.verdict.statement import Statement
-from verl_rc.report.verdict.verdict import Verdict, judge
-
-__all__ = ["Statement", "Verdict", "judge"]
