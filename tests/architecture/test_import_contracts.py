@@ -26,6 +26,7 @@ FAULTS = {
     "config-light": ("config/__init__.py", "from torch import Tensor"),
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
+    "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -58,6 +59,9 @@ def skeleton(tmp_path):
         "preflight/plan.py": "",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
+        "insight/picture.py": "",
+        "insight/timeline.py": "",
+        "insight/what_if.py": "import torch",
         "insight/verdict.py": "from verl_rc.insight import run_folder",
         "ppo/objective.py": "import torch",
         "preflight/explain.py": "from verl_rc.preflight import plan",
