@@ -64,8 +64,7 @@ class SupplyState:
 
 
 FORMAT_VERSION = 4
-"""Format of the run state, increased when its fields or their meaning change. Earlier formats can still be
-read."""
+"""Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 GROUPS_FILE = "groups.pt"
@@ -169,8 +168,10 @@ class SavedRun:
 
     @classmethod
     def load(cls, folder: Path) -> "SavedRun":
-        """Read what ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a missing,
-        broken or too new folder or file."""
+        """Read what ``save`` wrote.
+
+        Raises ``CheckpointError`` for a missing or broken folder or file, and for one of another format.
+        """
         if not folder.is_dir():
             raise CheckpointError(
                 f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists."
@@ -178,17 +179,13 @@ class SavedRun:
         path = folder / RUN_STATE_FILE
         plain = _read_json(path)
         version = plain.pop("format_version", None)
-        if version not in range(1, FORMAT_VERSION + 1):
+        if version != FORMAT_VERSION:
             writer = plain.get("written_by", "an unknown release")
             raise CheckpointError(
-                f"{path} must have format 1 to {FORMAT_VERSION} for verl_rc {__version__}, but {writer} "
-                "wrote it in format "
-                f"{version}. Resume with {writer}, or start anew with trainer.resume_mode=disable."
+                f"{path} must have format {FORMAT_VERSION} for verl_rc {__version__}, got format {version} "
+                f"of {writer}. Resume with the release that wrote it, or start anew with "
+                "trainer.resume_mode=disable."
             )
-        if version == 1:
-            plain = _from_format_1(plain)
-        elif version < FORMAT_VERSION and isinstance(plain.get("state"), dict):
-            plain["state"]["supply"] = _supply_of_format_3(plain["state"].get("supply"))
         expected = {"state", "config", "num_ranks", "written_by"}
         if plain.keys() != expected or not isinstance(plain["state"], dict):
             raise CheckpointError(
@@ -209,53 +206,6 @@ class SavedRun:
             groups = _read_tensors(folder / GROUPS_FILE, "groups in flight")
             state.supply = replace(state.supply, groups=groups)
         return cls(state, plain["config"], plain["num_ranks"])
-
-
-def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """Convert the state of verl_rc 0.1, which was not one record; guards that it did not save start at
-    zero."""
-    names = {"step", "control", "gap_limits", "skipped_in_a_row", "tracker_run_id", "num_ranks", "config"}
-    since = {"nonfinite_in_a_row", "reward_watch"}
-    if not names <= plain.keys() <= names | since:
-        raise CheckpointError(
-            f"a {RUN_STATE_FILE} of format 1 must hold {sorted(names)}; missing: "
-            f"{sorted(names - plain.keys())}, unknown: "
-            f"{sorted(plain.keys() - names - since)}. Use another checkpoint."
-        )
-    nonfinite = plain.get("nonfinite_in_a_row", {})
-    state = {
-        "step": plain["step"],
-        "supply": None,
-        "control": {
-            "kl_coef": plain["control"]["kl_coef"],
-            "rejection_threshold": plain["control"]["threshold"],
-        },
-        "rollout_gap_limit": plain["gap_limits"].get("rollouts"),
-        "canary_gap_limit": plain["gap_limits"].get("canary"),
-        "skipped_updates": plain["skipped_in_a_row"],
-        "nonfinite_actor_updates": nonfinite.get("actor", 0),
-        "nonfinite_critic_updates": nonfinite.get("critic", 0),
-        "rewards": plain.get("reward_watch", {}),
-        "health": {},
-        "tracker_run_id": plain["tracker_run_id"],
-    }
-    return {
-        "state": state,
-        "config": plain["config"],
-        "num_ranks": plain["num_ranks"],
-        "written_by": "verl_rc 0.1.0",
-    }
-
-
-def _supply_of_format_3(supply: Any) -> Any:
-    """Convert what an asynchronous run saved; a run of format 2, and a synchronous one, had nothing in
-    flight."""
-    if not supply:
-        return None
-    if isinstance(supply, dict) and isinstance(supply.get("trained"), list) and len(supply["trained"]) == 2:
-        tokens, groups = supply["trained"]
-        return {**supply, "trained": {"tokens": tokens, "groups": groups}}
-    return supply
 
 
 def _in_one_line(error: ValueError) -> str:

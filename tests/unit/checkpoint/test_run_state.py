@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import math
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -123,54 +122,12 @@ def test_nothing_but_json_is_written(tmp_path: Path) -> None:
         dataclasses.replace(saved, config={"folder": tmp_path}).save(tmp_path)
 
 
-FORMAT_1 = Path(__file__).parents[2] / "checkpoints" / "format_1"
-"""What verl_rc 0.1.0 wrote after 20 steps of the quickstart."""
-
-
-def test_a_checkpoint_of_format_1_is_read() -> None:
-    saved = SavedRun.load(FORMAT_1)
-    expected = RunState(
-        step=20,
-        prompts=saved.state.prompts,
-        control=ControlState(kl_coef=0.001),
-        rollout_gap_limit=0.075,
-        canary_gap_limit=0.09575202859317263,
-    )
-    assert saved.state == expected
-    assert saved.state.prompts["batches_drawn"] == 20
-    assert saved.num_ranks == 1
-    assert saved.config["data"]["train_batch_size"] == 32
-
-
-def test_in_a_checkpoint_of_format_2_nothing_is_in_flight(tmp_path: Path) -> None:
+def test_a_synchronous_run_has_no_file_of_groups(tmp_path: Path) -> None:
     saved = after_five_batches()
     synchronous = dataclasses.replace(saved, state=dataclasses.replace(saved.state, supply=None))
     synchronous.save(tmp_path)
     assert not (tmp_path / "groups.pt").exists()
-    edit(tmp_path / "run_state.json", format_version=2)
-    edit_state(tmp_path, without="supply")
     assert SavedRun.load(tmp_path) == synchronous
-
-
-def test_what_a_run_of_format_3_had_sampled_is_read(tmp_path: Path) -> None:
-    after_five_batches().save(tmp_path)
-    supply = json.loads((tmp_path / "run_state.json").read_text())["state"]["supply"]
-    before = {"admission": supply["admission"], "ledger": supply["ledger"], "trained": [70, 8]}
-    edit(tmp_path / "run_state.json", format_version=3)
-    edit_state(tmp_path, supply=before)
-    found = SavedRun.load(tmp_path).state.supply
-    assert found == SupplyState(SUPPLY.admission, SUPPLY.ledger, trained=SUPPLY.trained, groups=SUPPLY.groups)
-    edit_state(tmp_path, supply={})
-    assert SavedRun.load(tmp_path).state.supply is None
-
-
-def test_guards_that_format_1_may_hold_are_read_too(tmp_path: Path) -> None:
-    shutil.copytree(FORMAT_1, tmp_path, dirs_exist_ok=True)
-    watch = {"recent": [{"count": 2, "total": 1.5, "squares": 1.25}], "best": 0.75}
-    edit(tmp_path / "run_state.json", nonfinite_in_a_row={"actor": 1}, reward_watch=watch)
-    state = SavedRun.load(tmp_path).state
-    assert state.rewards == RewardHistory((StepScores(2, 1.5, 1.25),), best=0.75)
-    assert (state.nonfinite_actor_updates, state.nonfinite_critic_updates) == (1, 0)
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -202,13 +159,15 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         ),
         (
             lambda folder: edit(folder / "run_state.json", format_version=5, written_by="verl_rc 0.9"),
-            r"format 1 to 4 for verl_rc .*, but verl_rc 0\.9 wrote it in format 5\. Resume with verl_rc "
-            r"0\.9, or start anew",
+            r"must have format 4 for verl_rc \S+, got format 5 of verl_rc 0\.9\. Resume with the release "
+            r"that wrote it, or start anew",
         ),
+        (lambda folder: edit(folder / "run_state.json", format_version=3), r"got format 3 of verl_rc \S+\. "),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=None),
-            r"but verl_rc \S+ wrote it in format None",
+            lambda folder: (folder / "run_state.json").write_text('{"format_version": 1, "step": 20}'),
+            r"got format 1 of an unknown release\. Resume with the release that wrote it",
         ),
+        (lambda folder: edit(folder / "run_state.json", format_version=None), "got format None of verl_rc"),
         (
             lambda folder: edit_state(folder, step="five"),
             r"hold the state of a run, but: step: .* got 'five'",
@@ -216,10 +175,6 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         (lambda folder: edit_state(folder, colour="red"), "colour: Unexpected keyword argument, got 'red'"),
         (lambda folder: edit_state(folder, health=None), "health: "),
         (lambda folder: edit_state(folder, without="rewards"), r"missing: \['rewards'\]"),
-        (
-            lambda folder: edit(folder / "run_state.json", format_version=1),
-            r"format 1 must hold .*missing: \['control'",
-        ),
         (
             lambda folder: edit(folder / "run_state.json", colour="red"),
             r"missing: \[\], unknown: \['colour'\]",
