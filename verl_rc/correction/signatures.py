@@ -121,9 +121,10 @@ def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
         )
     )
     ratio, farthest = LogRatio.from_log_probs(head), max(BOUNDS.lags)
-    # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens.
+    # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens. One
+    # zero more, whose window is dropped, leaves room for a window where t is 0.
     rollout, ones = (
-        pad(values, (farthest, farthest)).unfold(-1, len(BOUNDS.lags), 1)
+        pad(values, (farthest, farthest + 1)).unfold(-1, len(BOUNDS.lags), 1)[:, :-1]
         for values in (ratio.train - ratio.values, ratio.ones)
     )
     ones = ones * ratio.ones[..., None]

@@ -238,6 +238,19 @@ def test_engines_are_compared_over_their_rows_and_parts_add_up(seed: int, cut: i
     assert [merged[f"{PREFIX}{name}"] for name in ENGINES] == pytest.approx(list(found.values()), rel=1e-8)
 
 
+def test_a_batch_of_zero_width_says_what_an_empty_mask_says() -> None:
+    empty, masked = (
+        compute_rollout_correction(
+            train_log_probs=torch.zeros(2, width),
+            rollout_log_probs=torch.zeros(2, width),
+            response_mask=torch.zeros(2, width, dtype=torch.bool),
+            config=FULL,
+        ).metrics()
+        for width in (0, 3)
+    )
+    assert empty == pytest.approx(masked, nan_ok=True)
+
+
 def test_without_entropies_what_needs_them_is_left_out() -> None:
     case = random_case(4, 5, 0)
     found = compute_rollout_correction(*case, FULL).metrics()
