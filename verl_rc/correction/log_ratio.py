@@ -1,9 +1,10 @@
 """Log-ratios of two policies on sampled tokens: train minus rollout, never the other sign."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.linalg import vecdot
 from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.sequences import LogProbs
 from verl_rc.correction.totals import Extremes, Moments, SequenceSums
-from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
+from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate, require_functions
 
 PROBABILITY_MARGIN = 1e-8
 """Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite.
@@ -94,27 +95,48 @@ class LogRatio:
         return (self.excess - self.precise).clamp_min_(0.0)
 
     def divergence(self, name: Divergence) -> Tensor:
-        """The statistic of a rule for each token, by the name in ``RejectionRule.divergence``."""
-        if name == "k1":
-            return k1_estimate(self.bounded)
-        if name == "k2":
-            return k2_estimate(self.bounded)
-        if name == "k3":
-            return self.k3
-        # The others look at the probability of the token under each policy, all other tokens taken together.
+        """The statistic of a rule for each token ``[b, t]``, by the name in ``RejectionRule.divergence``."""
+        return _DIVERGENCES[name](self)
+
+    @property
+    def _kept_inside(self) -> tuple[Tensor, Tensor]:
+        """Log-probs of train and rollout, float64; probabilities are kept ``PROBABILITY_MARGIN`` from 0 and 1."""
         train, low, high = self.train.double(), math.log(PROBABILITY_MARGIN), math.log1p(-PROBABILITY_MARGIN)
-        log_p, log_q = train.clamp(low, high), (train - self.values).clamp_(low, high)
-        if name == "tv":  # total variation
-            return (log_p.exp() - log_q.exp()).abs_()
-        divergence = binary_kl(log_q, log_p)  # KL(rollout || train): DPPO, arXiv:2602.04879
-        if name == "kpop":  # the larger of both directions: KPop, arXiv:2606.15079
-            divergence = torch.maximum(divergence, binary_kl(log_p, log_q))
-        return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
+        return train.clamp(low, high), (train - self.values).clamp_(low, high)
 
     def count(self, found: Tensor) -> Tensor:
         """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64
         ``[b]``."""
         return (found * self.ones).sum(dim=-1).double()
+
+
+# These three look at the probability of the token under each policy, all other tokens taken together.
+def _total_variation(ratio: LogRatio) -> Tensor:
+    log_p, log_q = ratio._kept_inside
+    return (log_p.exp() - log_q.exp()).abs_()
+
+
+def _binary_kl(ratio: LogRatio) -> Tensor:
+    """KL(rollout || train): DPPO, arXiv:2602.04879."""
+    log_p, log_q = ratio._kept_inside
+    return binary_kl(log_q, log_p).clamp_min_(0.0)  # rounding may leave a little below 0
+
+
+def _larger_binary_kl(ratio: LogRatio) -> Tensor:
+    """The larger of both directions: KPop, arXiv:2606.15079."""
+    log_p, log_q = ratio._kept_inside
+    return torch.maximum(binary_kl(log_q, log_p), binary_kl(log_p, log_q)).clamp_min_(0.0)
+
+
+_DIVERGENCES: Mapping[str, Callable[[LogRatio], Tensor]] = {
+    "k1": lambda ratio: k1_estimate(ratio.bounded),
+    "k2": lambda ratio: k2_estimate(ratio.bounded),
+    "k3": lambda ratio: ratio.k3,
+    "tv": _total_variation,
+    "bkl": _binary_kl,
+    "kpop": _larger_binary_kl,
+}
+require_functions("divergence", get_args(Divergence), _DIVERGENCES)
 
 
 def indicator(compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:

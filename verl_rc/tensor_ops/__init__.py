@@ -10,6 +10,7 @@ from verl_rc.tensor_ops.divergence import (
     k2_estimate,
     k3_estimate,
     kl_penalty,
+    require_functions,
 )
 from verl_rc.tensor_ops.logprobs import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.masked import in_row_blocks, masked_row_sums, masked_sum, masked_whiten, row_slices
@@ -29,6 +30,7 @@ __all__ = [
     "masked_row_sums",
     "masked_sum",
     "masked_whiten",
+    "require_functions",
     "row_slices",
     "scores_from_hidden_states",
 ]

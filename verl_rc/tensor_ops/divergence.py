@@ -1,5 +1,6 @@
 """Estimators of a divergence between two policies from the log-probs of sampled tokens."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 import torch
@@ -10,7 +11,6 @@ from verl_rc.config.models import KlKind
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this many nats before they are exponentiated: e^20 = 4.85e8."""
 _K3_BOUND = 10.0
-_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KL_KINDS: tuple[str, ...] = get_args(KlKind)
 
 
@@ -33,22 +33,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         raise ValueError(f"the KL estimator must be one of {', '.join(KL_KINDS)}; got {kind!r}.")
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
     difference = log_probs.to(dtype) - ref_log_probs.to(dtype)  # k3 of small gaps is lost in bfloat16
-    value = _estimate(difference, kind.removesuffix("+"))
+    value = _ESTIMATES[kind.removesuffix("+")](difference)
     if not kind.endswith("+"):
         return value
-    squared = _estimate(difference, "k2")
+    squared = _ESTIMATES["k2"](difference)
     return squared - squared.detach() + value.detach()
-
-
-def _estimate(difference: Tensor, kind: str) -> Tensor:
-    name = _ALIASES.get(kind, kind)
-    if name == "abs":
-        return difference.abs()
-    if name == "k1":
-        return k1_estimate(-difference)
-    if name == "k2":
-        return k2_estimate(-difference)
-    return k3_estimate(bound_log_ratio(-difference)).clamp(-_K3_BOUND, _K3_BOUND)
 
 
 def bound_log_ratio(log_ratio: Tensor) -> Tensor:
@@ -82,3 +71,30 @@ def binary_kl(log_first: Tensor, log_second: Tensor) -> Tensor:
     rest, second_rest = -torch.expm1(log_first), -torch.expm1(log_second)
     tiny = torch.finfo(second_rest.dtype).tiny
     return log_first.exp() * (log_first - log_second) + torch.xlogy(rest, rest / second_rest.clamp(min=tiny))
+
+
+def _bounded_k3(difference: Tensor) -> Tensor:
+    return k3_estimate(bound_log_ratio(-difference)).clamp(-_K3_BOUND, _K3_BOUND)
+
+
+_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "abs": torch.abs,
+    **dict.fromkeys(("k1", "kl"), lambda difference: k1_estimate(-difference)),
+    **dict.fromkeys(("k2", "mse"), lambda difference: k2_estimate(-difference)),
+    **dict.fromkeys(("k3", "low_var_kl"), _bounded_k3),
+}
+
+
+def require_functions(what: str, names: Iterable[str], functions: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` unless each of ``names``, and nothing else, has its function.
+
+    Modules call it when they are imported, so that a name never computes another name's formula.
+    """
+    if mismatch := set(names) ^ functions.keys():
+        raise TypeError(
+            f"each name of a {what} must have a function, and each function a name; only one of them is there for "
+            f"{', '.join(sorted(mismatch))}. Add the other."
+        )
+
+
+require_functions("KL estimator", {kind.removesuffix("+") for kind in KL_KINDS}, _ESTIMATES)

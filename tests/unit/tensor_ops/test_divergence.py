@@ -16,6 +16,7 @@ from verl_rc.tensor_ops import (
     k2_estimate,
     k3_estimate,
     kl_penalty,
+    require_functions,
 )
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "kl_penalty.json").read_text())["cases"]
@@ -119,3 +120,10 @@ def test_half_precision_is_computed_in_float32(kind: str, dtype: torch.dtype) ->
     torch.testing.assert_close(
         value.double(), kl_penalty(log_probs.double(), reference.double(), kind), rtol=1e-3, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("functions", [{"k1": abs}, {"k1": abs, "k2": abs, "k3": abs}])
+def test_a_name_without_its_function_is_refused_where_the_table_stands(functions: dict) -> None:
+    require_functions("divergence", ["k1", "k2"], {"k1": abs, "k2": abs})
+    with pytest.raises(TypeError, match="each name of a divergence must have a function"):
+        require_functions("divergence", ["k1", "k2"], functions)
