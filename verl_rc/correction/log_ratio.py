@@ -100,7 +100,7 @@ class LogRatio:
 
     @property
     def _kept_inside(self) -> tuple[Tensor, Tensor]:
-        """Log-probs of train and rollout, float64; probabilities are kept ``PROBABILITY_MARGIN`` from 0 and 1."""
+        """Log-probs of train and rollout, float64, cut to probabilities inside ``PROBABILITY_MARGIN``."""
         train, low, high = self.train.double(), math.log(PROBABILITY_MARGIN), math.log1p(-PROBABILITY_MARGIN)
         return train.clamp(low, high), (train - self.values).clamp_(low, high)
 
