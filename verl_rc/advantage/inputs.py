@@ -118,6 +118,7 @@ AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor
 _FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
     "advantage estimator",
     "algorithm.adv_estimator",
+    remedy="Declare what it reads: algorithm.adv_estimator_inputs=[values], for example.",
     aliases={name: spec.same_as for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is not None},
 )
 

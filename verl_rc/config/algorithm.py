@@ -53,6 +53,9 @@ class AlgorithmConfig(StrictModel):
     adv_estimator: str = "gae"
     """Advantage estimator: a name, or ``module:function`` for one of your own; the table of advantage
     estimators below says what each computes."""
+    adv_estimator_inputs: list[EstimatorInput] = []
+    """What a ``module:function`` estimator reads beside rewards, mask and groups; the run computes these for
+    it. For a name of the table it is known."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -81,5 +84,6 @@ class AlgorithmConfig(StrictModel):
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
 
     def estimator_reads(self, name: EstimatorInput) -> bool:
-        """Whether the advantage estimator reads this input; False for a function of the user's own."""
-        return self.estimator is not None and name in self.estimator.inputs
+        """Whether the advantage estimator reads this input; one of the user's own declares it."""
+        inputs = self.adv_estimator_inputs if self.estimator is None else self.estimator.inputs
+        return name in inputs

@@ -145,6 +145,11 @@ def _estimators(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     name, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     correction = algorithm.rollout_correction
+    if algorithm.estimator is not None and algorithm.adv_estimator_inputs:
+        yield (
+            "algorithm.adv_estimator_inputs declares what a module:function estimator reads; got "
+            f"{algorithm.adv_estimator_inputs} with {name}, whose inputs are known. Drop it."
+        )
     if algorithm.estimator_reads("sum_pi_squared") and correction.in_actor:
         yield (
             f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode "

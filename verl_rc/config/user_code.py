@@ -3,9 +3,14 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -13,10 +18,12 @@ Function = TypeVar("Function", bound=Callable[..., object])
 class NamedFunctions(Generic[Function]):
     """A registry of functions of one kind by name. Unregistered names are imported as ``module:function``."""
 
-    def __init__(self, kind: str, key: str, aliases: Mapping[str, str] | None = None) -> None:
-        """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of
-        some of them."""
-        self._kind, self._key = kind, key
+    def __init__(
+        self, kind: str, key: str, aliases: Mapping[str, str] | None = None, remedy: str = ""
+    ) -> None:
+        """``kind`` in words, the configuration's ``key``, and the ``remedy`` for a function of the user's own
+        that reads an input it is not given are for messages; ``aliases``: further names of some functions."""
+        self._kind, self._key, self._remedy = kind, key, remedy
         self._functions: dict[str, Function] = {}
         self._aliases = dict(aliases or {})
 
@@ -53,7 +60,26 @@ class NamedFunctions(Generic[Function]):
                 f"the {self._kind} {name!r} must name a function in an importable module (is it on "
                 f"PYTHONPATH?): {error}"
             ) from error
-        return function
+        return self._naming_absent_inputs(name, function)
+
+    def _naming_absent_inputs(self, name: str, function: Function) -> Function:
+        """``function``, whose errors say which inputs it was not given."""
+
+        @wraps(function)
+        def run(inputs: "DataclassInstance") -> object:
+            try:
+                return function(inputs)
+            except (AttributeError, TypeError) as error:
+                absent = [field.name for field in fields(inputs) if getattr(inputs, field.name) is None]
+                if not absent:
+                    raise
+                raise ValueError(
+                    f"the {self._kind} {name!r} must read only what it is given, but it failed with "
+                    f"{type(error).__name__}: {error}. "
+                    f"This run gives it no {', '.join(absent)}. {self._remedy}"
+                ) from error
+
+        return cast("Function", run)
 
 
 def load_user_module(path: str, key: str) -> ModuleType:

@@ -103,7 +103,10 @@ class PolicyLossInputs:
 PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
-    "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode"
+    "policy loss",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    remedy="Weights are there with algorithm.rollout_correction.rollout_is, covariance_statistics only for "
+    "clip_cov and kl_cov.",
 )
 
 

@@ -192,7 +192,8 @@ def test_user_estimators_are_found_by_registered_name_and_by_module_and_function
     register_advantage_estimator("raw_for_test")(raw_rewards)
     rewards = torch.tensor([[1.0, 2.0]])
     assert torch.equal(compute_advantages("raw_for_test", rewards, torch.ones(1, 2))[0], rewards)
-    assert resolve_advantage_estimator("verl_rc.advantage.returns:gae") is resolve_advantage_estimator("gae")
+    given = resolve_advantage_estimator("verl_rc.advantage.returns:gae")
+    assert given.__wrapped__ is resolve_advantage_estimator("gae")
     for taken in ("grpo", "grpo_vectorized"):
         with pytest.raises(ValueError, match="is registered already"):
             register_advantage_estimator(taken)(raw_rewards)

@@ -286,7 +286,8 @@ def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -
     register_policy_loss("squared_for_test")(squared_loss)
     twos, ones = torch.full((1, 2), 2.0), torch.ones(1, 2)
     assert compute_policy_loss("squared_for_test", twos, twos, ones, ones)[0].item() == 4
-    assert resolve_policy_loss("verl_rc.losses.policy_gradient:gpg_loss") is resolve_policy_loss("gpg")
+    given = resolve_policy_loss("verl_rc.losses.policy_gradient:gpg_loss")
+    assert given.__wrapped__ is resolve_policy_loss("gpg")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(squared_loss)
 

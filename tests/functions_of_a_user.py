@@ -1,0 +1,19 @@
+"""An advantage estimator and a policy loss as a user writes them, named ``functions_of_a_user:...``."""
+
+from torch import Tensor
+
+from verl_rc.advantage import AdvantageInputs
+from verl_rc.losses import LossMetrics, PolicyLossInputs
+
+
+def above_the_critic(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Rewards less values: it reads values, which a run must declare."""
+    mask = inputs.response_mask
+    return (inputs.token_level_rewards - inputs.values).where(mask, 0), inputs.token_level_rewards.where(
+        mask, 0
+    )
+
+
+def loss_of_covariances(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """It reads statistics that no loss of a user's own is given."""
+    return inputs.reduce(-inputs.advantages * inputs.covariance_statistics.threshold), {}
