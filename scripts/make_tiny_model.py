@@ -18,11 +18,9 @@ from verl_rc.config.paths import output_folder
 # Qwen2's own names: transformers would add a token to the vocabulary if "<|endoftext|>" were missing.
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}={{ message['content'] }}{{ eos_token }}"
-    "{%- else -%}{{ message['content'] }}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}={%- endif -%}"
+    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}={{ message['content'] }}{{ "
+    "eos_token }}{%- else -%}{{ message['content'] }}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt "
+    "-%}={%- endif -%}"
 )
 
 
@@ -99,8 +97,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.hidden_size % options.num_heads or options.num_heads % options.num_kv_heads:
         parser.error(
-            "--num_heads must divide --hidden_size and --num_kv_heads must divide --num_heads, "
-            f"got {options.hidden_size}, {options.num_heads}, {options.num_kv_heads}."
+            "--num_heads must divide --hidden_size and --num_kv_heads must divide --num_heads, got "
+            f"{options.hidden_size}, {options.num_heads}, {options.num_kv_heads}."
         )
     return options
 

@@ -33,8 +33,8 @@ def picture_of(browser: Browser, section: str, height: int) -> bytes:
     browser.run(f"document.getElementById('{section}').scrollIntoView()")
     browser.wait_for("document.documentElement.dataset.ready === 'yes'")
     box = browser.run(
-        f"const box = document.getElementById('{section}').getBoundingClientRect();"
-        "return [box.x + window.scrollX, box.y + window.scrollY, box.width, box.height]"
+        f"const box = document.getElementById('{section}').getBoundingClientRect();return [box.x + "
+        "window.scrollX, box.y + window.scrollY, box.width, box.height]"
     )
     clip = {"x": 0, "y": box[1], "width": WIDTH, "height": min(height, box[3]), "scale": 1}
     taken = browser.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)

@@ -34,8 +34,7 @@ _AGES = {"k0": (), "k4": ("async=one_step_off", "async_training.staleness_thresh
 RUNS = Study(
     question="Do verl's functions and these make the same weights, masks and metrics of the same batches?",
     expectation="yes, but for k1 bounds that are not 1/u and u, effective sample sizes of row weights, and "
-    "rows without tokens "
-    "([rollout_correction.md](rollout_correction.md#coming-from-verl)).",
+    "rows without tokens ([rollout_correction.md](rollout_correction.md#coming-from-verl)).",
     found="",
     common=(
         *("task=digits", "hardware=cpu", "correction=decoupled_token_is", "trainer.total_training_steps=20"),
@@ -309,22 +308,17 @@ def section(lines: Sequence[Compared]) -> list[str]:
     found = (
         f"Found: {len(batches)} whole batches ({_and(_samples(lines))}; k4: up to four steps old), "
         f"{sum(batches.values()):,} tokens, {len({line.case for line in lines})} ways to correct them. "
-        "Weights differ by "
-        f"{weights:.1g} of themselves at most. Both keep the same tokens everywhere{otherwise}. Where they "
-        "do, metrics are the "
-        f"same within {_ALIKE:g}{other_meaning}, and but for batches with empty rows."
+        f"Weights differ by {weights:.1g} of themselves at most. Both keep the same tokens "
+        f"everywhere{otherwise}. Where they do, metrics are the same within {_ALIKE:g}{other_meaning}, and "
+        "but for batches with empty rows."
     )
     how = (
         "Run with `pip install --target VERL --no-deps verl==0.9.1 codetiming orjson` and `python -m "
-        "scripts.evidence "
-        "against_verl --verl VERL`: verl's functions run as published, in a process of their own with this "
-        "project's "
-        "packages. verl is asked twice: for weights and masks in float32, as it runs, and for metrics in "
-        "float64, so that what "
-        "differs is a formula and not rounding. This project runs once, on what was recorded. verl's "
-        "`fraction_high` of a k1 "
-        "rule is `fraction_low` here. Bypass presets are at their first update. Not compared: losses, "
-        "log-probs that are not "
+        "scripts.evidence against_verl --verl VERL`: verl's functions run as published, in a process of "
+        "their own with this project's packages. verl is asked twice: for weights and masks in float32, as "
+        "it runs, and for metrics in float64, so that what differs is a formula and not rounding. This "
+        "project runs once, on what was recorded. verl's `fraction_high` of a k1 rule is `fraction_low` "
+        "here. Bypass presets are at their first update. Not compared: losses, log-probs that are not "
         "finite, batches without any weight."
     )
     prose = (RUNS.question, f"Expected, from the documents and code of both: {RUNS.expectation}", found, how)
@@ -345,8 +339,7 @@ def _row(name: str, lines: Sequence[Compared]) -> str:
     if otherwise:
         said = (
             f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; of what "
-            "verl keeps, so much is "
-            "outside the band of train/rollout: "
+            "verl keeps, so much is outside the band of train/rollout: "
             f"{', '.join(f'{one} {_outside(lines, one):.0%}' for one in _samples(lines))}"
         )
     else:

@@ -148,17 +148,15 @@ def section(bills: Sequence[Bill], runs: Mapping[tuple[str, int], Run]) -> list[
     clip = mean(learned[bill.cell][_IN_ACTOR] for bill in old)
     found = (
         f"Found: of {len(old)} runs with old samples the mean rank correlation is "
-        f"{mean(map(mean, by_cell)):.2f} (90 % interval "
-        f"{low:.2f} to {high:.2f}, over ages and rates). What was recommended for their records learned "
-        f"{gained:.3f} on "
-        f"average and the most in {most} of the runs; no correction learned {without:.3f}, bypass mode's "
-        "clip everywhere "
-        f"{clip:.3f}. The rule of the recommendation was chosen on these runs and on enumerated policies."
+        f"{mean(map(mean, by_cell)):.2f} (90 % interval {low:.2f} to {high:.2f}, over ages and rates). What "
+        f"was recommended for their records learned {gained:.3f} on average and the most in {most} of the "
+        f"runs; no correction learned {without:.3f}, bypass mode's clip everywhere {clip:.3f}. The rule of "
+        "the recommendation was chosen on these runs and on enumerated policies."
     )
     how = (
         "Run with `python -m scripts.evidence bill`, beside the run folders of `staleness` (two seconds for "
-        "each). A record has "
-        f"some {median(bill.rows for bill in bills):.0f} rows; runs whose records were not kept are missing."
+        f"each). A record has some {median(bill.rows for bill in bills):.0f} rows; runs whose records were "
+        "not kept are missing."
     )
     prose = (QUESTION, "No expectation was written down before the estimates were seen.", found, how)
     return ["## bill", *(textwrap.fill(paragraph, 100) for paragraph in prose), "\n".join(rows)]

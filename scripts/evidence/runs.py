@@ -84,9 +84,8 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
             now = would ^ run.made_by
             raise MixedResultsError(
                 f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has "
-                "now: "
-                f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take the "
-                "change back."
+                f"now: {', '.join(sorted(now))} differ. Move the file away to run the study anew, or take "
+                "the change back."
             )
         found[run.arm, run.seed] = run
     return found

@@ -106,36 +106,23 @@ def _staleness() -> Study:
     }
     return Study(
         question="Samples come from weights that are up to k steps old. What does that cost, and what does "
-        "correction give back? "
-        "Worst case: engines are frozen, and all samples come from the weights that the run began with; only "
-        "validations sample "
-        "from the newest.",
+        "correction give back? Worst case: engines are frozen, and all samples come from the weights that "
+        "the run began with; only validations sample from the newest.",
         expectation="At the usual learning rate (lr1) all arms learn alike. At four times that rate (lr4) "
-        "and k = 8 the arm "
-        "without correction falls behind or breaks, and token weights keep most of what k = 0 reaches. "
-        "Before the first run "
-        "with k = 2 and with frozen engines: k = 2 lies between 1 and 4. With frozen engines the arm without "
-        "correction "
-        "breaks; sequence weights keep most, until their ESS is used up; token weights and bypass mode's "
-        "clip break later "
-        "than no correction.",
+        "and k = 8 the arm without correction falls behind or breaks, and token weights keep most of what k "
+        "= 0 reaches. Before the first run with k = 2 and with frozen engines: k = 2 lies between 1 and 4. "
+        "With frozen engines the arm without correction breaks; sequence weights keep most, until their ESS "
+        "is used up; token weights and bypass mode's clip break later than no correction.",
         found="At the usual learning rate accuracy without correction falls with every step of age, from the "
-        "first one on: the "
-        "expectation was wrong there. In step all corrections learn alike, and up to two steps old they keep "
-        "that but for "
-        "a few hundredths. At four steps bypass mode's clip keeps nearly all of it, and weights fall behind; "
-        "at eight "
-        "sequence weights keep nearly all, though their ESS is the lowest, and the run without correction is "
-        "broken. "
-        "Frozen engines show it best, and no seed of one correction overlaps another's: without correction "
-        "runs end far "
-        "below where they began, token weights gain some, bypass mode's clip more, and sequence weights "
-        "nearly what "
-        "runs in step do. At four times the rate runs in step learn little: those with token weights most in "
-        "each seed, "
-        "those without correction and with bypass mode's clip least, and one with sequence weights breaks. "
-        "One step and "
-        "more old every run breaks at that rate, but for bypass mode's at one step.",
+        "first one on: the expectation was wrong there. In step all corrections learn alike, and up to two "
+        "steps old they keep that but for a few hundredths. At four steps bypass mode's clip keeps nearly "
+        "all of it, and weights fall behind; at eight sequence weights keep nearly all, though their ESS is "
+        "the lowest, and the run without correction is broken. Frozen engines show it best, and no seed of "
+        "one correction overlaps another's: without correction runs end far below where they began, token "
+        "weights gain some, bypass mode's clip more, and sequence weights nearly what runs in step do. At "
+        "four times the rate runs in step learn little: those with token weights most in each seed, those "
+        "without correction and with bypass mode's clip least, and one with sequence weights breaks. One "
+        "step and more old every run breaks at that rate, but for bypass mode's at one step.",
         common=(*SHORT_RUN, _FP8_WEIGHTS),
         arms=arms | frozen,
         seeds=(1, 2, 3),
@@ -144,10 +131,8 @@ def _staleness() -> Study:
         quick=("k8 disabled lr1", "k8 decoupled_seq_is lr1"),
         planted=dict.fromkeys(frozen, "frozen"),
         would_change="A seed at the usual rate whose run without correction ends above those with weights at "
-        "k = 4 or 8. The "
-        "order of the corrections may be another one for long answers, whose sequence weights vary more, and "
-        "at rates between "
-        "these two.",
+        "k = 4 or 8. The order of the corrections may be another one for long answers, whose sequence "
+        "weights vary more, and at rates between these two.",
     )
 
 
@@ -165,36 +150,25 @@ def _quantised() -> Study:
     }
     return Study(
         question="Engines compute in bf16, with fp8 weights, with an fp8 key-value cache, or with both, and "
-        "answers have 49 "
-        "tokens. What does that cost, and what does correction give back? Control: an engine in float32, "
-        "which "
-        "computes as the trainer does. The fp8 cache is emulated, for vLLM reads one on CPUs with AVX-512 "
-        "alone: keys "
-        "and values are rounded to e4m3 as they are written.",
+        "answers have 49 tokens. What does that cost, and what does correction give back? Control: an engine "
+        "in float32, which computes as the trainer does. The fp8 cache is emulated, for vLLM reads one on "
+        "CPUs with AVX-512 alone: keys and values are rounded to e4m3 as they are written.",
         expectation="In bf16 all corrections learn alike. The gap grows with fp8 weights, more with the fp8 "
-        "cache, and most "
-        "with both. There the arm without correction ends lower than token weights, in every seed; sequence "
-        "weights "
-        "learn slower, for their ESS is small at 49 tokens; the geometric band rejects nearly every answer "
-        "and "
-        "learns next to nothing. IcePop's band and bypass mode's clip end near token weights. In float32 the "
-        "arm "
-        "without correction and token weights agree within what seeds differ by.",
+        "cache, and most with both. There the arm without correction ends lower than token weights, in every "
+        "seed; sequence weights learn slower, for their ESS is small at 49 tokens; the geometric band "
+        "rejects nearly every answer and learns next to nothing. IcePop's band and bypass mode's clip end "
+        "near token weights. In float32 the arm without correction and token weights agree within what seeds "
+        "differ by.",
         found="The gap is ordered as expected. With fp8 weights and cache nothing breaks for want of "
-        "correction: beside each "
-        "engine in fp8, runs without correction end 0.03 to 0.05 below those in float32 on average. Not all "
-        "of that is learning: "
-        "the engine answers the validation prompts too, and with an fp8 cache 0.03 fewer were right before "
-        "the first step. "
-        "Token weights give back some half of it where weights are in fp8, in each seed, and nothing where "
-        "the cache alone is: "
-        "by less than seeds differ. In bf16 and in float32 both arms learn alike, as expected. Beside fp8 "
-        "weights and cache "
+        "correction: beside each engine in fp8, runs without correction end 0.03 to 0.05 below those in "
+        "float32 on average. Not all of that is learning: the engine answers the validation prompts too, and "
+        "with an fp8 cache 0.03 fewer were right before the first step. Token weights give back some half of "
+        "it where weights are in fp8, in each seed, and nothing where the cache alone is: by less than seeds "
+        "differ. In bf16 and in float32 both arms learn alike, as expected. Beside fp8 weights and cache "
         "sequence weights and IcePop's band end near no correction, and two corrections do harm. Bypass "
-        "mode's clip ends far "
-        "below no correction in each seed, and in two seeds below where it began. The geometric band rejects "
-        "nine of ten "
-        "answers, as expected, and what is left unlearns the task within ten steps.",
+        "mode's clip ends far below no correction in each seed, and in two seeds below where it began. The "
+        "geometric band rejects nine of ten answers, as expected, and what is left unlearns the task within "
+        "ten steps.",
         common=LONG_RUN,
         arms=arms,
         seeds=(1, 2, 3),
@@ -216,16 +190,12 @@ def _quantised_short() -> Study:
     }
     return Study(
         question="The engine with fp8 weights and an fp8 cache (emulated) on the quickstart's task: answers "
-        "have 13 tokens "
-        "instead of 49. Does bypass mode's clip do harm there, too?",
+        "have 13 tokens instead of 49. Does bypass mode's clip do harm there, too?",
         expectation="The clip ends below no correction by less than 0.1: beside fp8 weights alone it lost "
-        "0.03 (staleness, k0), "
-        "and an fp8 cache makes the gap wider.",
+        "0.03 (staleness, k0), and an fp8 cache makes the gap wider.",
         found="No: both end alike on average, and neither is above the other in every seed. So the harm that "
-        "the clip does at "
-        "49 tokens belongs to that task, to its length or to its model, and hardly to the gap of a token, "
-        "which is two "
-        "thirds as wide here.",
+        "the clip does at 49 tokens belongs to that task, to its length or to its model, and hardly to the "
+        "gap of a token, which is two thirds as wide here.",
         common=(*SHORT_RUN, "actor_rollout_ref.actor.optim.lr=5e-5"),
         arms=arms,
         seeds=(1, 2, 3),
@@ -249,28 +219,21 @@ def _sampling_faults() -> Study:
     pairs = [(fault, correction) for fault in faults for correction in corrections]
     return Study(
         question="The engine samples otherwise than the trainer was told: at another temperature, behind a "
-        "filter that the "
-        "trainer does not mirror, or it reports log-probs of another distribution than it sampled from. What "
-        "can "
-        "correction repair? The engine computes in float32, as the trainer does: nothing else is wrong.",
+        "filter that the trainer does not mirror, or it reports log-probs of another distribution than it "
+        "sampled from. What can correction repair? The engine computes in float32, as the trainer does: "
+        "nothing else is wrong.",
         expectation="At a temperature off by 2 % all arms learn alike. At 10 % the arm without correction "
-        "falls behind, and "
-        "weights repair it: the reported log-probs are those that were sampled from. Behind a filter of 0.95 "
-        "weights repair what was sampled, and not what never is. Raw log-probs at a temperature of 0.7 "
-        "mislead "
-        "weights: with them a run learns no better than without.",
+        "falls behind, and weights repair it: the reported log-probs are those that were sampled from. "
+        "Behind a filter of 0.95 weights repair what was sampled, and not what never is. Raw log-probs at a "
+        "temperature of 0.7 mislead weights: with them a run learns no better than without.",
         found="No fault of these sizes costs what was expected: without correction runs at a temperature of "
-        "0.9 learn as much "
-        "as those without a fault, and raw log-probs do not mislead weights. Chance alone moves a run by "
-        "nearly 0.1: where there "
-        "is nothing to correct, arms that differ in rounding alone end that far apart. One effect may be "
-        "larger: at a "
-        "temperature of 0.9 two of three runs with sequence weights end far below those without. So answers "
-        "of thirteen tokens "
-        "do not show such faults in accuracy; their gap does, and verl-rc diagnose names each of them "
-        "([see_why.md](see_why.md)). Retokenised turns of tools are not among the faults: this task's "
-        "tokenizer has a token "
-        "for each character, and gives the same tokens again.",
+        "0.9 learn as much as those without a fault, and raw log-probs do not mislead weights. Chance alone "
+        "moves a run by nearly 0.1: where there is nothing to correct, arms that differ in rounding alone "
+        "end that far apart. One effect may be larger: at a temperature of 0.9 two of three runs with "
+        "sequence weights end far below those without. So answers of thirteen tokens do not show such faults "
+        "in accuracy; their gap does, and verl-rc diagnose names each of them ([see_why.md](see_why.md)). "
+        "Retokenised turns of tools are not among the faults: this task's tokenizer has a token for each "
+        "character, and gives the same tokens again.",
         common=(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=1e-4", *UNGUARDED),
         arms={
             f"{fault} {correction}": (f"correction={correction}", *faults[fault][1])
@@ -295,28 +258,19 @@ def _decisions() -> Study:
     band = (*token, f"{section}.rollout_rs=seq_sum_k1")
     return Study(
         question="Samples are up to four steps old, and nothing else is wrong. What do the smaller decisions "
-        "weigh: what a loss "
-        "is divided by when rows are rejected (all tokens or the kept ones), whether rejected rows count in "
-        "their group's "
-        "baseline, weights divided by their mean, bounds on train/rollout as documented (0.5 to 5) against "
-        "verl's executed ones "
-        "(0.2 to 2), and a policy gradient with weights in bypass mode against the clip that verl runs when "
-        "it is asked for "
-        "that?",
+        "weigh: what a loss is divided by when rows are rejected (all tokens or the kept ones), whether "
+        "rejected rows count in their group's baseline, weights divided by their mean, bounds on "
+        "train/rollout as documented (0.5 to 5) against verl's executed ones (0.2 to 2), and a policy "
+        "gradient with weights in bypass mode against the clip that verl runs when it is asked for that?",
         expectation="None of them weighs more than what seeds differ by, but for two: the kept tokens as "
-        "denominator learn "
-        "faster than all tokens, as a higher learning rate would; and the policy gradient without a clip "
-        "learns less "
-        "than the clip.",
+        "denominator learn faster than all tokens, as a higher learning rate would; and the policy gradient "
+        "without a clip learns less than the clip.",
         found="Three decisions weigh much, two of them unexpectedly. When rejected rows do not count in the "
-        "baseline, every "
-        "seed ends lower, and one breaks. Bounds as documented end above the executed ones in each seed, and "
-        "above token "
-        "weights without a band. The policy gradient ends far below the clip in each seed, as expected. The "
-        "kept tokens as "
-        "denominator end above all tokens in each seed, as expected, by about what chance moves a run. "
-        "Weights divided by their "
-        "mean change nothing that can be seen.",
+        "baseline, every seed ends lower, and one breaks. Bounds as documented end above the executed ones "
+        "in each seed, and above token weights without a band. The policy gradient ends far below the clip "
+        "in each seed, as expected. The kept tokens as denominator end above all tokens in each seed, as "
+        "expected, by about what chance moves a run. Weights divided by their mean change nothing that can "
+        "be seen.",
         common=(
             *(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=5e-5"),
             *("async=one_step_off", "async_training.staleness_threshold=4"),
@@ -338,8 +292,7 @@ def _decisions() -> Study:
         figures=("rejection", "weights", "bounds", "bypass"),
         quick=("bypass policy-gradient", "bypass clip"),
         would_change="With fresh samples few rows are rejected, and the decisions weigh little. With long "
-        "answers a band for "
-        "whole rows rejects most of them.",
+        "answers a band for whole rows rejects most of them.",
     )
 
 
@@ -357,18 +310,13 @@ def _controls() -> Study:
     corrections = ("disabled", "decoupled_token_is")
     return Study(
         question="Controls: no learning at a rate of 0, nothing to learn from rewards of other answers, and "
-        "nothing to correct "
-        "beside an engine in float32, which computes as the trainer does.",
+        "nothing to correct beside an engine in float32, which computes as the trainer does.",
         expectation="At a rate of 0 accuracy stays what it was, to the prompt. With shuffled rewards it does "
-        "not rise. In "
-        "float32 both arms learn alike. Correction changes none of the three.",
+        "not rise. In float32 both arms learn alike. Correction changes none of the three.",
         found="As expected at a rate of 0: no test of any run differs from the first. In float32 both arms "
-        "have one accuracy "
-        "up to step 30, in each seed, and differ later by no more than seeds do. Shuffled rewards teach "
-        "nothing and unlearn what "
-        "the warm start taught: every run has collapsed by step 20, with correction as without. Such a "
-        "collapse is no sign of a "
-        "gap between rollout and trainer.",
+        "have one accuracy up to step 30, in each seed, and differ later by no more than seeds do. Shuffled "
+        "rewards teach nothing and unlearn what the warm start taught: every run has collapsed by step 20, "
+        "with correction as without. Such a collapse is no sign of a gap between rollout and trainer.",
         common=SHORT_RUN,
         arms={
             f"{control} {correction}": (f"correction={correction}", *given)
@@ -380,8 +328,7 @@ def _controls() -> Study:
         figures=tuple(controls),
         quick=("shuffled-rewards disabled", "float32 disabled"),
         would_change="An arm with correction that ends apart from the one without, at a rate of 0 or up to "
-        "step 30 in float32: "
-        "correction would do something where there is nothing to correct.",
+        "step 30 in float32: correction would do something where there is nothing to correct.",
     )
 
 

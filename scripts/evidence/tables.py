@@ -95,9 +95,8 @@ def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]
     )
     text = (
         f"In short: with samples up to eight steps old, accuracy went from {began} to "
-        f"{in_words(last_accuracies(without))} (one "
-        f"number for each seed) without correction, and to {in_words(last_accuracies(weighed))} with "
-        "sequence weights."
+        f"{in_words(last_accuracies(without))} (one number for each seed) without correction, and to "
+        f"{in_words(last_accuracies(weighed))} with sequence weights."
     )
     return [textwrap.fill(text, 100)] if without and weighed else []
 
@@ -192,8 +191,7 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
         *([f"Found: {study.found}"] if runs else []),
         *([f"What would change this: {study.would_change}"] if runs and study.would_change else []),
         f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: "
-        f"{number} of "
-        f"{all_runs} runs are here.{missing}{took}",
+        f"{number} of {all_runs} runs are here.{missing}{took}",
         *_quick_look(study, runs, each),
     )
     return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]

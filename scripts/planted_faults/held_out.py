@@ -33,8 +33,7 @@ class HeldOut:
 HELD_OUT: Mapping[str, HeldOut] = {
     "rope base of the engine": HeldOut(
         broken="The engine computes rotary positions with base 1e6 where the checkpoint says 10000: "
-        "hf_overrides were copied "
-        "from the recipe of another model.",
+        "hf_overrides were copied from the recipe of another model.",
         cause="engine and trainer compute different models: same weights, another forward pass, on every "
         "token from the first on",
         remedy="take the override away; both sides must read one config.json",
@@ -45,8 +44,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
     "key heads exchanged": HeldOut(
         broken="Every update loads the key heads of layer 1 into the engine in the wrong order: the "
-        "conversion of names and "
-        "shards is that of another parallel layout.",
+        "conversion of names and shards is that of another parallel layout.",
         cause="the engine does not hold the trainer's weights: one tensor is loaded wrongly by every weight "
         "update",
         remedy="mend the conversion of that tensor; until then compare loaded weights with sent ones by name",
@@ -54,8 +52,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
     "presence penalty": HeldOut(
         broken="The engine samples with presence_penalty=0.5, a default of the chat server that came with "
-        "the model; the trainer "
-        "knows of no penalty.",
+        "the model; the trainer knows of no penalty.",
         cause="a sampling parameter of the engine that the trainer's log-probs do not mirror; it depends on "
         "the tokens so far",
         remedy="sample without penalties",
@@ -63,8 +60,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
     "packed rows see each other": HeldOut(
         broken="The trainer packs rows two by two without a border: the second attends to the first, and its "
-        "positions go on "
-        "where those of the first end.",
+        "positions go on where those of the first end.",
         cause="the trainer's forward pass is wrong: scores of a row depend on the row that is packed before "
         "it",
         remedy="separate packed rows in attention and positions, or train with use_remove_padding=False",
@@ -72,8 +68,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
     "second start token": HeldOut(
         broken="The engine puts a start token before each prompt that has one already (template and "
-        "tokenizer both add it); the "
-        "trainer scores the prompt without.",
+        "tokenizer both add it); the trainer scores the prompt without.",
         cause="engine and trainer see different prompts",
         remedy="tokenize once, and give both sides the same ids",
         planted="second_start_token",
@@ -87,16 +82,14 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
     "rows of a micro-batch exchanged": HeldOut(
         broken="Of the recomputed log-probs the last quarter of each batch comes back one row too late: rows "
-        "sorted by length "
-        "for micro-batches are not put back into their order.",
+        "sorted by length for micro-batches are not put back into their order.",
         cause="old log-probs of the trainer stand in the wrong rows; engine and current policy are sound",
         remedy="undo the sorting in the recomputation of old log-probs",
         planted="exchanged_rows",
     ),
     "logits in bf16": HeldOut(
         broken="The trainer rounds logits to bfloat16 before the softmax (an autocast around the head), "
-        "while the engine "
-        "computes in float32.",
+        "while the engine computes in float32.",
         cause="rounding in the trainer: its head is less precise than the engine",
         remedy="compute logits and softmax of the trainer in float32",
         planted="bf16_logits",

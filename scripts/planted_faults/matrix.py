@@ -124,9 +124,8 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{outcomes.count(name)} {name}" for name in ("right", "not separable", "not seen", "wrong")
         )
         lines.append(
-            f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} "
-            "false alarms of "
-            f"{len(healthy)} healthy runs"
+            f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} false "
+            f"alarms of {len(healthy)} healthy runs"
         )
     return lines
 

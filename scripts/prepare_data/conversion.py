@@ -64,8 +64,8 @@ def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
     if not named["train"]:
         raise ValueError(
             f"--local_dataset_path must hold files named train* and test* ({' or '.join(SUFFIXES)}), {root} "
-            "holds "
-            f"{[str(file.relative_to(root)) for file in files[:10]]}. Rename them, or name a single file."
+            f"holds {[str(file.relative_to(root)) for file in files[:10]]}. Rename them, or name a single "
+            "file."
         )
     return {
         split: [row for file in chosen for row in read_rows(file)]
@@ -82,8 +82,7 @@ def read_hub(benchmark: Benchmark) -> dict[str, list[Row]]:
     except ModuleNotFoundError:
         raise ValueError(
             f"to load {benchmark.data_source} from the hub the package `datasets` is needed: pip install "
-            "datasets. "
-            "Or give a local copy with --local_dataset_path."
+            "datasets. Or give a local copy with --local_dataset_path."
         ) from None
     loaded = datasets.load_dataset(benchmark.data_source, benchmark.subset)
     return {split: list(loaded[split]) for split in SPLITS}
@@ -95,8 +94,7 @@ def hold_out(rows: list[Row], num_test: int | None, seed: int) -> dict[str, list
     if num_test is None or not 0 < num_test < len(rows):
         raise ValueError(
             f"the data has {len(rows)} rows and no test split: pass --num_test=<fewer rows, at least 1>, or "
-            "give a "
-            f"folder with train* and test* files; got --num_test={num_test}."
+            f"give a folder with train* and test* files; got --num_test={num_test}."
         )
     held_out = set(random.Random(seed).sample(range(len(rows)), num_test))
     return {

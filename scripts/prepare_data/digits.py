@@ -42,8 +42,7 @@ def draw_problems(count: int, length: int, seed: int) -> list[str]:
     if length < 1 or 2 * count > 10**length:
         raise ValueError(
             f"--length must give at least twice as many problems as are asked for, got {count} problems of "
-            "length "
-            f"{length}. Raise --length, or lower --num_train, --num_val or --num_sft."
+            f"length {length}. Raise --length, or lower --num_train, --num_val or --num_sft."
         )
 
     def draw(generator: random.Random) -> str:

@@ -27,8 +27,7 @@ def draw_problems(count: int, terms: int, largest: int, seed: int) -> list[str]:
     if 2 * count > largest**terms:
         raise ValueError(
             f"--terms and --largest must give at least twice as many problems as are asked for, got {count} "
-            "problems and "
-            f"{largest}**{terms} sums. Raise them, or lower --num_train, --num_val or --num_sft."
+            f"problems and {largest}**{terms} sums. Raise them, or lower --num_train, --num_val or --num_sft."
         )
 
     def draw(generator: random.Random) -> str:

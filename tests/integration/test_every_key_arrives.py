@@ -27,37 +27,33 @@ SHOWN_ELSEWHERE = {
     # which reads them at once, as arguments of another library
     "tests/unit/driver/test_every_key_arrives.py": "ray_kwargs.ray_init.address ray_kwargs.ray_init.num_cpus "
     "ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.object_store_memory ray_kwargs.ray_init.runtime_env "
-    "ray_kwargs.ray_init.loopback_only "
-    "actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.free_cache_engine "
-    "actor_rollout_ref.rollout.enforce_eager critic.optim.min_lr_ratio critic.optim.num_cycles",
+    "ray_kwargs.ray_init.loopback_only actor_rollout_ref.rollout.gpu_memory_utilization "
+    "actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enforce_eager "
+    "critic.optim.min_lr_ratio critic.optim.num_cycles",
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # features that the run has turned off
     "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
-    "async_training.max_off_policy_strategy "
-    "async_training.partial_rollout async_training.order async_training.max_off_policy_threshold",
+    "async_training.max_off_policy_strategy async_training.partial_rollout async_training.order "
+    "async_training.max_off_policy_threshold",
     "tests/unit/driver/test_setup.py": "async_training.kv_cache_on_update",
     "tests/unit/data/test_records.py": "data.custom_cls.name",
     "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
-    "actor_rollout_ref.model.target_modules "
-    "actor_rollout_ref.model.exclude_modules",
+    "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules",
     "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
-    f"{TURNS}.max_user_turns "
-    f"{TURNS}.max_parallel_calls {TURNS}.max_tool_response_length {TURNS}.tool_timeout_seconds "
-    f"{TURNS}.tool_response_truncate_side",
+    f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "
+    f"{TURNS}.tool_timeout_seconds {TURNS}.tool_response_truncate_side",
     "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
-    f"{JUDGE}.max_length "
-    f"{JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
+    f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
     "tests/unit/driver/test_sample.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
     f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
     "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "
-    "trainer.alerts.cause "
-    "trainer.alerts.gap",
+    "trainer.alerts.cause trainer.alerts.gap",
     # W&B, which the run does without
     "tests/unit/driver/test_report_at_end.py": "trainer.wandb_text",
     # only a GPU has memory to spare

@@ -69,9 +69,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     if included_rows is not None and (group_ids is None or (spec is not None and not spec.compares_groups)):
         raise ValueError(
             "included_rows leaves rows out of a group's baseline and needs group_ids and an estimator that "
-            "compares "
-            f"groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "
-            f"algorithm.rollout_correction.rejected_in_group_baseline=include"
+            f"compares groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "
+            "algorithm.rollout_correction.rejected_in_group_baseline=include"
         )
     mask = response_mask.bool()
     if included_rows is not None:
@@ -100,6 +99,6 @@ def _check_shapes(rewards: Tensor, response_mask: Tensor, *others: Tensor | None
     shapes = [tuple(tensor.shape) for tensor in (response_mask, *others) if tensor is not None]
     if rewards.ndim != 2 or any(shape != tuple(rewards.shape) for shape in shapes):
         raise ValueError(
-            f"the tensors of an advantage estimator must be [B, T] like token_level_rewards, which is "
+            "the tensors of an advantage estimator must be [B, T] like token_level_rewards, which is "
             f"{tuple(rewards.shape)}; the others are {shapes}"
         )

@@ -40,8 +40,7 @@ def apply_kl_in_reward(
     tensors = (log_probs, ref_log_probs, response_mask)
     if token_level_scores.ndim != 2 or any(tensor.shape != token_level_scores.shape for tensor in tensors):
         raise ValueError(
-            "token_level_scores, log_probs, ref_log_probs and response_mask must be [B, T] of one shape; "
-            "got "
+            "token_level_scores, log_probs, ref_log_probs and response_mask must be [B, T] of one shape; got "
             f"{tuple(token_level_scores.shape)} and {[tuple(tensor.shape) for tensor in tensors]}"
         )
     mask = response_mask.bool()
@@ -62,8 +61,7 @@ def overlong_penalty(
     if not 0 < buffer_length <= max_length:
         raise ValueError(
             "reward.reward_kwargs.overlong_buffer_cfg.len must be positive and at most the longest length "
-            "that is rewarded in "
-            f"full, {max_length}; got {buffer_length}."
+            f"that is rewarded in full, {max_length}; got {buffer_length}."
         )
     excess = (response_lengths - (max_length - buffer_length)).clamp(0, buffer_length)
     return 0.0 - penalty_factor * excess.to(torch.float32) / buffer_length

@@ -230,8 +230,7 @@ def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any])
     if differences:
         raise CheckpointError(
             "a resumed run must keep the settings that its checkpoint was trained with: "
-            f"{'; '.join(differences)}. Restore "
-            "them, or start anew with trainer.resume_mode=disable."
+            f"{'; '.join(differences)}. Restore them, or start anew with trainer.resume_mode=disable."
         )
 
 

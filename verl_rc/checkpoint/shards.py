@@ -44,8 +44,7 @@ def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list
     if foreign:
         raise ValueError(
             f"the optimizer must step parameters of the given model, but {foreign} of {len(parameters)} are "
-            "of another. "
-            "Build it after the model is sharded."
+            "of another. Build it after the model is sharded."
         )
     return [names[id(parameter)] for parameter in parameters]
 
@@ -235,8 +234,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
         if differences:
             raise CheckpointError(
                 f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the "
-                "model settings of "
-                "the run that saved it, or start anew with trainer.resume_mode=disable."
+                "model settings of the run that saved it, or start anew with trainer.resume_mode=disable."
             )
         random_state = read_random_state(_random_file(folder))
     tensors = {MODEL + name: named[name].detach() for name in saved_model}

@@ -52,8 +52,7 @@ class CheckpointStore:
         if keep is not None and keep < 1:
             raise ValueError(
                 "trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got "
-                f"{keep}. "
-                "trainer.save_freq=-1 writes none."
+                f"{keep}. trainer.save_freq=-1 writes none."
             )
         self._run_folder = run_folder
         self._keep = keep
@@ -153,10 +152,9 @@ class CheckpointStore:
         listed = "; ".join(f"{folder.name}: {reason}" for folder, reason in reasons)
         raise CheckpointError(
             f"trainer.resume_mode=auto needs a checkpoint that can be read in {self._run_folder}, but none "
-            "of "
-            f"{len(reasons)} can ({listed}). Repair one, give another folder with "
-            "trainer.resume_mode=resume_path and "
-            "trainer.resume_from_path, or start anew with trainer.resume_mode=disable."
+            f"of {len(reasons)} can ({listed}). Repair one, give another folder with "
+            "trainer.resume_mode=resume_path and trainer.resume_from_path, or start anew with "
+            "trainer.resume_mode=disable."
         )
 
     def _folder(self, step: int, suffix: str = "") -> Path:

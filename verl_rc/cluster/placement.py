@@ -112,16 +112,15 @@ def _check_nodes(config: RunConfig, device: str) -> None:
     if len(nodes) < config.trainer.nnodes:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} nodes are needed, the cluster has {len(nodes)}. Lower "
-            "trainer.nnodes, or "
-            "start Ray on the missing ones."
+            "trainer.nnodes, or start Ray on the missing ones."
         )
     if device == "cpu":
         return
     if not own_pool and rollout.checkpoint_engine.backend == "broadcast":
         raise ConfigError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast cannot connect trainer and "
-            "engines that share GPUs "
-            "(hybrid_engine=True): NCCL refuses two processes on one GPU. Pass backend=auto."
+            "engines that share GPUs (hybrid_engine=True): NCCL refuses two processes on one GPU. Pass "
+            "backend=auto."
         )
     judge = config.reward.reward_model
     of_judge = judge.n_gpus_per_node if judge.enable else 0
@@ -134,9 +133,9 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         engines += f" and {of_judge} for the reward model" if of_judge else ""
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, "
-            f"{per_node} on a node; the "
-            f"cluster has {found} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. Lower "
-            "trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
+            f"{per_node} on a node; the cluster has {found} on {len(nodes)} "
+            f"nodes{_largest_share(gpus, config.trainer.nnodes)}. Lower trainer.n_gpus_per_node, or pass "
+            "trainer.device=cpu to train on the CPU."
         )
     size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
     room = {
@@ -148,8 +147,7 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         fits = max(count for count, engines in room.items() if engines >= devices // count)
         raise ConfigError(
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
-            f"{config.num_engines} "
-            f"engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
+            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
         )
 
 
@@ -165,10 +163,10 @@ def _check_cores(config: RunConfig) -> None:
     trainer, cores = config.trainer, usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
-            "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may "
-            f"use {cores}. "
-            "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
+            "on a CPU every trainer rank and every engine needs a core of its own: "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and {config.num_engines} engines were asked "
+            f"for, this process may use {cores}. Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer "
+            "ranks)."
         )
     options, engines = config.async_training, config.num_engine_devices // trainer.nnodes
     if config.overlaps and trainer.n_gpus_per_node + engines > cores:
@@ -179,10 +177,9 @@ def _check_cores(config: RunConfig) -> None:
         )
         raise ConfigError(
             f"with async_training.staleness_threshold={options.staleness_threshold:g} trainer ranks and "
-            "engines compute at the "
-            f"same time, each on a core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines "
-            "were asked for, this "
-            f"process may use {cores}. Ask for fewer, or pass async_training.{synchronous}."
+            f"engines compute at the same time, each on a core of its own: {trainer.n_gpus_per_node} ranks "
+            f"and {engines} engines were asked for, this process may use {cores}. Ask for fewer, or pass "
+            f"async_training.{synchronous}."
         )
 
 
@@ -232,10 +229,9 @@ def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> No
     if missing:
         raise RemoteError(
             f"{len(missing)} of {len(waiting)} groups of processes found no free place within "
-            f"{timeout_seconds:.0f} s. The "
-            f"cluster has {_shown(ray.cluster_resources())} and {_shown(ray.available_resources())} free: "
-            "other jobs "
-            "hold the rest. Stop them, ask for less, or raise trainer.ready_timeout_seconds."
+            f"{timeout_seconds:.0f} s. The cluster has {_shown(ray.cluster_resources())} and "
+            f"{_shown(ray.available_resources())} free: other jobs hold the rest. Stop them, ask for less, "
+            "or raise trainer.ready_timeout_seconds."
         )
 
 

@@ -70,8 +70,7 @@ class RankProcesses:
         if lost:
             raise ProcessLostError(
                 f"the node of {', '.join(lost)} has left the cluster. Start Ray on it again, or on another "
-                "one "
-                "(scripts/cluster/start_worker.sh), and then the same command: it goes on from the last "
+                "one (scripts/cluster/start_worker.sh), and then the same command: it goes on from the last "
                 "checkpoint."
             )
 

@@ -118,8 +118,8 @@ def _connect(options: Mapping[str, Any]) -> None:
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         raise RayStartError(
             f"a Ray cluster must answer at ray_kwargs.ray_init.address={options['address']}, but: "
-            f"{_in_one_line(error)}. Start "
-            "it (scripts/cluster/start_head.sh), or drop the key to start Ray on this machine."
+            f"{_in_one_line(error)}. Start it (scripts/cluster/start_head.sh), or drop the key to start Ray "
+            "on this machine."
         ) from error
 
 
@@ -136,10 +136,9 @@ def _start_here(options: Mapping[str, Any]) -> None:
                 continue
             raise RayStartError(
                 f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is "
-                f"{os.getloadavg()[0]:.0f} on "
-                f"{usable_cores()} cores: try again when other programs leave more of them, or start Ray "
-                "beforehand "
-                "(ray start --head) and pass ray_kwargs.ray_init.address=auto."
+                f"{os.getloadavg()[0]:.0f} on {usable_cores()} cores: try again when other programs leave "
+                "more of them, or start Ray beforehand (ray start --head) and pass "
+                "ray_kwargs.ray_init.address=auto."
             ) from error
 
 

@@ -188,8 +188,8 @@ class RewardPool:
             if self._failed_starts > self._tolerated_failures:
                 raise ValueError(
                     "a reward process must load "
-                    f"{self._config.custom_reward_function.path or 'the built-in scorers'}, but it "
-                    f"failed: {_described(answer)}. What it printed stands above."
+                    f"{self._config.custom_reward_function.path or 'the built-in scorers'}, but it failed: "
+                    f"{_described(answer)}. What it printed stands above."
                 )
             self._start()
 

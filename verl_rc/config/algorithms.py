@@ -100,8 +100,8 @@ class PolicyLossOptions(StrictModel):
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(
-                "actor_rollout_ref.actor.policy_loss.clip_cov_lb must be below clip_cov_ub, "
-                f"got {self.clip_cov_lb} and {self.clip_cov_ub}"
+                "actor_rollout_ref.actor.policy_loss.clip_cov_lb must be below clip_cov_ub, got "
+                f"{self.clip_cov_lb} and {self.clip_cov_ub}"
             )
         return self
 

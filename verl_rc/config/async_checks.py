@@ -57,8 +57,8 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
     if options.deterministic_steps is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
         yield (
             f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs samples that do not depend "
-            "on time, but with "
-            "actor_rollout_ref.rollout.multi_turn.enable=True they wait for tools; drop one of them."
+            "on time, but with actor_rollout_ref.rollout.multi_turn.enable=True they wait for tools; drop "
+            "one of them."
         )
 
 
@@ -70,9 +70,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if config.data.train_batch_size != count * mini:
         yield (
             f"{_SECTION}.require_batches={count} of actor_rollout_ref.actor.ppo_mini_batch_size={mini} "
-            "prompts make a step of "
-            f"{count * mini}, but data.train_batch_size={config.data.train_batch_size} was given; drop one "
-            "of them."
+            f"prompts make a step of {count * mini}, but "
+            f"data.train_batch_size={config.data.train_batch_size} was given; drop one of them."
         )
 
 
@@ -82,33 +81,27 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
     if options.staleness_threshold > 0 and config.actor_rollout_ref.hybrid_engine:
         yield (
             f"{_SECTION}.staleness_threshold={ahead} needs engines that work while the trainer does, but "
-            "with "
-            "actor_rollout_ref.hybrid_engine=True they share its devices; pass "
-            "actor_rollout_ref.hybrid_engine=False, or "
-            "staleness_threshold=0."
+            "with actor_rollout_ref.hybrid_engine=True they share its devices; pass "
+            "actor_rollout_ref.hybrid_engine=False, or staleness_threshold=0."
         )
     if not _correction_is_chosen(config):
         yield (
             f"{_SECTION}.staleness_threshold={ahead} with trigger_parameter_sync_step={every} trains on "
-            "tokens of older weights, "
-            "which needs a rollout correction, but none was chosen; pass "
-            f"{_CORRECTION}.preset=decoupled_token_is, or "
-            "preset=disabled to train uncorrected."
+            "tokens of older weights, which needs a rollout correction, but none was chosen; pass "
+            f"{_CORRECTION}.preset=decoupled_token_is, or preset=disabled to train uncorrected."
         )
     if config.trainer.test_freq > 0 and config.trainer.test_freq % every:
         yield (
             f"trainer.test_freq must be a multiple of {_SECTION}.trigger_parameter_sync_step={every}, "
-            "because only a published "
-            f"version can be validated, got {config.trainer.test_freq}; for example "
+            f"because only a published version can be validated, got {config.trainer.test_freq}; for example "
             f"{-(-config.trainer.test_freq // every) * every}."
         )
     most = options.max_concurrent_rollouts
     if most is not None and most > rollout.max_num_seqs and not rollout.multi_turn.enable:
         yield (
             f"{_SECTION}.max_concurrent_rollouts must be at most "
-            f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs}, "
-            f"which an engine works on at once where no tools are waited for, got {most}; raise that, or "
-            "drop it."
+            f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs}, which an engine works on at "
+            f"once where no tools are waited for, got {most}; raise that, or drop it."
         )
 
 
@@ -123,11 +116,9 @@ def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
     if in_order and (every * options.staleness).denominator != 1:
         yield (
             f"{_SECTION}.staleness_threshold={options.staleness_threshold:g} with "
-            f"trigger_parameter_sync_step={every} is "
-            f"{float(every * options.staleness):g} steps, and fractions of a step buy nothing in the order "
-            "of admission, where a "
-            f"step waits for its last group; pass {_whole_steps(options.staleness, every):g}, or "
-            f"{_SECTION}.order=ready."
+            f"trigger_parameter_sync_step={every} is {float(every * options.staleness):g} steps, and "
+            "fractions of a step buy nothing in the order of admission, where a step waits for its last "
+            f"group; pass {_whole_steps(options.staleness, every):g}, or {_SECTION}.order=ready."
         )
     if (
         options.max_off_policy_threshold is not None
@@ -136,10 +127,9 @@ def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
     ):
         yield (
             f"{_SECTION}.max_off_policy_threshold={options.max_off_policy_threshold:g} with "
-            f"trigger_parameter_sync_step={every} "
-            f"is {float(every * options.hard_bound):g} steps, and a fraction of a step bounds nothing, "
-            "because ages are whole "
-            f"steps; pass {_whole_steps(options.hard_bound, every, up=True):g}, which means the same."
+            f"trigger_parameter_sync_step={every} is {float(every * options.hard_bound):g} steps, and a "
+            "fraction of a step bounds nothing, because ages are whole steps; pass "
+            f"{_whole_steps(options.hard_bound, every, up=True):g}, which means the same."
         )
 
 
@@ -148,10 +138,9 @@ def _order(options: AsyncTrainingConfig) -> Iterator[str]:
     if options.order == "ready" and not options.partial_rollout and every == 1 and k.denominator == 1:
         yield (
             f"{_SECTION}.order=ready has no effect with partial_rollout=False, "
-            f"staleness_threshold={float(k):g} and a "
-            "publication after every step: all that is older than the last publication has ended, so the "
-            "oldest are the lowest "
-            "numbers; pass order=admitted, or raise trigger_parameter_sync_step."
+            f"staleness_threshold={float(k):g} and a publication after every step: all that is older than "
+            "the last publication has ended, so the oldest are the lowest numbers; pass order=admitted, or "
+            "raise trigger_parameter_sync_step."
         )
 
 
@@ -169,38 +158,32 @@ def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
     elif given and not in_order and options.staleness_threshold == 0:
         yield (
             f"{key}={given:g} has no effect without a lead ({ahead}): all that is admitted is trained on "
-            "before the next "
-            "publication; raise that, or drop it."
+            "before the next publication; raise that, or drop it."
         )
     elif given and not in_order and not options.partial_rollout:
         yield (
             f"{key}={given:g} has no effect with {_SECTION}.partial_rollout=False, where all responses end "
-            "before the next "
-            f"publication and {ahead} is kept by itself; drop it."
+            f"before the next publication and {ahead} is kept by itself; drop it."
         )
     elif given is not None and in_order and given != options.staleness_threshold:
         yield (
             f"{key}={given:g} has no effect in the order of admission, which keeps {ahead} by itself; drop "
-            "it, or pass "
-            f"{_SECTION}.order=ready."
+            f"it, or pass {_SECTION}.order=ready."
         )
     if options.max_off_policy_strategy == "drop" and options.staleness == 0:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop has no effect without a lead ({ahead}): nothing grows "
-            "too old; raise that, "
-            "or drop it."
+            "too old; raise that, or drop it."
         )
     elif options.max_off_policy_strategy == "drop" and in_order:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop has no effect in the order of admission, in which "
-            "nothing grows older than "
-            f"{ahead}; drop it, or pass {_SECTION}.order=ready."
+            f"nothing grows older than {ahead}; drop it, or pass {_SECTION}.order=ready."
         )
     elif options.max_off_policy_strategy == "drop" and not options.partial_rollout:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop has no effect with {_SECTION}.partial_rollout=False, "
-            "where all responses "
-            "end before the next publication and nothing grows too old; drop it."
+            "where all responses end before the next publication and nothing grows too old; drop it."
         )
     elif options.max_off_policy_strategy == "drop" and given is None:
         yield (
@@ -217,23 +200,20 @@ def _token_age(config: RunConfig) -> Iterator[str]:
     if options.max_token_age >= options.oldest:
         yield (
             f"{given} is never passed: no token is older than {options.oldest} steps; pass at most "
-            f"{options.oldest - 1}, or drop "
-            "it."
+            f"{options.oldest - 1}, or drop it."
         )
     elif not options.partial_rollout and options.max_token_age < usual:
         yield (
             f"{given} rejects all tokens once the run is {usual} steps ahead: with partial_rollout=False "
-            "those of a step are "
-            f"{usual} to {options.oldest} steps old; pass {usual} or more, lower staleness_threshold, or "
-            "drop it."
+            f"those of a step are {usual} to {options.oldest} steps old; pass {usual} or more, lower "
+            "staleness_threshold, or drop it."
         )
     correction = config.algorithm.rollout_correction
     if correction.in_actor:
         mode = "bypass_mode=True" if correction.bypass_mode else "proximal=interpolate"
         yield (
             f"{given} is a rule of the driver, and with {_CORRECTION}.{mode} the actor decides which tokens "
-            "it keeps; drop one "
-            "of them."
+            "it keeps; drop one of them."
         )
 
 
@@ -241,15 +221,13 @@ def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
     if options.deterministic_steps is not None and options.kv_cache_on_update == "keep":
         yield (
             f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs responses that a resumed "
-            "run continues alike, "
-            f"but with {_SECTION}.kv_cache_on_update=keep they depend on a cache that no checkpoint holds; "
-            "drop one of them."
+            f"run continues alike, but with {_SECTION}.kv_cache_on_update=keep they depend on a cache that "
+            "no checkpoint holds; drop one of them."
         )
     if options.deterministic_steps is not None and options.order == "ready":
         yield (
             f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs batches that do not depend "
-            "on time, but "
-            f"{_SECTION}.order=ready was given; pass order=admitted, or drop one of them."
+            f"on time, but {_SECTION}.order=ready was given; pass order=admitted, or drop one of them."
         )
     if options.cuts:
         return
@@ -262,8 +240,7 @@ def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
         if _differs(options, key):
             yield (
                 f"{_SECTION}.{key}={getattr(options, key)} has no effect with {_SECTION}.{cause}, where "
-                "weights never change "
-                "under a response; drop one of them."
+                "weights never change under a response; drop one of them."
             )
 
 
@@ -275,8 +252,8 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
     if config.async_training.is_synchronous:
         yield (
             f"{key} interpolates by the age of tokens, which is 0 in a synchronous run: nothing would be "
-            "corrected after the "
-            f"first update; pass proximal=recompute, or raise {_SECTION}.staleness_threshold."
+            "corrected after the first update; pass proximal=recompute, or raise "
+            f"{_SECTION}.staleness_threshold."
         )
     if spec is not None and spec.selects_by_covariance:
         yield (
@@ -286,8 +263,8 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
     if algorithm.use_kl_in_reward:
         yield (
             f"{key} computes no proximal policy before the update, and algorithm.use_kl_in_reward=True "
-            "compares it with the "
-            "reference policy; pass proximal=recompute, or actor_rollout_ref.actor.use_kl_loss=True instead."
+            "compares it with the reference policy; pass proximal=recompute, or "
+            "actor_rollout_ref.actor.use_kl_loss=True instead."
         )
 
 
@@ -299,8 +276,7 @@ def _staging(config: RunConfig) -> Iterator[str]:
     if not config.overlaps:
         yield (
             f"{key} has no effect where nothing runs in the engines at a publication; pass "
-            f"{_SECTION}.staleness_threshold=1 and "
-            "engines with devices of their own, or drop it."
+            f"{_SECTION}.staleness_threshold=1 and engines with devices of their own, or drop it."
         )
     if rollout.tensor_model_parallel_size > 1:
         yield (

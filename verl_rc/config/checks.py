@@ -34,8 +34,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     if weights is not None and len(weights) != len(data.train_files):
         yield (
             f"data.train_weights must hold one number for each of the {len(data.train_files)} "
-            "data.train_files, got "
-            f"{len(weights)} numbers."
+            f"data.train_files, got {len(weights)} numbers."
         )
     if weights is not None and not all(0 < weight < math.inf for weight in weights):
         yield (
@@ -47,8 +46,8 @@ def _data(config: RunConfig) -> Iterator[str]:
             yield f"data.{key}_max_samples must be -1 (all prompts) or at least 1, got 0."
     if (data.custom_cls.path is None) != (data.custom_cls.name is None):
         yield (
-            "data.custom_cls.path and data.custom_cls.name belong together, got "
-            f"{data.custom_cls.path!r} and {data.custom_cls.name!r}."
+            f"data.custom_cls.path and data.custom_cls.name belong together, got {data.custom_cls.path!r} "
+            f"and {data.custom_cls.name!r}."
         )
     if weights is not None and data.custom_cls.path is not None:
         yield (
@@ -69,8 +68,7 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
         if batch % size:
             yield (
                 f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch} and "
-                f"{size}. For example "
-                f"ppo_mini_batch_size={math.gcd(batch, size)}."
+                f"{size}. For example ppo_mini_batch_size={math.gcd(batch, size)}."
             )
         groups = ranks // sharing[role]
         if size * samples < groups:
@@ -81,23 +79,21 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
             )
             yield (
                 f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give "
-                "each of the "
-                f"{receivers} (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
+                f"each of the {receivers} (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
             )
     estimator = config.algorithm.estimator
     if config.algorithm.estimator_reads("values") and config.critic.enable is False:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, but "
-            "critic.enable=False was given. Drop "
-            "it, or choose an estimator that compares samples, such as algorithm.adv_estimator=grpo."
+            "critic.enable=False was given. Drop it, or choose an estimator that compares samples, such as "
+            "algorithm.adv_estimator=grpo."
         )
     if estimator is not None and estimator.needs_several_samples and samples < 2:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and "
-            "needs "
-            f"actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, or pass "
-            "an estimator that "
-            "trains on the score itself, such as algorithm.adv_estimator=reinforce_plus_plus."
+            f"needs actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, "
+            "or pass an estimator that trains on the score itself, such as "
+            "algorithm.adv_estimator=reinforce_plus_plus."
         )
 
 
@@ -115,9 +111,8 @@ def _names(config: RunConfig) -> Iterator[str]:
     if baseline == "exclude" and estimator is not None and not estimator.compares_groups:
         yield (
             "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that "
-            "compares samples of one "
-            f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another "
-            "estimator."
+            f"compares samples of one prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; "
+            "pass include, or another estimator."
         )
     if (
         config.algorithm.rollout_correction.rejection_denominator == "kept"
@@ -125,8 +120,7 @@ def _names(config: RunConfig) -> Iterator[str]:
     ):
         yield (
             "algorithm.rollout_correction.rejection_denominator=kept needs a loss that is divided by "
-            "something, got "
-            "actor_rollout_ref.actor.loss_agg_mode=token-sum; pass original, or token-mean."
+            "something, got actor_rollout_ref.actor.loss_agg_mode=token-sum; pass original, or token-mean."
         )
     chosen_loss = POLICY_LOSSES.get(loss.loss_mode)
     for option in (option for option in LOSS_OPTIONS if option.is_required):
@@ -136,8 +130,7 @@ def _names(config: RunConfig) -> Iterator[str]:
             owners = ", ".join(name for name, spec in POLICY_LOSSES.items() if option in spec.options)
             yield (
                 f"actor_rollout_ref.actor.{option.key} belongs to loss_mode={owners}, which needs it; got "
-                "loss_mode="
-                f"{loss.loss_mode} and {option.key.rpartition('.')[2]}={value}."
+                f"loss_mode={loss.loss_mode} and {option.key.rpartition('.')[2]}={value}."
             )
 
 
@@ -153,9 +146,8 @@ def _estimators(config: RunConfig) -> Iterator[str]:
     if algorithm.estimator_reads("sum_pi_squared") and correction.in_actor:
         yield (
             f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode "
-            "and interpolation do "
-            "not compute: pass algorithm.rollout_correction.bypass_mode=False and proximal=recompute, or "
-            "another estimator."
+            "and interpolation do not compute: pass algorithm.rollout_correction.bypass_mode=False and "
+            "proximal=recompute, or another estimator."
         )
     if algorithm.estimator_reads("component_scores") != bool(keys):
         owners = ", ".join(
@@ -163,8 +155,8 @@ def _estimators(config: RunConfig) -> Iterator[str]:
         )
         yield (
             f"algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator={owners}, which needs it: the "
-            "columns of the reward "
-            f"function that are normalised one by one. Got {keys} with adv_estimator={name}."
+            f"columns of the reward function that are normalised one by one. Got {keys} with "
+            f"adv_estimator={name}."
         )
     if weights is not None and len(weights) != len(keys or []):
         yield (
@@ -178,24 +170,23 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
     if not groups.enable and data.prompts_per_draw != data.train_batch_size:
         yield (
             f"data.gen_batch_size={data.gen_batch_size} has no effect without "
-            "algorithm.filter_groups.enable=True; enable that, "
-            f"or drop it (data.train_batch_size={data.train_batch_size} prompts are sampled in every step)."
+            "algorithm.filter_groups.enable=True; enable that, or drop it "
+            f"(data.train_batch_size={data.train_batch_size} prompts are sampled in every step)."
         )
     if not groups.enable:
         return
     if samples < 2:
         yield (
             "algorithm.filter_groups compares the samples of one prompt and needs "
-            "actor_rollout_ref.rollout.n >= 2, got "
-            f"{samples}; raise it, or drop algorithm.filter_groups.enable."
+            f"actor_rollout_ref.rollout.n >= 2, got {samples}; raise it, or drop "
+            "algorithm.filter_groups.enable."
         )
     most = groups.max_num_gen_batches * data.prompts_per_draw
     if 0 < most < data.train_batch_size:
         yield (
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of "
-            "data.gen_batch_size="
-            f"{data.gen_batch_size} prompts can never give data.train_batch_size={data.train_batch_size}; "
-            "raise either."
+            f"data.gen_batch_size={data.gen_batch_size} prompts can never give "
+            f"data.train_batch_size={data.train_batch_size}; raise either."
         )
     has_columns = (
         not config.reward.reward_model.enable or config.reward.custom_reward_function.path is not None
@@ -203,15 +194,14 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
     if groups.metric not in (*REWARD_METRICS, "score") and not has_columns:
         yield (
             f"algorithm.filter_groups.metric={groups.metric} must be a column that a reward function "
-            "returns, but a reward model "
-            "alone (reward.reward_model.enable=True) gives only its score; pass metric=reward."
+            "returns, but a reward model alone (reward.reward_model.enable=True) gives only its score; pass "
+            "metric=reward."
         )
     if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True would need "
-            "the KL penalty of "
-            "samples that are dropped, which is not computed; pass metric=reward, the score without that "
-            "penalty."
+            "the KL penalty of samples that are dropped, which is not computed; pass metric=reward, the "
+            "score without that penalty."
         )
 
 
@@ -222,8 +212,7 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
     if buffer.enable and (buffer.len is None or buffer.len > longest):
         yield (
             f"{key}.len must be given with {key}.enable=True, and be at most "
-            f"reward.reward_kwargs.max_resp_len={longest}; got "
-            f"{buffer.len}."
+            f"reward.reward_kwargs.max_resp_len={longest}; got {buffer.len}."
         )
 
 
@@ -249,8 +238,8 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
         )
     if rollout.response_length > config.data.max_response_length:
         yield (
-            f"actor_rollout_ref.rollout.response_length must be at most data.max_response_length="
-            f"{config.data.max_response_length}, got {rollout.response_length}."
+            "actor_rollout_ref.rollout.response_length must be at most "
+            f"data.max_response_length={config.data.max_response_length}, got {rollout.response_length}."
         )
 
 
@@ -301,8 +290,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
             fitting = max(divisor for divisor in range(1, min(size, ranks) + 1) if ranks % divisor == 0)
             yield (
                 f"{key}={size} must divide the {ranks} trainer ranks (trainer.nnodes x "
-                "trainer.n_gpus_per_node): groups of so "
-                f"many share each micro-batch. Pass {fitting}."
+                f"trainer.n_gpus_per_node): groups of so many share each micro-batch. Pass {fitting}."
             )
         section, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
         if size > 1 and not packed:
@@ -317,10 +305,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     if rollout.top_p != 1.0 or rollout.top_k not in (-1, 0):
         yield (
             "training rollouts must sample from the whole distribution: actor_rollout_ref.rollout.top_p=1.0 "
-            "and top_k=-1, got "
-            f"{rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such filter, so every "
-            "ratio would be off; "
-            "val_kwargs may filter."
+            f"and top_k=-1, got {rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such "
+            "filter, so every ratio would be off; val_kwargs may filter."
         )
 
 
@@ -344,8 +330,7 @@ def _engine_arguments(config: RunConfig) -> Iterator[str]:
     if "async_scheduling" in given and config.async_training.on_update != "finish":
         yield (
             f"{key}.async_scheduling={given['async_scheduling']} is refused: weights that change under "
-            "running responses need "
-            "it off, and the run turns it off; drop it."
+            "running responses need it off, and the run turns it off; drop it."
         )
 
 
@@ -376,8 +361,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
         yield (
             f"engine devices (rollout.nnodes x rollout.n_gpus_per_node = {devices}) must be a multiple of "
             "actor_rollout_ref.rollout.tensor_model_parallel_size, got "
-            f"{rollout.tensor_model_parallel_size}. "
-            "Pass actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
+            f"{rollout.tensor_model_parallel_size}. Pass "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
         )
     elif problem := _engines_of_a_node(config):
         yield problem
@@ -390,8 +375,7 @@ def _engine(config: RunConfig) -> Iterator[str]:
     ):
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be "
-            "equal: pass "
-            "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
+            "equal: pass val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
         )
 
 
@@ -433,10 +417,9 @@ def attention_problem(config: RunConfig, device: str) -> str | None:
         return None
     return (
         f"on a GPU attention in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because "
-        "all attention scores "
-        f"of one are kept; data.max_prompt_length + data.max_response_length is {config.longest_sequence:,}. "
-        "Pass "
-        f"{' and '.join(f'{key}=bfloat16' for key in precise)}, or lower the lengths."
+        "all attention scores of one are kept; data.max_prompt_length + data.max_response_length is "
+        f"{config.longest_sequence:,}. Pass {' and '.join(f'{key}=bfloat16' for key in precise)}, or lower "
+        "the lengths."
     )
 
 
@@ -451,8 +434,8 @@ def _engines_of_a_node(config: RunConfig) -> str | None:
     largest = max(count for count in range(1, min(size, devices) + 1) if devices % count == 0)
     return (
         f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
-        f"divide the {devices} "
-        f"engine devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node). Pass {largest}."
+        f"divide the {devices} engine devices of a node (rollout.n_gpus_per_node, or "
+        f"trainer.n_gpus_per_node). Pass {largest}."
     )
 
 
@@ -465,8 +448,8 @@ def _resuming(config: RunConfig) -> Iterator[str]:
         )
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
         yield (
-            f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
-            f"{trainer.resume_mode}; pass trainer.resume_mode=resume_path, or drop it."
+            f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
+            f"trainer.resume_mode={trainer.resume_mode}; pass trainer.resume_mode=resume_path, or drop it."
         )
 
 
@@ -486,17 +469,15 @@ def _devices(config: RunConfig) -> Iterator[str]:
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     if shared and config.num_engine_devices != config.num_ranks:
         yield (
-            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's "
-            f"{config.num_ranks} devices, but actor_rollout_ref.rollout.nnodes x "
-            "actor_rollout_ref.rollout.n_gpus_per_node = "
-            f"{config.num_engine_devices} were asked for. "
-            "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
+            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's {config.num_ranks} "
+            "devices, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
+            f"{config.num_engine_devices} were asked for. Drop these keys, or pass "
+            "actor_rollout_ref.hybrid_engine=False for devices of their own."
         )
     if not shared and rollout.checkpoint_engine.backend == "ipc":
         yield (
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs engines on the trainer's devices, "
-            "but "
-            "actor_rollout_ref.hybrid_engine=False was given; pass backend=broadcast or auto."
+            "but actor_rollout_ref.hybrid_engine=False was given; pass backend=broadcast or auto."
         )
 
 
@@ -507,16 +488,14 @@ def _alerts(config: RunConfig) -> Iterator[str]:
         if given == "skip" and correction.in_actor:
             yield (
                 f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass "
-                "mode "
-                "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update "
-                "itself measures it; "
-                "pass save_and_stop or warn."
+                "mode (algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the "
+                "update itself measures it; pass save_and_stop or warn."
             )
     if action != "warn" and correction.diagnostics != "full":
         yield (
             f"trainer.alerts.cause={action} needs signatures; pass "
-            "algorithm.rollout_correction.diagnostics=full, which measures "
-            "them, or trainer.alerts.cause=warn."
+            "algorithm.rollout_correction.diagnostics=full, which measures them, or "
+            "trainer.alerts.cause=warn."
         )
 
 
@@ -527,8 +506,7 @@ def _ray(config: RunConfig) -> Iterator[str]:
     if ray_init.address is not None and given:
         yield (
             f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own "
-            f"resources, but {given} "
-            "was given; drop that, or the address."
+            f"resources, but {given} was given; drop that, or the address."
         )
 
 

@@ -77,8 +77,7 @@ def check_files(config: RunConfig) -> None:
     given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
     missing += [
         f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
-        "config.json) or a hub "
-        f"id, got {path!r}. scripts/make_tiny_model.py writes a small one."
+        f"config.json) or a hub id, got {path!r}. scripts/make_tiny_model.py writes a small one."
         for path in given
         if not _may_be_a_model(path)
     ]

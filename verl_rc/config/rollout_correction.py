@@ -146,8 +146,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         if isinstance(value, str) and value not in WEIGHT_LEVELS:
             raise ValueError(
                 f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got "
-                f"{shortened(repr(value))}, "
-                f"did you mean {nearest_name(value, WEIGHT_LEVELS)}?"
+                f"{shortened(repr(value))}, did you mean {nearest_name(value, WEIGHT_LEVELS)}?"
             )
         return value
 
@@ -181,14 +180,12 @@ class RolloutCorrectionConfig(PresetConstructors):
         if self.rollout_is is not None and self.rollout_is_threshold is None:
             raise ValueError(
                 f"{_SECTION}.rollout_is={self.rollout_is} needs {_SECTION}.rollout_is_threshold, got null; "
-                "pass a number such as "
-                "2.0 or a band such as 0.5_5.0"
+                "pass a number such as 2.0 or a band such as 0.5_5.0"
             )
         if self.rollout_is is None and self.rollout_is_batch_normalize:
             raise ValueError(
                 f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass "
-                f"{_SECTION}.rollout_is=token or "
-                "drop it"
+                f"{_SECTION}.rollout_is=token or drop it"
             )
         if (
             self.rollout_is is None
@@ -196,8 +193,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         ):
             raise ValueError(
                 f"{_SECTION}.rollout_is_threshold={self.rollout_is_threshold} bounds nothing: "
-                f"{_SECTION}.rollout_is is null; "
-                "pass rollout_is=token or another level, or drop it"
+                f"{_SECTION}.rollout_is is null; pass rollout_is=token or another level, or drop it"
             )
         if self.nonfinite_logprob == "raise" and self.nonfinite_stop_fraction != 0.01:
             raise ValueError(
@@ -212,8 +208,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is_batch_normalize:
             raise ValueError(
                 f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type=ppo_clip in "
-                "bypass mode, whose loss "
-                "takes no weights; pass loss_type=reinforce or drop it"
+                "bypass mode, whose loss takes no weights; pass loss_type=reinforce or drop it"
             )
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
@@ -223,34 +218,30 @@ class RolloutCorrectionConfig(PresetConstructors):
         if self.proximal == "interpolate" and self.bypass_mode:
             raise ValueError(
                 f"{_SECTION}.proximal=interpolate needs three policies, and {_SECTION}.bypass_mode=True has "
-                "no proximal one; "
-                "drop one of them"
+                "no proximal one; drop one of them"
             )
         self._check_target_acceptance()
         if self.rejection_denominator == "kept" and not self.rejects:
             raise ValueError(
                 f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no "
-                "veto, pass "
-                f"{_SECTION}.rollout_rs or drop it"
+                f"veto, pass {_SECTION}.rollout_rs or drop it"
             )
         if self.rejected_in_group_baseline == "exclude" and self.rollout_opsm_threshold is not None:
             raise ValueError(
                 f"{_SECTION}.rejected_in_group_baseline=exclude cannot go with "
-                f"{_SECTION}.rollout_opsm_threshold, which "
-                "looks at advantages that the baseline decides; pass rejected_in_group_baseline=include"
+                f"{_SECTION}.rollout_opsm_threshold, which looks at advantages that the baseline decides; "
+                "pass rejected_in_group_baseline=include"
             )
         if self.rejected_in_group_baseline == "exclude" and (self.bypass_mode or not self.rejects):
             raise ValueError(
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; "
-                "got "
-                f"bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass "
+                f"got bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass "
                 "rejected_in_group_baseline=include"
             )
         if self.rejected_in_group_baseline == "exclude" and self.proximal == "interpolate":
             raise ValueError(
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs to know what is rejected before the "
-                "update, which "
-                f"{_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or "
+                f"update, which {_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or "
                 "rejected_in_group_baseline=include"
             )
 
@@ -263,8 +254,8 @@ class RolloutCorrectionConfig(PresetConstructors):
         ):
             raise ValueError(
                 f"{key} needs one rule out of token_k1, seq_sum_k1 and seq_mean_k1, and one number as its "
-                "first threshold; got "
-                f"rollout_rs={self.rollout_rs} and rollout_rs_threshold={self.rollout_rs_threshold}"
+                f"first threshold; got rollout_rs={self.rollout_rs} and "
+                f"rollout_rs_threshold={self.rollout_rs_threshold}"
             )
         if self.diagnostics != "full":
             raise ValueError(
@@ -356,8 +347,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         if len(specs) not in (1, len(rules)):
             raise ValueError(
                 f"{key}_threshold must give one bound for all rules, or one for each of the {len(rules)} in "
-                f"{self.rollout_rs}; "
-                f"got {len(specs)}"
+                f"{self.rollout_rs}; got {len(specs)}"
             )
         bounds = dict(zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True))
         for rule, bound in bounds.items():

@@ -168,7 +168,6 @@ class RewardConfig(StrictModel):
         if self.reward_model.enable != (self.reward_model.model_path is not None):
             raise ValueError(
                 "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; "
-                "got "
-                f"enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
+                f"got enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
             )
         return self

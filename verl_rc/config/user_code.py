@@ -75,8 +75,8 @@ class NamedFunctions(Generic[Function]):
                     raise
                 raise ValueError(
                     f"the {self._kind} {name!r} must read only what it is given, but it failed with "
-                    f"{type(error).__name__}: {error}. "
-                    f"This run gives it no {', '.join(absent)}. {self._remedy}"
+                    f"{type(error).__name__}: {error}. This run gives it no {', '.join(absent)}. "
+                    f"{self._remedy}"
                 ) from error
 
         return cast("Function", run)

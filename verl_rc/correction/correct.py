@@ -236,9 +236,7 @@ def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
     if share > allowed:
         raise NonFiniteLogProbError(
             f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got "
-            f"{share:.2%}. "
-            "Corrupt logits are the usual cause: look at the weights and the precision of engine and "
-            "trainer. To go on all the "
-            f"same, raise {section}.nonfinite_stop_fraction (now {config.nonfinite_stop_fraction}) under "
-            f"{section}.nonfinite_logprob=reject_sequence."
+            f"{share:.2%}. Corrupt logits are the usual cause: look at the weights and the precision of "
+            f"engine and trainer. To go on all the same, raise {section}.nonfinite_stop_fraction (now "
+            f"{config.nonfinite_stop_fraction}) under {section}.nonfinite_logprob=reject_sequence."
         )

@@ -140,8 +140,7 @@ class CorrectionStatistics:
         if repr(self.layout) != repr(other.layout):
             raise ValueError(
                 "statistics merge only when one configuration measured both, knowing the same facts about "
-                "rows; got "
-                f"{sorted(self.layout.means)} and {sorted(other.layout.means)}"
+                f"rows; got {sorted(self.layout.means)} and {sorted(other.layout.means)}"
             )
         return self.with_vectors(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 

@@ -69,8 +69,7 @@ def _check(record: Any) -> None:
         if list(value.shape) != shape or value.dtype != dtype:
             raise ValueError(
                 f"{type(record).__name__}.{name} must be {dtype} of shape {shape}, got {value.dtype} of "
-                "shape "
-                f"{list(value.shape)}."
+                f"shape {list(value.shape)}."
             )
 
 
@@ -336,10 +335,9 @@ def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: 
     if changed:
         raise TokensChangedError(
             "every row must be trained on with the token ids that were sampled, prompt, response and tool "
-            "tokens alike, but "
-            f"{len(changed)} of {len(expected)} rows have changed since they came from the engine; the first "
-            "are "
-            f"{changed[:5]}. Something between sampling and update rewrites rows, or mixes them up."
+            f"tokens alike, but {len(changed)} of {len(expected)} rows have changed since they came from the "
+            f"engine; the first are {changed[:5]}. Something between sampling and update rewrites rows, or "
+            "mixes them up."
         )
 
 

@@ -69,10 +69,8 @@ class EpochBatches(Sampler[list[int]]):
         if saved != identity:
             raise ValueError(
                 f"a resumed run must read the data it was started with: the saved state has {saved}, now it "
-                "is "
-                f"{identity}. Restore data.train_files, data.train_weights, data.train_batch_size, "
-                "data.shuffle and "
-                "data.seed, or start a new run."
+                f"is {identity}. Restore data.train_files, data.train_weights, data.train_batch_size, "
+                "data.shuffle and data.seed, or start a new run."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
@@ -116,8 +114,8 @@ class MixedBatches(EpochBatches):
         if min(file_sizes) < 1:
             raise ValueError(
                 "every file with a weight in data.train_weights must have at least one row left after "
-                "data.train_max_samples "
-                f"and filtering, got {list(file_sizes)} rows. Remove the file, or loosen the filter."
+                f"data.train_max_samples and filtering, got {list(file_sizes)} rows. Remove the file, or "
+                "loosen the filter."
             )
         self._file_sizes = list(file_sizes)
         self._weights = list(weights)
@@ -183,8 +181,7 @@ def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> st
     counted = f"{num_prompts}" if len(ordered) == num_prompts else f"{len(ordered)} of {num_prompts}"
     return (
         f"{counted} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest "
-        f"{ordered[-1]}, "
-        f"data.max_prompt_length={limit}, longer {longer / len(ordered):.1%}"
+        f"{ordered[-1]}, data.max_prompt_length={limit}, longer {longer / len(ordered):.1%}"
     )
 
 
@@ -334,8 +331,7 @@ class PromptDataset(Dataset[PromptRow]):
         if row_index not in self._row_indices:
             raise ValueError(
                 f"the checkpoint was sampling row {row_index} of data.train_files, which the chosen rows do "
-                "not have. "
-                "Give the data it was trained on, or start anew with trainer.resume_mode=disable."
+                "not have. Give the data it was trained on, or start anew with trainer.resume_mode=disable."
             )
         return self[self._row_indices.index(row_index)]
 
@@ -516,8 +512,7 @@ class PromptStream:
         if state.keys() != {"batches_drawn", "loader"}:
             raise ValueError(
                 f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: "
-                "it was written by "
-                "another release. Start anew with trainer.resume_mode=disable."
+                "it was written by another release. Start anew with trainer.resume_mode=disable."
             )
         self._batches_drawn = int(state["batches_drawn"])
         self._loader.load_state_dict(state["loader"])

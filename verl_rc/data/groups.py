@@ -124,8 +124,7 @@ class Group:
         if not self.is_whole or len(scores.values) != len(self.samples):
             raise ValueError(
                 f"group {self.number} must be whole and get a score for each of its {len(self.samples)} "
-                "samples, got "
-                f"{len(scores.values)}."
+                f"samples, got {len(scores.values)}."
             )
         return replace(self, scores=scores, fate=fate)
 

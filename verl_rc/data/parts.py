@@ -30,8 +30,7 @@ class Part:
         if len(self.token_ids) != len(self.log_probs) or self.version < 0:
             raise ValueError(
                 f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} "
-                "tokens, "
-                f"{len(self.log_probs)} log-probs and version {self.version}."
+                f"tokens, {len(self.log_probs)} log-probs and version {self.version}."
             )
 
 

@@ -33,8 +33,8 @@ class RecordFile:
         if missing:
             raise ValueError(
                 f"a data file must have the columns {list(columns)}, but {path} lacks {missing}; it has "
-                f"{present}. "
-                "Convert the file, or name its columns with data.prompt_key (RL) or data.messages_key (SFT)."
+                f"{present}. Convert the file, or name its columns with data.prompt_key (RL) or "
+                "data.messages_key (SFT)."
             )
         if table.num_rows == 0:
             raise ValueError(
@@ -116,8 +116,8 @@ def _read_table(path: str) -> pa.Table:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(
-            f"data files must exist, but {path!r} is {'a folder' if file.is_dir() else 'not there'}. "
-            "Check data.train_files and data.val_files (scripts/prepare_data/ writes examples)."
+            f"data files must exist, but {path!r} is {'a folder' if file.is_dir() else 'not there'}. Check "
+            "data.train_files and data.val_files (scripts/prepare_data/ writes examples)."
         )
     try:
         if file.suffix == ".jsonl":
@@ -134,8 +134,7 @@ def _read_table(path: str) -> pa.Table:
     except Exception as error:
         raise ValueError(
             "data files must be parquet, .jsonl (one record per line) or .json (a list of records), but "
-            f"{path} "
-            f"could not be read: {error}. Write it anew, or drop it."
+            f"{path} could not be read: {error}. Write it anew, or drop it."
         ) from error
 
 
@@ -246,8 +245,8 @@ class CustomRecords:
         if missing:
             raise ValueError(
                 f"a row of {self.path} must be a mapping with the keys {self._prompt_key!r} (or "
-                "'raw_prompt'), 'data_source' and "
-                f"'reward_model', but row {index} lacks {missing}; it is {str(row)[:120]}."
+                f"'raw_prompt'), 'data_source' and 'reward_model', but row {index} lacks {missing}; it is "
+                f"{str(row)[:120]}."
             )
         return given
 

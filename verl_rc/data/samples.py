@@ -48,8 +48,8 @@ class Samples:
                 value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows
             ):
                 raise ValueError(
-                    f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, "
-                    f"got {value.dtype} of shape {list(value.shape)}."
+                    f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, got "
+                    f"{value.dtype} of shape {list(value.shape)}."
                 )
         columns: dict[str, Sequence[object]] = {
             f"extras[{name!r}]": column for name, column in self.extras.items()

@@ -43,8 +43,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     if missing:
         raise ValueError(
             f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks "
-            f"{' and '.join(missing)}. "
-            "Add them to its tokenizer_config.json, or take the instruction-tuned variant of the model."
+            f"{' and '.join(missing)}. Add them to its tokenizer_config.json, or take the instruction-tuned "
+            "variant of the model."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -100,8 +100,7 @@ def encode_messages(
     except Exception as error:  # a template's code may raise any exception
         raise ValueError(
             f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: "
-            f"{error}. Change the "
-            "messages, data.apply_chat_template_kwargs, or the tokenizer's template."
+            f"{error}. Change the messages, data.apply_chat_template_kwargs, or the tokenizer's template."
         ) from error
     if not token_ids:
         raise ValueError(
@@ -144,8 +143,8 @@ class ToolTurnEncoder:
         if whole[:start] != self._before or len(whole) == start:
             raise ValueError(
                 "for tools the chat template must render a tool's answer behind the turns before it, but it "
-                "makes "
-                f"{self._tokenizer.decode(whole)!r} of {messages}. Change the tokenizer's chat template."
+                f"makes {self._tokenizer.decode(whole)!r} of {messages}. Change the tokenizer's chat "
+                "template."
             )
         return whole[start:]
 
@@ -196,13 +195,11 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, whe
         raise ValueError(
             "the chat template must render a conversation as its prompt followed by the answer, but in "
             f"{where} the prompt is {tokenizer.decode(prompt)!r} and the whole {tokenizer.decode(whole)!r}. "
-            "Change the "
-            "tokenizer's chat template."
+            "Change the tokenizer's chat template."
         )
     if len(whole) > max_length:
         raise ValueError(
             f"an example must have at most data.max_length={max_length} tokens, got {len(whole)} in {where}. "
-            "Raise the "
-            "limit or remove the row."
+            "Raise the limit or remove the row."
         )
     return WorkedExample(prompt, whole[len(prompt) :])

@@ -21,9 +21,8 @@ def interface_of(address: str) -> str:
             return name
     raise ValueError(
         f"no network interface of this node has the address {address}, under which Ray knows the node; there "
-        "are "
-        f"{', '.join(found)}. Set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and VLLM_HOST_IP on the node before "
-        "its Ray is started."
+        f"are {', '.join(found)}. Set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and VLLM_HOST_IP on the node "
+        "before its Ray is started."
     )
 
 

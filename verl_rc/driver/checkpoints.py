@@ -54,9 +54,8 @@ def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
     if supply is not None and (supply.num_groups or supply.drawn) and config.async_training.is_synchronous:
         raise CheckpointError(
             f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous "
-            "run does not train "
-            "on; resume with the async_training section it was written with, or start anew with "
-            "trainer.resume_mode=disable."
+            "run does not train on; resume with the async_training section it was written with, or start "
+            "anew with trainer.resume_mode=disable."
         )
 
 

@@ -152,8 +152,8 @@ def end_sample(sample: GroupSample, given: Completions, row: int, *, one_version
         wanted = "one version of the weights" if one_version else "known versions of the weights"
         raise RuntimeError(
             f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has "
-            "tokens of "
-            f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
+            f"tokens of {sorted(found)} (-1: none is known): an engine took an update under a running "
+            "response."
         )
     sample.turns = row_parts(given, row)
     sample.tool_calls = 0 if given.tool_calls is None else int(given.tool_calls[row])

@@ -138,11 +138,9 @@ def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
-        f"{groups.metric}, but "
-        f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of "
-        f"{data.prompts_per_draw} prompts "
-        f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or "
-        "data.gen_batch_size."
+        f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
+        f"batches of {data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; "
+        "raise the limit (0: none), or data.gen_batch_size."
     )
 
 
@@ -236,8 +234,7 @@ def _numbers(scores: Tensor, extras: Mapping[str, Sequence[object]], name: str, 
     if len(numbers) != len(scores):
         raise ValueError(
             f"{key} must name the score or a column of finite numbers that the reward function returns for "
-            "every sample, got "
-            f"{name!r}; it returned the columns {sorted(extras)}."
+            f"every sample, got {name!r}; it returned the columns {sorted(extras)}."
         )
     return numbers
 

@@ -114,9 +114,8 @@ class ResponseScorer:
             return RewardOutput(self._config.failure_score, {FAILURE_COLUMN: str(error)})
         raise RewardError(
             f"{error} The run stops because of reward.on_failure=stop: correct the cause, or pass "
-            "reward.on_failure=score "
-            "reward.failure_score=<number> to give such samples that score and count them in "
-            "reward/failed_fraction."
+            "reward.on_failure=score reward.failure_score=<number> to give such samples that score and count "
+            "them in reward/failed_fraction."
         ) from error
 
 

@@ -188,9 +188,8 @@ def _likely_cause(load: float, cores: int, placement: Placement) -> str:
     if placement.device == "cpu" and load > 1.5 * cores:
         return (
             f"The load average is {load:.1f} on {cores} cores; an engine uses {placement.engine_threads} of "
-            "them and a trainer "
-            f"rank {placement.trainer_threads}: other programs take the cores. docs/troubleshooting.md, "
-            "Slow, has what helps."
+            f"them and a trainer rank {placement.trainer_threads}: other programs take the cores. "
+            "docs/troubleshooting.md, Slow, has what helps."
         )
     return (
         f"The load average is {load:.1f} on {cores} cores: compare the lengths of prompts and responses of "

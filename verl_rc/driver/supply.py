@@ -452,9 +452,7 @@ class AsynchronousSupply:
         self._services.tracker.alert(
             "lengths trained on are not those sampled",
             f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} "
-            "steps, it is "
-            f"{ratio:.3f}: groups are left out by their length. async_training.max_off_policy_strategy=wait "
-            "trains on all of "
-            "them.",
+            f"steps, it is {ratio:.3f}: groups are left out by their length. "
+            "async_training.max_off_policy_strategy=wait trains on all of them.",
             step,
         )

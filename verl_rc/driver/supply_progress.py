@@ -167,6 +167,5 @@ def require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> N
     if wrong:
         raise RuntimeError(
             f"what a step trains on must be 0 to {oldest} steps old, but {len(wrong)} groups are not; the "
-            "first (number, age): "
-            f"{wrong[:5]}."
+            f"first (number, age): {wrong[:5]}."
         )

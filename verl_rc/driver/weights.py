@@ -32,9 +32,8 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
     if record.engines_replaced > limit:
         raise RemoteError(
             f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in one "
-            "step, but "
-            f"{record.engines_replaced} were lost, the last: {lost}. Look for what kills them (memory?), or "
-            "raise the limit."
+            f"step, but {record.engines_replaced} were lost, the last: {lost}. Look for what kills them "
+            "(memory?), or raise the limit."
         ) from lost
     # with its node, a rank is lost too, and there is no place for the engine
     services.actor.processes.require_nodes()

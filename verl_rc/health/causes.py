@@ -114,8 +114,7 @@ CAUSES = (
         ),
         f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}",
         "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
-        "probability, "
-        "z {z:.0f}",
+        "probability, z {z:.0f}",
         f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}",
         NO_FILTERS,
     ),
@@ -126,8 +125,7 @@ CAUSES = (
         lambda step: _misses_mass(step, BOUNDS.temperature_r2, BOUNDS.raw_r2),
         f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
         "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is "
-        "missing, most where "
-        "others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
+        "missing, most where others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
         "Look at min_p, min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the "
         f"trainer. {NO_CORRECTION}",
     ),
@@ -148,11 +146,10 @@ CAUSES = (
         ("temperature_z", *_SLOPE, "logit_noise"),
         _is_temperature,
         f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > "
-        f"{BOUNDS.temperature_r2:g}, "
-        f"logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > {BOUNDS.raw_r2:g}",
+        f"{BOUNDS.temperature_r2:g}, logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > "
+        f"{BOUNDS.raw_r2:g}",
         "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope "
-        "{temperature_slope:.3f}, "
-        "which explains {temperature_r2:.0%} of the gap",
+        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap",
         f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}",
     ),
     Cause(
@@ -162,10 +159,8 @@ CAUSES = (
         lambda step: abs(step["surprisal_excess"]) > step["surprisal_excess_bound"],
         "|surprisal excess| > its bound",
         "Sampled tokens have {surprisal_excess:+.3f} nats of surprisal beyond what the trainer expects, "
-        "where "
-        "{surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from another "
-        "distribution, though "
-        "the log-probs agree",
+        "where {surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from "
+        "another distribution, though the log-probs agree",
         f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn filters "
         "and penalties off. " + NO_CORRECTION,
         NO_FILTERS,
@@ -178,10 +173,8 @@ CAUSES = (
             step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise
         ),
         f"concentration > {BOUNDS.few_tokens:g}, logit noise > {BOUNDS.implausible_noise:g}",
-        f"{100 * BOUNDS.largest_share:g} %"
-        " of the tokens make {concentration:.1%} of the squared gap, and logit noise is {logit_noise:.3f}: "
-        "more, and on fewer "
-        "tokens, than rounding makes",
+        f"{100 * BOUNDS.largest_share:g} % of the tokens make {{concentration:.1%}} of the squared gap, and "
+        "logit noise is {logit_noise:.3f}: more, and on fewer tokens, than rounding makes",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),
     Cause(
@@ -192,8 +185,7 @@ CAUSES = (
         f"logit noise of one engine > {BOUNDS.engine_noise:g} times that of the others, by "
         f"{BOUNDS.engine_z:g} standard errors",
         "What engine {noisiest_engine:.0f} samples has {noisiest_engine_ratio:.1f} times the logit noise of "
-        "the other engines: "
-        "it has other weights, or computes otherwise",
+        "the other engines: it has other weights, or computes otherwise",
         "Restart it, and compare one of its tensors with the trainer's after a sync; replay R3 finds the "
         "weights that it had.",
     ),

@@ -27,8 +27,7 @@ def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int)
                 "rollout correction must leave something of a mini-batch, but it rejected every token of "
                 f"{in_a_row} in a row. Look at rollout_corr/kl and the rollout_rs_* metrics: widen "
                 "algorithm.rollout_correction.rollout_rs_threshold, or find out why trainer and engine "
-                "disagree. "
-                "algorithm.rollout_correction.max_skipped_updates sets the limit."
+                "disagree. algorithm.rollout_correction.max_skipped_updates sets the limit."
             )
     return in_a_row
 
@@ -48,12 +47,9 @@ def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float
         if in_a_row >= limit:
             raise NonFiniteGradientsError(
                 f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were "
-                "NaN or "
-                "infinite. They were left out, so the weights are as before. Lower the learning rate, look "
-                "for extreme "
-                "rewards and advantages, or compute in float32 (fsdp_config.dtype); "
-                "trainer.max_nonfinite_updates sets "
-                "the limit."
+                "NaN or infinite. They were left out, so the weights are as before. Lower the learning rate, "
+                "look for extreme rewards and advantages, or compute in float32 (fsdp_config.dtype); "
+                "trainer.max_nonfinite_updates sets the limit."
             )
     return in_a_row
 
@@ -84,9 +80,8 @@ class FailedGroups:
         if len(found.at) > _FAILED_GROUPS:
             raise TooManyFailedGroupsError(
                 f"at most {_FAILED_GROUPS} % of the last {_JUDGED_GROUPS} groups may fail in every attempt, "
-                f"but {len(found.at)} "
-                f"did; the first error of the run: {found.first_error} Correct its cause and start the same "
-                "command again."
+                f"but {len(found.at)} did; the first error of the run: {found.first_error} Correct its cause "
+                "and start the same command again."
             )
         return found
 
@@ -136,8 +131,7 @@ class RewardHistory:
             return None
         return (
             f"the mean score of the last {len(self.recent)} steps is {mean:.3g}, down from {self.best:.3g}: "
-            "more than "
-            f"trainer.alerts.reward_drop={drop:g} of it is lost"
+            f"more than trainer.alerts.reward_drop={drop:g} of it is lost"
         )
 
 

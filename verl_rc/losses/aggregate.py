@@ -43,7 +43,7 @@ class Aggregation:
         """Refuse a mode that does not exist."""
         if self.mode not in AGGREGATION_MODES:
             raise ValueError(
-                f"the aggregation mode (actor_rollout_ref.actor.loss_agg_mode) must be one of "
+                "the aggregation mode (actor_rollout_ref.actor.loss_agg_mode) must be one of "
                 f"{', '.join(AGGREGATION_MODES)}; got {self.mode!r}"
             )
 
@@ -117,8 +117,7 @@ def aggregate_loss(
     if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
         raise ValueError(
             "token_loss, mask and denominator_mask must be [B, T] of one shape; got "
-            f"{tuple(token_loss.shape)}, "
-            f"{tuple(mask.shape)} and {tuple(counted.shape)}"
+            f"{tuple(token_loss.shape)}, {tuple(mask.shape)} and {tuple(counted.shape)}"
         )
     # Cut by where, not by a product: 0 * NaN is NaN, and padding would poison the sum. A sum in bfloat16
     # would come back rounded to 8 significant bits.

@@ -169,8 +169,7 @@ class Admission:
         if not 0 <= count <= self.allowance():
             raise AdmissionError(
                 f"at most {self.allowance()} groups may be admitted at version {self.published} with "
-                f"{self.admitted} admitted "
-                f"and {self.replaced} replaced, got {count}."
+                f"{self.admitted} admitted and {self.replaced} replaced, got {count}."
             )
         return replace(self, admitted=self.admitted + count)
 
@@ -215,8 +214,7 @@ class Admission:
         if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
                 f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, "
-                "got "
-                f"{decided.plain()[-5:]} and {state.replaced} replaced."
+                f"got {decided.plain()[-5:]} and {state.replaced} replaced."
             )
         return replace(
             self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided

@@ -129,8 +129,7 @@ def publications(config: RunConfig) -> Iterator[Row]:
             "",
             (
                 f"{float(options.staleness):g} publications ahead wait for the same end of sampling as 1: "
-                "tokens get older, steps no "
-                "shorter"
+                "tokens get older, steps no shorter"
             ),
         )
 
@@ -146,8 +145,7 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
     seconds = f"{low:.3g} s" if math.isclose(low, high) else f"{low:.3g} to {high:.3g} s"
     yield (
         f"a step takes {seconds}, in turns {measured.in_turns:.3g} s (sampling {measured.sampling:.3g} s, "
-        "training "
-        f"{measured.training:.3g} s, one side alone; publishing not counted)"
+        f"training {measured.training:.3g} s, one side alone; publishing not counted)"
     )
     useful = measured.smallest_useful_staleness(options)
     best = measured.training if options.partial_rollout else max(measured.sampling, measured.training)

@@ -86,8 +86,8 @@ class Ledger:
         if tokens != expected:
             raise LedgerError(
                 f"the step's batch must hold the {expected} sampled tokens that have no account yet, it "
-                f"holds {tokens}. "
-                "Tokens were lost or used twice on the way to the update, or the response mask is shifted."
+                f"holds {tokens}. Tokens were lost or used twice on the way to the update, or the response "
+                "mask is shifted."
             )
 
     def close(self) -> dict[str, float]:
@@ -97,9 +97,8 @@ class Ledger:
             if self._sampled[what] != booked.total():
                 raise LedgerError(
                     f"every one of the step's {self._sampled[what]} sampled {what} must be booked to exactly "
-                    "one account, but "
-                    f"{booked.total()} are: {dict(booked)}. Some were lost or used twice between engine and "
-                    "update."
+                    f"one account, but {booked.total()} are: {dict(booked)}. Some were lost or used twice "
+                    "between engine and update."
                 )
         if not self._sampled.total():
             return {}
@@ -123,9 +122,8 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
         rows = (loss_mask != expected).any(dim=-1).nonzero()[:, 0].tolist()
         raise LedgerError(
             "the loss must look at the sampled tokens that rollout correction kept, at these and no others, "
-            "but its mask differs "
-            f"in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask shifted by one token "
-            "looks like this."
+            f"but its mask differs in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask "
+            "shifted by one token looks like this."
         )
 
 
@@ -147,9 +145,8 @@ def accounts_of_update(
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
-            "kept tokens, and a "
-            f"gradient norm for every one that kept any; got {len(norms)} norms and the counts "
-            f"{list(kept_tokens)}."
+            f"kept tokens, and a gradient norm for every one that kept any; got {len(norms)} norms and the "
+            f"counts {list(kept_tokens)}."
         )
     accounts, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
     first = len(kept_tokens) // epochs
@@ -223,8 +220,7 @@ class RunningLedger:
         if fate not in FATES or wrong or len(new) != len(given):
             raise LedgerError(
                 f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for "
-                f"{len(given)} "
-                f"numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
+                f"{len(given)} numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
             )
         ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(new)}
         return replace(self, in_flight=NumberRanges.from_numbers(left), ended=ended)
@@ -244,10 +240,8 @@ class RunningLedger:
         if lost or surplus or counted != self.admitted:
             raise LedgerError(
                 f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in "
-                "flight, exactly "
-                f"once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, {sorted(surplus)[:5]} "
-                f"({len(surplus)}) "
-                "are open though they ended."
+                f"flight, exactly once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, "
+                f"{sorted(surplus)[:5]} ({len(surplus)}) are open though they ended."
             )
         unknown = {
             name: count for name, count in accounts.items() if name not in RUN_TOKEN_ACCOUNTS or count < 0
@@ -256,8 +250,7 @@ class RunningLedger:
         if unknown or self.balance + sampled != sum(accounts.values()) + closing:
             raise LedgerError(
                 f"opening balance {self.balance} + sampled {sampled} must equal the accounts "
-                f"{dict(accounts)} + closing balance "
-                f"{closing}, all of them tokens: the difference is "
+                f"{dict(accounts)} + closing balance {closing}, all of them tokens: the difference is "
                 f"{self.balance + sampled - sum(accounts.values()) - closing}."
             )
         return replace(self, balance=closing)
@@ -267,8 +260,7 @@ class RunningLedger:
         if self.in_flight.ranges or self.balance:
             raise LedgerError(
                 f"a run that is done has nothing in flight, but {len(self.in_flight)} groups with "
-                f"{self.balance} tokens are: "
-                f"{list(self.in_flight)[:5]}."
+                f"{self.balance} tokens are: {list(self.in_flight)[:5]}."
             )
 
     def state(self) -> LedgerState:
@@ -288,8 +280,7 @@ class RunningLedger:
         if set(ended) - set(FATES) or len(in_flight) + sum(map(len, ended.values())) != admitted:
             raise LedgerError(
                 f"every number below {admitted} must have at most one of the fates {', '.join(FATES)}, got "
-                "the counts "
-                f"{ {fate: len(numbers) for fate, numbers in ended.items()} } with {len(in_flight)} in "
-                "flight."
+                f"the counts { {fate: len(numbers) for fate, numbers in ended.items()} } with "
+                f"{len(in_flight)} in flight."
             )
         return cls(admitted, in_flight, ended, state.balance)

@@ -29,8 +29,7 @@ _GRADIENT_SUMS = {
     False: "ranks reduce gradients after every micro-batch; each keeps its shard of the sum",
     None: (
         "ranks reduce gradients once a mini-batch if an update with whole gradients, 4 bytes a weight on "
-        "each rank, fits on a "
-        "GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
+        "each rank, fits on a GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
     ),
 }
 """By ``use_no_sync_for_gradient_accumulation``."""
@@ -140,8 +139,7 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         yield (
             "π_old",
             "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
-            "optimizer updates from "
-            "π_roll to π that were made before the step; constant",
+            "optimizer updates from π_roll to π that were made before the step; constant",
         )
     elif not policy.bypass:
         yield (
@@ -347,8 +345,7 @@ def _batch(plan: Plan) -> Iterator[str]:
 def _copies(ranks: int, of_one: int) -> str:
     return (
         f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are "
-        "gathered among those, "
-        "gradients are summed over all"
+        "gathered among those, gradients are summed over all"
     )
 
 
@@ -370,10 +367,9 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
-        f"{update.mini_batch_rows} rows, "
-        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_group} rows "
-        "of a mini-batch on "
-        f"each of {groups}, in micro-batches of at most {limit}{at_least}"
+        f"{update.mini_batch_rows} rows, x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer "
+        f"step(s) a step; {per_group} rows of a mini-batch on each of {groups}, in micro-batches of at most "
+        f"{limit}{at_least}"
     )
 
 

@@ -252,15 +252,15 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     if available < needed:
         raise ConfigError(
             f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and "
-            f"{engines} engine "
-            f"process(es), got {_size(available)}: end other programs, or take a machine with more."
+            f"{engines} engine process(es), got {_size(available)}: end other programs, or take a machine "
+            "with more."
         )
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
         raise ConfigError(
             f"{SHARED_MEMORY} must have {SHARED_MEMORY_MIB} MiB free for the shared memory of engines, got "
-            f"{shared >> 10} KiB: "
-            "remove what other programs left there, or give a container more (docker run --shm-size=2g)."
+            f"{shared >> 10} KiB: remove what other programs left there, or give a container more (docker "
+            "run --shm-size=2g)."
         )
 
 

@@ -122,9 +122,8 @@ def find_scorer(data_source: str) -> Scorer:
             return scorer
     known = sorted([*_SCORERS, *(f"{prefix}*" for prefix in _FAMILIES)])
     raise ValueError(
-        f"data_source must be one that has a scorer, got {data_source!r}; known are {known}. "
-        "Name a function of your own with reward.custom_reward_function.path and "
-        "reward.custom_reward_function.name."
+        f"data_source must be one that has a scorer, got {data_source!r}; known are {known}. Name a function "
+        "of your own with reward.custom_reward_function.path and reward.custom_reward_function.name."
     )
 
 
@@ -185,8 +184,7 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
         except Exception as error:
             raise RewardError(
                 "a reward function must return a number, or a dict with one under 'score', but what it "
-                f"returned for {sample} "
-                f"cannot be read: {_described(error)}."
+                f"returned for {sample} cannot be read: {_described(error)}."
             ) from error
         return RewardOutput(
             output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)}

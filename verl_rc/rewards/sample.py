@@ -79,8 +79,7 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
         if "score" not in returned or unnamed:
             raise RewardError(
                 "a reward function must return a number, or a dict that has 'score' among keys that are "
-                "strings; for "
-                f"{sample} it returned a dict with the keys {_shown(list(returned))}."
+                f"strings; for {sample} it returned a dict with the keys {_shown(list(returned))}."
             )
         extras = {_text(key): _plain(value, key, sample) for key, value in returned.items() if key != "score"}
         if extras.get("acc") is not None:
@@ -94,8 +93,7 @@ def _number(value: object, name: str, sample: object) -> float:
     if not isinstance(value, Real) or not _is_finite(value):
         raise RewardError(
             f"the {name} of a reward function must be a finite number, got {_shown(value)} "
-            f"({type(value).__name__}) "
-            f"for {sample}. Return a float, or a dict with one under 'score'."
+            f"({type(value).__name__}) for {sample}. Return a float, or a dict with one under 'score'."
         )
     return float(value)
 
@@ -124,9 +122,8 @@ def _plain(value: object, name: str, sample: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item, name, sample) for item in value]
     raise RewardError(
-        "what a reward function returns beside the score must be numbers, texts, None, or lists and dicts "
-        "of those, got "
-        f"{type(value).__name__} under {name!r} for {sample}."
+        "what a reward function returns beside the score must be numbers, texts, None, or lists and dicts of "
+        f"those, got {type(value).__name__} under {name!r} for {sample}."
     )
 
 

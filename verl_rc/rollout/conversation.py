@@ -80,8 +80,7 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     if len(chosen) != 1 or len(chosen[0].parameters) != 1:
         raise ValueError(
             "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in "
-            "multi_turn.tools, got "
-            f"{[tool.name for tool in chosen]}; pass format=hermes."
+            f"multi_turn.tools, got {[tool.name for tool in chosen]}; pass format=hermes."
         )
     return tag_parser(chosen[0])
 

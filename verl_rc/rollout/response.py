@@ -122,9 +122,8 @@ class Response:
         if output.token_ids and not known:
             raise RuntimeError(
                 f"the tokens of request {row} must come from versions {first} to {last} of the weights, "
-                "which the engine held, "
-                f"the last from {last}, but vLLM says that they come from {versions}: an update or its "
-                "version went astray."
+                f"which the engine held, the last from {last}, but vLLM says that they come from {versions}: "
+                "an update or its version went astray."
             )
         labels = [
             label for label, span in zip(versions, spans, strict=True) for _ in range(span.start, span.end)
@@ -256,8 +255,8 @@ def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
         found = sorted(set(rollouts.policy_versions[wrong].tolist()))
         raise RuntimeError(
             f"every token of this step must come from weight version {expected_version}, but "
-            f"{int(wrong.sum())} tokens come "
-            f"from version {found} (first in row {row}): an engine missed a weight update."
+            f"{int(wrong.sum())} tokens come from version {found} (first in row {row}): an engine missed a "
+            "weight update."
         )
 
 

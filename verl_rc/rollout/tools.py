@@ -196,14 +196,12 @@ class ToolCaller:
         except queue.Empty:
             raise ToolFailedError(
                 f"{where} must answer within {_KEY}.tool_timeout_seconds={self._timeout_seconds:g}, and is "
-                "still at work. Give "
-                "it a limit of its own that ends in a ToolError, or raise this one."
+                "still at work. Give it a limit of its own that ends in a ToolError, or raise this one."
             ) from None
         if isinstance(answer, BaseException):
             raise ToolFailedError(
                 f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call "
-                "that it cannot answer; "
-                "its text is then the answer."
+                "that it cannot answer; its text is then the answer."
             ) from answer
         if not isinstance(answer, str):
             raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
@@ -238,8 +236,7 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
         if tool is None:
             raise ValueError(
                 f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or "
-                "module:attribute, got "
-                f"{name!r}; the nearest is {nearest_key(name, list(BUILT_IN))}."
+                f"module:attribute, got {name!r}; the nearest is {nearest_key(name, list(BUILT_IN))}."
             )
         if tool.name in tools:
             raise ValueError(

@@ -92,8 +92,8 @@ def require_functions(what: str, names: Iterable[str], functions: Mapping[str, o
     """
     if mismatch := set(names) ^ functions.keys():
         raise TypeError(
-            f"each name of a {what} must have a function, and each function a name; "
-            f"only one of them is there for {', '.join(sorted(mismatch))}. Add the other."
+            f"each name of a {what} must have a function, and each function a name; only one of them is "
+            f"there for {', '.join(sorted(mismatch))}. Add the other."
         )
 
 

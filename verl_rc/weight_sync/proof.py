@@ -85,11 +85,9 @@ class LogProbGap:
         if not self.mean <= limit:
             raise SyncProofError(
                 f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this "
-                "engine, "
-                f"it is {self.mean:.3g} (largest {self.maximum:.3g}). The engine does not sample from the "
-                "trainer's weights: "
-                "look for a missed weight update, a stale prefix cache or another temperature. If the gap is "
-                "expected, set "
+                f"engine, it is {self.mean:.3g} (largest {self.maximum:.3g}). The engine does not sample "
+                "from the trainer's weights: look for a missed weight update, a stale prefix cache or "
+                "another temperature. If the gap is expected, set "
                 "actor_rollout_ref.rollout.sync_proof.gap_limit."
             )
 

@@ -96,10 +96,9 @@ class HostBucket:
             self._remove()
             raise ValueError(
                 f"{_SHARED_MEMORY_FOLDER} must have room for a bucket of {num_bytes / 2**20:.1f} MiB of "
-                "weights, the system "
-                f"answered: {error}. Lower "
-                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or "
-                "give a container more shared memory (docker run --shm-size)."
+                f"weights, the system answered: {error}. Lower "
+                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give a "
+                "container more shared memory (docker run --shm-size)."
             ) from error
         num_elements = sum(spec.num_elements for spec in tensors)
         self.flat = torch.frombuffer(self._segment.buf, dtype=tensors[0].torch_dtype, count=num_elements)
@@ -195,8 +194,8 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
         raise ValueError(
             f"a bucket of weights must be offered on the engine's own device {key}, it is offered on "
             f"{sorted(handle.by_device) or 'none'}. Set "
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
-            "engines and trainer do not share their devices."
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when engines and trainer do not "
+            "share their devices."
         )
     exported = handle.by_device[key]
     if isinstance(exported, SharedMemoryHandle):
@@ -231,8 +230,7 @@ def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[
     if missing := wanted - set(rank_devices):
         raise ValueError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device "
-            "of a trainer "
-            f"rank; without a rank: {sorted(missing)}."
+            f"of a trainer rank; without a rank: {sorted(missing)}."
         )
     return [
         device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)

@@ -72,8 +72,8 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError(
             f"{type(module).__name__} wants attention with sliding_window={sliding_window}, "
-            f"softcap={softcap} or sinks for "
-            f"sequences of {longest} tokens, which is not built. Train another model, or shorter sequences."
+            f"softcap={softcap} or sinks for sequences of {longest} tokens, which is not built. Train "
+            "another model, or shorter sequences."
         )
     if packed_layout is None:
         # With one query position is_causal would mask all keys but the first.
@@ -184,8 +184,7 @@ def attention_problem(config: Any, longest: int) -> str | None:
     if window is not None and slides and window < longest:
         return (
             f"its attention looks back sliding_window={window} tokens, which is not built, and sequences "
-            f"have up to {longest}: "
-            f"lower data.max_prompt_length + data.max_response_length to {window}"
+            f"have up to {longest}: lower data.max_prompt_length + data.max_response_length to {window}"
         )
     return None
 

@@ -119,8 +119,7 @@ def _open_source(request: ExportRequest) -> _Source:
     if request.part == "adapter" and model.lora_rank == 0:
         raise ExportError(
             "--adapter needs a run that trains LoRA adapters, but the checkpoint has "
-            "actor_rollout_ref.model.lora_rank=0. "
-            "Leave --adapter out."
+            "actor_rollout_ref.model.lora_rank=0. Leave --adapter out."
         )
     path = _local_path(request.model or model.path)
     return _Source(
@@ -156,8 +155,7 @@ def _read_model_config(path: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the model that the run was trained from must be readable, but {path} is not a model folder or "
-            "hub id "
-            f"({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model."
+            f"hub id ({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model."
         ) from error
 
 
@@ -195,8 +193,7 @@ def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source:
     if different:
         raise ExportError(
             f"{source.folder} must have been trained from the model in {source.model.path}, but the two "
-            "differ in "
-            f"{listed(different, MAX_NAMES)}. Say with --model where the right one is."
+            f"differ in {listed(different, MAX_NAMES)}. Say with --model where the right one is."
         )
     typed = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
@@ -225,8 +222,7 @@ def _copy_tokenizer(source: _Source, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the base model's folder must hold its tokenizer, but {source.tokenizer_path} gave: {error} Say "
-            "with --model "
-            "where a complete one is."
+            "with --model where a complete one is."
         ) from error
 
 

@@ -151,8 +151,7 @@ def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool)
             )
             problems.append(
                 f"{SEQUENCE_PARALLEL_KEYS[role]}={size} must divide its {heads} attention heads: pass "
-                f"{largest}, and lengths "
-                "whose part of a row then fits"
+                f"{largest}, and lengths whose part of a row then fits"
             )
     return next((problem for problem in problems if problem is not None), None)
 
@@ -161,8 +160,8 @@ def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
     source = model_source(path)
     if path.startswith((".", "/", "~")) and not (Path(source) / "config.json").is_file():
         raise ValueError(
-            f"a model's path must be a Hugging Face model folder with a config.json, got {path!r}. "
-            "Give the folder of a model (scripts/make_tiny_model.py writes a small one) or a hub id."
+            f"a model's path must be a Hugging Face model folder with a config.json, got {path!r}. Give the "
+            "folder of a model (scripts/make_tiny_model.py writes a small one) or a hub id."
         )
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     arguments = {

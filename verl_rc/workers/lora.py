@@ -47,17 +47,14 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
         )
         raise ValueError(
             "actor_rollout_ref.model.target_modules must match modules of the model, got "
-            f"{config.target_modules!r} "
-            f"(without exclude_modules={config.exclude_modules!r}). Its linear layers are "
-            f"{', '.join(linear)}; all-linear takes "
-            f"all of them. ({error})"
+            f"{config.target_modules!r} (without exclude_modules={config.exclude_modules!r}). Its linear "
+            f"layers are {', '.join(linear)}; all-linear takes all of them. ({error})"
         ) from error
     if not isinstance(model.get_output_embeddings(), nn.Linear):  # type: ignore[operator]
         raise ValueError(
             "actor_rollout_ref.model.target_modules must leave the output layer out, got "
-            f"{config.target_modules!r}: log-probs "
-            "are computed with its plain weight, a chunk at a time. Take it out of the list, or name it in "
-            "exclude_modules."
+            f"{config.target_modules!r}: log-probs are computed with its plain weight, a chunk at a time. "
+            "Take it out of the list, or name it in exclude_modules."
         )
     return adapted
 

@@ -66,8 +66,7 @@ class RewardModelWorker:
     def _too_long(self, token_ids: Sequence[int]) -> str:
         return (
             f"a conversation must have at most {self._max_length} tokens (reward.reward_model.max_length, or "
-            "what the model's "
-            f"positions allow), got {len(token_ids)}"
+            f"what the model's positions allow), got {len(token_ids)}"
         )
 
     @torch.no_grad()
@@ -96,13 +95,11 @@ def _load_classifier(path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
     if loading["missing_keys"]:
         raise ValueError(
             f"reward.reward_model.model_path must be a trained sequence classifier, but {path!r} lacks the "
-            "weights "
-            f"{sorted(loading['missing_keys'])}: it is a model of another kind."
+            f"weights {sorted(loading['missing_keys'])}: it is a model of another kind."
         )
     if model.config.num_labels != 1:
         raise ValueError(
             f"reward.reward_model.model_path must be a classifier with one output (num_labels=1), {path!r} "
-            "has "
-            f"{model.config.num_labels}."
+            f"has {model.config.num_labels}."
         )
     return model

@@ -65,8 +65,7 @@ def _logit_factor(model: Any) -> float:
     """
     problem = (
         "a policy's logits must be a constant times a linear layer of its last hidden states, so that "
-        "log-probs need only "
-        f"a chunk of them at a time, but {type(model).__name__}"
+        f"log-probs need only a chunk of them at a time, but {type(model).__name__}"
     )
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or not isinstance(head, nn.Linear):

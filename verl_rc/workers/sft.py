@@ -71,8 +71,7 @@ def load_sft(config: SftConfig) -> SftSetup:
     if len(train) < data.train_batch_size:
         raise ValueError(
             f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, "
-            "got "
-            f"{len(train)}. Lower the batch size or add examples."
+            f"got {len(train)}. Lower the batch size or add examples."
         )
     torch.set_num_threads(
         min(torch.get_num_threads(), usable_cores())

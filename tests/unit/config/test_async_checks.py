@@ -41,17 +41,14 @@ SOUND = [
     f"{S}.trigger_parameter_sync_step=2 {S}.partial_rollout=False {S}.order=ready {CHOSEN}",
     f"{S}.staleness_threshold=0.5 {S}.partial_rollout=False {S}.order=ready {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.trigger_parameter_sync_step=2 "
-    f"{S}.max_token_age=2 {OWN_DEVICES} "
-    f"{CHOSEN}",
+    f"{S}.max_token_age=2 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=256 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=999 {OWN_DEVICES} {CHOSEN} {TOOLS}",
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {CORRECTION}.proximal=interpolate",
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {ROLLOUT}.checkpoint_engine.stage_updates=True "
-    f"{ROLLOUT}."
-    "tensor_model_parallel_size=1",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {ROLLOUT}.checkpoint_engine.stage_updates=True "
-    f"{ROLLOUT}."
-    f"tensor_model_parallel_size=1 {S}.partial_rollout=False",
+    f"{ROLLOUT}.tensor_model_parallel_size=1 {S}.partial_rollout=False",
     f"{S}.require_batches=2",
     f"{S}.require_batches=2 data.train_batch_size=32",
 ]

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[3]
 BUILD = "import setuptools; setuptools.setup()"
 LOAD = (
     "import verl_rc.config.load as load; config = load.load_run_config(['task=digits', 'hardware=cpu', "
-    "'correction=tis']); "
-    "print(load.__file__, config.data.train_batch_size, config.algorithm.rollout_correction.rollout_is)"
+    "'correction=tis']); print(load.__file__, config.data.train_batch_size, "
+    "config.algorithm.rollout_correction.rollout_is)"
 )
 
 

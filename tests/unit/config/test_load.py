@@ -192,8 +192,8 @@ MISTAKES = [
     ),
     (
         "async_training.staleness_threshold=1 actor_rollout_ref.hybrid_engine=False "
-        f"{CORRECTION}.diagnostics=full "
-        f"{CORRECTION}.rollout_is=token {CORRECTION}.proximal=interpolate trainer.alerts.cause=skip",
+        f"{CORRECTION}.diagnostics=full {CORRECTION}.rollout_is=token {CORRECTION}.proximal=interpolate "
+        "trainer.alerts.cause=skip",
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
@@ -234,8 +234,7 @@ MISTAKES = [
     ),
     (
         "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc "
-        "reward.reward_model.enable=True "
-        "reward.reward_model.model_path=org/judge",
+        "reward.reward_model.enable=True reward.reward_model.model_path=org/judge",
         "gives only its score; pass metric=reward",
     ),
     ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "overlong_buffer_cfg.len must be given"),

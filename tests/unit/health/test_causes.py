@@ -110,8 +110,7 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
     said = statement_of(cause, steps, temperature=1.0, steps=(3, 5))
     assert said.text == (
         "The engine samples at temperature 0.90, the trainer scores at 1.00: slope -0.111, which explains "
-        "97% of the gap (named) "
-        "[steps 3 to 5]"
+        "97% of the gap (named) [steps 3 to 5]"
     )
     raw = cause_of(HEALTHY | RAW)
     assert raw is not None

@@ -79,8 +79,7 @@ def _refuse(message: str) -> NoReturn:
     what, _, unknown = message.partition("unrecognized arguments: ")
     raise ConfigError(
         "options are --config-name, --config-dir, --config-path, --cfg, --info, --multirun and others that "
-        "--help lists; "
-        f"{what}{f'got {shortened(unknown)!r}' if unknown else ''}."
+        f"--help lists; {what}{f'got {shortened(unknown)!r}' if unknown else ''}."
     )
 
 

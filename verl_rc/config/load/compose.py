@@ -122,8 +122,7 @@ class Composer:
                 choices = self.loader.get_group_options(override.key_or_group)
                 raise ConfigError(
                     f"{key} must be one of {', '.join(choices)}; got {shortened(str(choice))!r}, did you "
-                    "mean "
-                    f"{nearest_key(str(choice), choices)}?"
+                    f"mean {nearest_key(str(choice), choices)}?"
                 )
         return text if key in listed else f"+{text}"
 

@@ -81,15 +81,13 @@ def unreadable(error: Exception, overrides: Sequence[str]) -> str:
     if culprit is not None:
         return (
             f"the overrides cannot be read: {shortened(culprit)!r} must be key=value in Hydra's grammar, in "
-            "which a value with "
-            "special characters stands in quotes of its own, in a shell 'key=\"value\"'. Hydra says: "
-            f"{shortened(reason)}."
+            "which a value with special characters stands in quotes of its own, in a shell 'key=\"value\"'. "
+            f"Hydra says: {shortened(reason)}."
         )
     if "Could not delete" in reason:
         return (
             f"the overrides cannot be read: {reason.rstrip('.')}. ~key takes back what a run file or a group "
-            "gave, and none gave "
-            "this; drop it."
+            "gave, and none gave this; drop it."
         )
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is not None:
@@ -307,8 +305,7 @@ def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str,
         raise ConfigError(
             f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
             f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from "
-            f"{CORRECTION} in "
-            "the file, or set them on the command line instead of the preset."
+            f"{CORRECTION} in the file, or set them on the command line instead of the preset."
         )
 
 

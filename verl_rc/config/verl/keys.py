@@ -210,8 +210,7 @@ AGREEMENTS = {
             or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
         ),
         "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive "
-        "(without it), gdpo (with "
-        "algorithm.adv_estimator=gdpo), or drop it",
+        "(without it), gdpo (with algorithm.adv_estimator=gdpo), or drop it",
     ),
 }
 """Keys of verl that must agree with the rest of the configuration."""

@@ -332,8 +332,7 @@ _TRAINER_LEAVES = {
 
 _MOVED_TO_REWARD = (
     "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* "
-    "for the overlong "
-    "penalty, reward.custom_reward_function.* for a function of your own"
+    "for the overlong penalty, reward.custom_reward_function.* for a function of your own"
 )
 _OTHER_LEAVES = {
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),

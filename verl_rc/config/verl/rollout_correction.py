@@ -165,8 +165,7 @@ def _from_b(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     if level not in _RULE_OF_LEVEL or mode not in ("truncate", "clip", "mask"):
         raise ValueError(
             "rollout_is_level must be token, sequence or geometric and rollout_is_mode truncate, clip or "
-            "mask; "
-            f"got {level!r} and {mode!r}"
+            f"mask; got {level!r} and {mode!r}"
         )
     if upper is None or _number(upper, "rollout_is_threshold") <= 0:
         notes.append(
@@ -206,9 +205,8 @@ def _weights_of_b(
         return {**weights, "rollout_is_threshold": str(bounds)}
     notes.append(
         "mask mode is read as of release B3, which rejected; for B2, which made weights 0, add era=B2. "
-        "Losses were divided by "
-        "the kept tokens of a micro-batch; add rejection_denominator=kept to divide by those of the "
-        "mini-batch."
+        "Losses were divided by the kept tokens of a micro-batch; add rejection_denominator=kept to divide "
+        "by those of the mini-batch."
     )
     return {**weights, "rollout_rs": _RULE_OF_LEVEL[level], "rollout_rs_threshold": str(bounds)}
 
@@ -287,8 +285,7 @@ def _apply_convention(fields: Fields, convention: BoundConvention, notes: list[s
         if lopsided:
             notes.append(
                 f"{rule.name}: {bound} bounds train/rollout, as verl's documents say; verl executed it on "
-                "rollout/train. Add "
-                "k1_bound_convention=inverse to keep what ran."
+                "rollout/train. Add k1_bound_convention=inverse to keep what ran."
             )
     if convention == "inverse":
         fields["rollout_rs_threshold"] = ",".join(map(str, turned))

@@ -53,13 +53,11 @@ def comparison_panel(runs: Sequence[RunData]) -> str:
     seeds = _seeds(runs)
     caution = (
         "<p>Intervals are of the steps of one run (90 %, block bootstrap). They do not say whether another "
-        "seed would give the "
-        "same: with one run a side no difference is shown to be more than chance.</p>"
+        "seed would give the same: with one run a side no difference is shown to be more than chance.</p>"
     )
     return (
         f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they "
-        f"part</h3>{_partings(runs)}"
-        f"<h3>Keys that differ</h3>{differing_settings(runs)}"
+        f"part</h3>{_partings(runs)}<h3>Keys that differ</h3>{differing_settings(runs)}"
     )
 
 

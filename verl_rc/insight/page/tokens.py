@@ -118,8 +118,7 @@ def profiles_html(profiles: Profiles) -> str:
     )
     said = (
         f"<h3>Which tokens the gap belongs to</h3><p>{profiles.tokens:,} tokens of {profiles.rows:,} rows "
-        "that were drawn at "
-        f"random; {escaped(unit)}, with a band of 90 % over rows.{floor}</p>"
+        f"that were drawn at random; {escaped(unit)}, with a band of 90 % over rows.{floor}</p>"
     )
     largest = max((bar.high for profile in profiles.profiles for bar in profile.bars), default=0.0)
     drawn = "".join(

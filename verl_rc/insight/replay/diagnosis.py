@@ -37,8 +37,7 @@ REPLAYS: Mapping[str, str] = {
     "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
     "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
     "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
-    "as R5, and 3 "
-    "generations a record",
+    "as R5, and 3 generations a record",
 }
 """What is built of the replays in docs/see_why.md, and what each costs for a record."""
 _SAME = 1e-4

@@ -41,8 +41,7 @@ class ParameterGradients:
         if not self._rows:
             raise NothingToReplayError(
                 f"{folder} must have a token record whose weights are on the disk: trainer.save_freq keeps "
-                "weights, and the step "
-                "after a checkpoint is recorded."
+                "weights, and the step after a checkpoint is recorded."
             )
         self.batch: RecordedBatch = read_batch(
             folder, first_step, last_step, {one.step for one in self._rows}
@@ -80,8 +79,8 @@ class ParameterGradients:
         steps = ", ".join(str(rows.step) for rows in self._rows)
         return (
             f"Norm, cosine, bias, noise and error are of {self._parameters:,} "
-            f"parameters{' with the adapters merged' * lora}, at "
-            f"the weights before steps {steps}: {self._passes:,} backward passes, {self._seconds:.0f} s"
+            f"parameters{' with the adapters merged' * lora}, at the weights before steps {steps}: "
+            f"{self._passes:,} backward passes, {self._seconds:.0f} s"
             + (
                 f"; a random projection to {self._projected:,} numbers is kept of each."
                 if self._is_projected

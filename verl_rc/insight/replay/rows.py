@@ -53,8 +53,7 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
     if not found:
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses: "
-            "trainer.token_records.enable=True and "
-            "trainer.token_records.contents=full write them."
+            "trainer.token_records.enable=True and trainer.token_records.contents=full write them."
         )
     return found
 

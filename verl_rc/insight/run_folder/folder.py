@@ -81,8 +81,8 @@ def _read(path: Path) -> RunData:
         named = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {named}.")
     raise NothingToReadError(
-        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, TensorBoard event files, "
-        "verl's file logger (.jsonl), or a console log with lines 'step:N - name:value'."
+        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, TensorBoard event files, verl's file "
+        "logger (.jsonl), or a console log with lines 'step:N - name:value'."
     )
 
 

@@ -199,10 +199,8 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         confidence="named" if filters else "likely",
         steps=steps,
         next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled "
-        "(verl: "
-        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
-        "(min_tokens, stop, ignore_eos, "
-        f"logit bias). {NO_CORRECTION}",
+        f"(verl: {PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
+        f"(min_tokens, stop, ignore_eos, logit bias). {NO_CORRECTION}",
         overrides=NO_FILTERS,
         row=5,
     )
@@ -278,8 +276,7 @@ def _grows_with_age(
             "staleness",
             "notice",
             "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the "
-            "youngest, {at:.4f} at age "
-            "{oldest:.0f} (r² {r:.2f})",
+            "youngest, {at:.4f} at age {oldest:.0f} (r² {r:.2f})",
             evidence,
             confidence=confidence,
             steps=floor.steps,
@@ -325,8 +322,8 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
             "weights never arrive",
             "fault",
             "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: "
-            "{slope:.2f} for each nat "
-            "of movement, r² {r:.2f}. The engine has kept the weights it started with",
+            "{slope:.2f} for each nat of movement, r² {r:.2f}. The engine has kept the weights it started "
+            "with",
             evidence,
             confidence="named",
             steps=(gap.steps[0], gap.steps[-1]),
@@ -368,8 +365,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
             "one version late",
             "fault",
             "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in "
-            "the first step, which "
-            "had none. The engine samples with weights that are one update old",
+            "the first step, which had none. The engine samples with weights that are one update old",
             evidence,
             confidence="likely",
             steps=(gap.steps[0], gap.steps[-1]),
@@ -403,14 +399,13 @@ def _missed_update(run: RunData) -> list[Statement]:
             "an update was missed",
             "notice",
             "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
-            "{first:.3f} at the "
-            "start, and as before in between: the engine sampled those steps with other weights",
+            "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "
+            "weights",
             evidence,
             confidence="likely",
             steps=(jumps[0][0], jumps[-1][0]),
             next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look "
-            "at the log for what "
-            "delayed or skipped a weight update.",
+            "at the log for what delayed or skipped a weight update.",
             row=19,
         )
     ]
@@ -447,10 +442,8 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
             "drift within the step",
             "notice",
             "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it "
-            "was sampled with; "
-            "before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). It moves "
-            "away while it learns "
-            "from the batch",
+            "was sampled with; before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} "
+            "steps). It moves away while it learns from the batch",
             evidence,
             confidence="named",
             steps=(first, last),
@@ -477,14 +470,12 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
             LARGE,
             "fault",
             f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes "
-            f"{{plausible:g}}: engine "
-            "and trainer differ in something else, which metrics do not tell apart",
+            "{plausible:g}: engine and trainer differ in something else, which metrics do not tell apart",
             {"first": first, "plausible": plausible},
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
             next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, "
-            "padding, dropout) from "
-            "an engine that computes otherwise.",
+            "padding, dropout) from an engine that computes otherwise.",
             row=20,
         )
     ]
@@ -539,8 +530,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
         confidence="possible",
         steps=steps,
         next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike "
-        "here. Run ten steps "
-        "with the engine in float32 and without prefix caching, one change at a time.",
+        "here. Run ten steps with the engine in float32 and without prefix caching, one change at a time.",
         overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
         row=20,
     )

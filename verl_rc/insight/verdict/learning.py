@@ -187,8 +187,7 @@ def _length_for_reward(run: RunData) -> list[Statement]:
             "reward for length",
             "fault",
             "The training reward rose by {score:.3g} while validation fell from {before:.3g} to {after:.3g} "
-            "and responses became "
-            "{longer:.1f} times as long: the reward can be had by length",
+            "and responses became {longer:.1f} times as long: the reward can be had by length",
             evidence,
             confidence="likely",
             steps=(run.steps[0], run.steps[-1]),

@@ -154,8 +154,7 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     ways = {record.reproduced_by for record in seen} - {""}
     said = (
         "The recorded tokens with the trainer's weights of their step do not give the trainer's recorded "
-        "log-probs: {size:.4f} "
-        "nats between them, {share:.0%} of the gap"
+        "log-probs: {size:.4f} nats between them, {share:.0%} of the gap"
     )
     if ways:
         said += f". They come out with {', '.join(sorted(ways))}"
@@ -200,9 +199,8 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
         STALE_CACHE,
         "fault",
         "An engine with weights {said:.0f} whose prefix cache was filled by weights {filled:.0f} "
-        "({cached:.0f} tokens of prompts "
-        "come from there) is {left:.4f} nats from the log-probs of step {step:.0f}, with a cache of its own "
-        "{own:.4f}",
+        "({cached:.0f} tokens of prompts come from there) is {left:.4f} nats from the log-probs of step "
+        "{step:.0f}, with a cache of its own {own:.4f}",
         evidence,
         **_sure(seen),
         next_test="Reset the prefix cache after every weight update, or turn it off and compare.",
@@ -228,8 +226,7 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
         OLDER_WEIGHTS,
         "fault",
         "The engine sampled step {step:.0f} with weights near version {held:.0f} and not {said:.0f}: its "
-        "log-probs are "
-        "{left:.4f} nats from those, {gap:.4f} from these",
+        "log-probs are {left:.4f} nats from those, {gap:.4f} from these",
         evidence,
         **_sure(seen),
         next_test="Compare a tensor of the engine with the trainer's after a sync; look at what skips or "
@@ -258,8 +255,7 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         ENGINES_INPUTS,
         "fault",
         f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} nats from "
-        "the trainer's "
-        "then, {gap:.4f} with the recorded ids",
+        "the trainer's then, {gap:.4f} with the recorded ids",
         evidence,
         **_sure(seen),
         next_test="Compare the ids that the engine was sent with the recorded ones: templates, start tokens, "
@@ -297,14 +293,13 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         OTHER_ENGINE,
         "fault",
         "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats "
-        "from what the run's "
-        "engine reported ({first:.4f} at the start), where rounding makes {rounding:.4f}; {share:.0%} of the "
-        "gap",
+        "from what the run's engine reported ({first:.4f} at the start), where rounding makes "
+        "{rounding:.4f}; {share:.0%} of the gap",
         evidence,
         **_sure(seen),
         next_test="Compare the ids and the sampling parameters that the engine was sent with the recorded "
-        "ids and the "
-        "configuration; then restart the engine and compare its tensors with the trainer's after a sync.",
+        "ids and the configuration; then restart the engine and compare its tensors with the trainer's after "
+        "a sync.",
         overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
         row=20,
     )
@@ -337,12 +332,10 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
         OTHER_CODE,
         "fault",
         "With the weights of step {step:.0f}, in float32 and one row at a time, the engine is {kernels:.4f} "
-        "nats from the "
-        "trainer: {share:.0%} of the gap is neither rounding nor weights",
+        "nats from the trainer: {share:.0%} of the gap is neither rounding nor weights",
         evidence,
         **_sure(seen),
         next_test="Compare what both make of the model's configuration (rotary base, scaling, experts, "
-        "merged adapters), then "
-        "try other kernels of attention in the engine.",
+        "merged adapters), then try other kernels of attention in the engine.",
         row=20,
     )

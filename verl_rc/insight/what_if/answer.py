@@ -143,8 +143,7 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
         elif _is_mostly_above(one, best):
             reasons.append(
                 f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, "
-                f"{best.name} "
-                f"{best.error.value:.3g})."
+                f"{best.name} {best.error.value:.3g})."
             )
         else:
             smallest = f"the smallest ({best.error.value:.3g}) in most draws"
@@ -194,14 +193,12 @@ def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
     if prompts < FEWEST_PROMPTS:
         notes.append(
             f"Too few prompts: {FEWEST_PROMPTS} are needed for intervals that hold; "
-            "trainer.token_records.full_freq records "
-            "whole steps."
+            "trainer.token_records.full_freq records whole steps."
         )
     if level == "token":
         notes.append(
             "The reference has token weights: sequence weights have too heavy a tail here (less than half of "
-            "the sample is "
-            "left, or one row has a twentieth of the sum of squares)."
+            "the sample is left, or one row has a twentieth of the sum of squares)."
         )
     if of_logits and not batch.has_gradients:
         notes.append(

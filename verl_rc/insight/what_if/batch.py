@@ -82,8 +82,7 @@ def read_batch(
     if not any((record.rows["chosen_by"] == "random").any() for record in usable):
         raise NoRecordsError(
             f"the token records of {folder} must hold log-probs of the trainer before the update; where the "
-            "actor corrects "
-            "(bypass mode, proximal=interpolate) there are none: record a few steps with "
+            "actor corrects (bypass mode, proximal=interpolate) there are none: record a few steps with "
             "algorithm.rollout_correction.bypass_mode=False."
         )
     return _joined(usable)

@@ -38,8 +38,7 @@ _ACTOR = (
         "actor/ppo_kl",
         "nats",
         "mean over tokens in loss_mask of old − current log-prob, k1 of KL(old || current); old: proximal, "
-        "in bypass mode "
-        f"rollout; each term clamped to ±20 nats but in {_losses('whole', 'distance')}; "
+        f"in bypass mode rollout; each term clamped to ±20 nats but in {_losses('whole', 'distance')}; "
         f"{_losses('distance')}: of |old − current|; {_losses('none')}: none",
         (-0.01, 0.1),
     ),
@@ -54,15 +53,13 @@ _ACTOR = (
         "actor/entropy",
         "nats",
         "mean over response tokens of the proximal policy's entropy; in bypass mode, and with "
-        "proximal=interpolate, of the "
-        "current policy's, over all updates",
+        "proximal=interpolate, of the current policy's, over all updates",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",
         "nats",
         "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of "
-        "every 50th step; with "
-        "rollout_correction.proximal=interpolate",
+        "every 50th step; with rollout_correction.proximal=interpolate",
     ),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
     MetricSpec(
@@ -92,8 +89,7 @@ _CRITIC = (
         "critic/vf_loss",
         "1",
         "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that "
-        "is larger; "
-        "aggregated by critic.loss_agg_mode, mean over updates",
+        "is larger; aggregated by critic.loss_agg_mode, mean over updates",
     ),
     MetricSpec(
         "critic/vf_clipfrac",

@@ -98,8 +98,7 @@ TIME = (
         "perf/overhead_fraction",
         "1",
         "share of the step in which no worker computed: 1 − (Σ timing_busy_s + timing_s of reward, testing "
-        "and save_checkpoint) "
-        "/ timing_s/step, at least 0",
+        "and save_checkpoint) / timing_s/step, at least 0",
         (None, 0.1),
         "driver",
     ),

@@ -133,10 +133,9 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "misalignment_z",
         "1",
         "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie "
-        "apart: lasting values "
-        f"beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, or log-probs of other "
-        "tokens. 0 if all ρ "
-        "are exactly 1; left out for fewer than two tokens, or where all ρ are the same but not 1",
+        f"apart: lasting values beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, "
+        "or log-probs of other tokens. 0 if all ρ are exactly 1; left out for fewer than two tokens, or "
+        "where all ρ are the same but not 1",
         _NEAR_0,
     ),
     (
@@ -162,8 +161,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "rollout_is_pareto_k",
         "1",
         "shape of the tail of the raw weights; above the healthy range averages over them are unreliable; "
-        "left out where "
-        "rounding of float32 alone makes the tail",
+        "left out where rounding of float32 alone makes the tail",
         (-1, 0.7),
     ),
     (
@@ -238,16 +236,14 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "missing_mass_z",
         "1",
         f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is "
-        "too much; "
-        "misalignment_z, which tests ρ − 1, has the opposite sign",
+        "too much; misalignment_z, which tests ρ − 1, has the opposite sign",
         _NEAR_0,
     ),
     (
         "lag",
         "tokens",
         f"k of −{-min(BOUNDS.lags)} to {max(BOUNDS.lags)} for which the mean over tokens of |train log-prob "
-        "at t − rollout "
-        "log-prob at t + k| is smallest, if that halves the one at 0 and that is above "
+        "at t − rollout log-prob at t + k| is smallest, if that halves the one at 0 and that is above "
         f"{BOUNDS.lag_distance:g}, else 0; {_AT_THE_HEAD}",
         (0, 0),
     ),
@@ -288,9 +284,8 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "surprisal_excess_bound",
         "nats",
         f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: "
-        "how often a token "
-        "counts. Beyond it, up or down, surprisal_excess is not chance where tokens are drawn from what the "
-        "engine reports",
+        "how often a token counts. Beyond it, up or down, surprisal_excess is not chance where tokens are "
+        "drawn from what the engine reports",
         None,
     ),
     # What is healthy depends on the precision (PLAUSIBLE_NOISE) and on the age of the samples: the table of

@@ -123,7 +123,7 @@ def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:
         from verl_rc.metrics.sinks.tensorboard_sink import TensorBoardSink  # noqa: PLC0415  (an optional package)
     except ImportError as error:
         raise ValueError(
-            "trainer.logger: 'tensorboard' must be installed to be used; "
-            "run `pip install 'verl_rc[tensorboard]'` or leave it out."
+            "trainer.logger: 'tensorboard' must be installed to be used; run `pip install "
+            "'verl_rc[tensorboard]'` or leave it out."
         ) from error
     return TensorBoardSink(run_dir, steps_done)

@@ -216,9 +216,8 @@ class Stages:
         for numbers, gap in rounds:
             found = (
                 f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
-                "sampled in "
-                f"{numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, largest "
-                f"{gap.maximum:.3g}"
+                f"sampled in {numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, "
+                f"largest {gap.maximum:.3g}"
             )
             must = f"the mean gap must be at most {limit:.3g} nats for this precision"
             remedy = "run verl-rc diagnose on a short run, and try rollout.dtype=float32"

@@ -245,54 +245,47 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
     if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
         yield (
             f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} "
-            "nothing to compare a "
-            "sample with: its advantage is made of its own score, without a baseline, as in verl. Raise "
-            "rollout.n for advantages "
-            "relative to other samples of the prompt."
+            "nothing to compare a sample with: its advantage is made of its own score, without a baseline, "
+            "as in verl. Raise rollout.n for advantages relative to other samples of the prompt."
         )
     if sizes.critic_only_steps and not config.needs_critic:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves the actor alone for "
-            f"{sizes.critic_only_steps} steps, and "
-            "there is no critic to warm up: these steps train nothing. Drop it."
+            f"{sizes.critic_only_steps} steps, and there is no critic to warm up: these steps train nothing. "
+            "Drop it."
         )
     if sizes.total_steps is not None and trainer.critic_warmup > sizes.total_steps:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} is beyond the {sizes.total_steps} steps of the "
-            "run "
-            "(trainer.total_training_steps): the actor is never updated. Lower it."
+            "run (trainer.total_training_steps): the actor is never updated. Lower it."
         )
     if policy.kl_loss_coef and actor.kl_loss_type in _K1_KINDS:
         yield (
             f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient that does not depend on the "
-            "reference policy and is 0 in "
-            "expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ (its value, with the gradient "
-            "of the divergence)."
+            "reference policy and is 0 in expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ "
+            "(its value, with the gradient of the divergence)."
         )
     for role, size in config.sequence_parallel_sizes.items():
         if trainer.n_gpus_per_node % size:
             yield (
                 f"{SEQUENCE_PARALLEL_KEYS[role]}={size} does not divide "
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks "
-                "on different nodes share tokens, and every layer's attention waits for the network between "
-                "them."
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks on different nodes share tokens, "
+                "and every layer's attention waits for the network between them."
             )
     ratio = None if policy.spec is None else policy.spec.ratio
     if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "
-            "rounding and no clip "
-            "or gate acts. For more updates per step lower actor_rollout_ref.actor.ppo_mini_batch_size or "
-            "raise ppo_epochs; "
+            "rounding and no clip or gate acts. For more updates per step lower "
+            "actor_rollout_ref.actor.ppo_mini_batch_size or raise ppo_epochs; "
             f"{_CORRECTION}.bypass_mode=True with loss_type=reinforce gives the same gradient without the "
             "pass of old_log_prob."
         )
     if policy.bypass and policy.weights and sizes.actor.optimizer_steps > 1:
         yield (
             f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the "
-            "weights' threshold "
-            "bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or loss_type=ppo_clip "
-            "hold it back."
+            "weights' threshold bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or "
+            "loss_type=ppo_clip hold it back."
         )
 
 
@@ -303,11 +296,9 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
     if options.max_off_policy_strategy == "drop":
         yield (
             "async_training.max_off_policy_strategy=drop throws sampled tokens away, above all those of long "
-            "responses: "
-            "simulated on 128 devices with responses of at most 28k tokens and a bound of 1, 17 % of the "
-            "tokens were wasted, and "
-            "the responses trained on were 14 % too short. wait with a bound larger by 1 is as fast, and "
-            "trains on all of them."
+            "responses: simulated on 128 devices with responses of at most 28k tokens and a bound of 1, 17 % "
+            "of the tokens were wasted, and the responses trained on were 14 % too short. wait with a bound "
+            "larger by 1 is as fast, and trains on all of them."
         )
     estimator = config.algorithm.estimator
     if (
@@ -317,25 +308,22 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
     ):
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that "
-            "of one step: "
-            f"{sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} steps of a "
-            "publication."
+            f"of one step: {sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} "
+            "steps of a publication."
         )
     corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
     if options.usual_age >= 1 and not corrects:
         yield (
             f"{_CORRECTION} corrects nothing, and samples are {options.usual_age} or more steps old. Such "
-            "runs lost accuracy "
-            "from one step on, and broke at eight (docs/evidence.md). Pass correction=bypass_ppo_clip or "
-            "decoupled_token_is."
+            "runs lost accuracy from one step on, and broke at eight (docs/evidence.md). Pass "
+            "correction=bypass_ppo_clip or decoupled_token_is."
         )
     narrow = [rule.name for rule in correction.settings().rules if rule.rule.scope != "token"]
     if narrow and options.usual_age >= 1:
         yield (
             f"algorithm.rollout_correction.rollout_rs={','.join(narrow)} rejects whole rows outside a band "
-            "that is made for two "
-            "implementations of one policy: a policy that is a step old can leave it. Watch "
-            "rollout_corr/rollout_rs_masked_fraction, and widen rollout_rs_threshold if it rises."
+            "that is made for two implementations of one policy: a policy that is a step old can leave it. "
+            "Watch rollout_corr/rollout_rs_masked_fraction, and widen rollout_rs_threshold if it rises."
         )
 
 

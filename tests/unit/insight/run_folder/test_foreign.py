@@ -19,11 +19,10 @@ CONSOLE = "\n".join(
         "Using RayPPOTrainer",
         "(TaskRunner pid=4242) step:0 - val-core/openai/gsm8k/reward/mean@1:0.25",
         "\x1b[36m(TaskRunner pid=4242)\x1b[0m step:1 - actor/pg_loss:0.0125 - "
-        "critic/score/mean:np.float64(0.5) "
-        "- rollout_corr/kl:1.5e-3 - rollout_corr/k3_kl:np.float32(0.0011) - timing_s/step:12\x1b[0m",
+        "critic/score/mean:np.float64(0.5) - rollout_corr/kl:1.5e-3 - rollout_corr/k3_kl:np.float32(0.0011) "
+        "- timing_s/step:12\x1b[0m",
         "Training Progress:   2%|2 | 1/50 [00:12<10:02]\r(TaskRunner pid=4242) step:2 - "
-        "critic/score/mean:-.5 "
-        "- actor/grad_norm:nan - perf/throughput:1,5",
+        "critic/score/mean:-.5 - actor/grad_norm:nan - perf/throughput:1,5",
         "step:3",
         "global step:4 - nothing here",
         "epoch: 1 | step:5 | loss 0.1",
