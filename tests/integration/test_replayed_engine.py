@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
+from verl_rc.health.cause_table import STALE_CACHE
 from verl_rc.insight.replay import DiagnosisRequest, diagnose
-from verl_rc.insight.verdict.replays import STALE_CACHE
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
@@ -92,4 +92,4 @@ def test_a_stale_prefix_cache_is_named_and_a_fresh_one_reproduced(run: Path) -> 
         assert record.numbers["stale_version"] == 0
         assert record.numbers["cached_tokens"] == 2 * 32 * len(PROMPTS)
     first = next(one for one in found.statements if one.level == "fault")
-    assert (first.cause, first.confidence, first.steps) == (STALE_CACHE, "named", (5, 6))
+    assert (first.cause, first.confidence, first.steps) == (STALE_CACHE.name, "named", (5, 6))

@@ -11,7 +11,8 @@ from planted_series import COOLER, planted
 from planted_series import SIGNS as HEALTHY
 
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.health.causes import CAUSES, PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
+from verl_rc.health.cause_table import SIGNATURE_CAUSES
+from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
 from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.metrics.catalog import CATALOG
@@ -49,7 +50,7 @@ def test_every_row_is_named_where_it_is_planted(row: int) -> None:
 
 
 def test_every_cause_is_planted_and_healthy_is_silent() -> None:
-    assert sorted(PLANTED) == [cause.row for cause in CAUSES]
+    assert sorted(PLANTED) == [cause.row for cause in SIGNATURE_CAUSES]
     assert row_of({}) is None
     assert all(CATALOG.find(f"{PREFIX}{name}") is not None for name in SIGNATURES)
     assert set(SIGNATURES) == set(HEALTHY)

@@ -15,17 +15,8 @@ from itertools import pairwise
 from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import torch_name
-from verl_rc.health.causes import (
-    CAUSES,
-    NO_CORRECTION,
-    NO_FILTERS,
-    PREFIX,
-    PROCESSED,
-    SIGNATURES,
-    cause_of,
-    cause_of_row,
-    statement_of,
-)
+from verl_rc.health import cause_table as table
+from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, state, statement_of
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
@@ -60,7 +51,6 @@ growth of rounding."""
 _MOST_JUMPS = 0.25
 """Share of the steps up to which a large gap is one of single steps."""
 _FEWEST_AT_START = 2
-LARGE = "large from the start, cause not separable by metrics"
 _FEWEST_FOR_LAG = 20
 _FEWEST_POINTS_OF_AGES = 6
 
@@ -103,7 +93,7 @@ def _signed(run: RunData) -> list[Statement]:
     metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
     found, said = [cause_of(of_step) for of_step in metrics], []
     temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
-    for cause in CAUSES:
+    for cause in table.SIGNATURE_CAUSES:
         marks = Series(steps, [float(one is cause) for one in found])
         _, first, last = lasting(marks, bool)
         if first >= 0:
@@ -135,20 +125,14 @@ def _not_finite(run: RunData) -> list[Statement]:
                 "steps": len(series),
             }
             found.append(
-                say(
-                    "gap",
-                    "overflow or empty logits",
-                    "fault",
-                    "Up to {share:.3%} of a step's tokens have "
+                state(
+                    table.OVERFLOW,
+                    evidence,
+                    sentence="Up to {share:.3%} of a step's tokens have "
                     + what
                     + " ({count:.0f} of {steps:.0f} steps)",
-                    evidence,
                     confidence="named" if len(touched) > 1 else "likely",
                     steps=(touched[0][0], touched[-1][0]),
-                    next_test="Run ten steps with the engine in float32; if it stays, look at the logits of "
-                    "the longest rows.",
-                    overrides=(f"{_ROLLOUT}.dtype=float32",),
-                    row=1,
                 )
             )
     return found
@@ -190,37 +174,23 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         template += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
         template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    return say(
-        "gap",
-        cause_of_row(5).name if filters else "sampling filter, banned token or raw log-probs",
-        "fault",
-        template,
+    cause = table.FILTER if filters else table.FILTER_OR_RAW
+    confidence: Confidence = "named" if filters else "likely"
+    return state(
+        cause,
         evidence,
-        confidence="named" if filters else "likely",
+        sentence=template,
+        confidence=confidence,
         steps=steps,
-        next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled "
-        f"(verl: {PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
-        f"(min_tokens, stop, ignore_eos, logit bias). {NO_CORRECTION}",
-        overrides=NO_FILTERS,
-        row=5,
+        next_test=table.FILTER_OR_RAW.next_test,
     )
 
 
 def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
-    known, cause = not math.isnan(evidence["ratio"]), cause_of_row(7)
-    return say(
-        "gap",
-        cause.name,
-        "fault",
-        "The log-probs do not belong to the sampled tokens: the mean ratio is "
-        + ("{ratio:.4f} instead of 1" if known else "above 1")
-        + ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)",
-        evidence,
-        confidence="likely",
-        steps=steps,
-        next_test=cause.next_test,
-        row=cause.row,
-    )
+    ratio = "above 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
+    sentence = f"The log-probs do not belong to the sampled tokens: the mean ratio is {ratio}"
+    sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+    return state(table.OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
 
 
 def _filters(run: RunData) -> list[str]:
@@ -271,19 +241,7 @@ def _grows_with_age(
     evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
     evidence["at"] = line.intercept + line.slope * oldest
     return [
-        say(
-            "gap",
-            "staleness",
-            "notice",
-            "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the "
-            "youngest, {at:.4f} at age {oldest:.0f} (r² {r:.2f})",
-            evidence,
-            confidence=confidence,
-            steps=floor.steps,
-            next_test="Correct it with token weights, or let the engines be fewer updates behind.",
-            overrides=_no_lead(run),
-            row=16,
-        )
+        state(table.STALENESS, evidence, confidence=confidence, steps=floor.steps, overrides=_no_lead(run))
     ]
 
 
@@ -317,21 +275,12 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
         return []
     evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
     return [
-        say(
-            "gap",
-            "weights never arrive",
-            "fault",
-            "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: "
-            "{slope:.2f} for each nat of movement, r² {r:.2f}. The engine has kept the weights it started "
-            "with",
+        state(
+            table.WEIGHTS_NEVER_ARRIVE,
             evidence,
             confidence="named",
             steps=(gap.steps[0], gap.steps[-1]),
-            next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary "
-            "compares log-probs at "
-            "every update with canary_freq=1. " + NO_CORRECTION,
             overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
-            row=18,
         )
     ]
 
@@ -359,21 +308,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
     ):
         return []
     evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
-    return [
-        say(
-            "gap",
-            "one version late",
-            "fault",
-            "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in "
-            "the first step, which had none. The engine samples with weights that are one update old",
-            evidence,
-            confidence="likely",
-            steps=(gap.steps[0], gap.steps[-1]),
-            next_test="Look at the order of weight update and sampling; wait for the sync before the next "
-            "batch.",
-            row=19,
-        )
-    ]
+    return [state(table.ONE_VERSION_LATE, evidence, confidence="likely", steps=(gap.steps[0], gap.steps[-1]))]
 
 
 def _missed_update(run: RunData) -> list[Statement]:
@@ -393,22 +328,7 @@ def _missed_update(run: RunData) -> list[Statement]:
         "steps": len(noise),
     }
     evidence["step"] = jumps[0][0]
-    return [
-        say(
-            "gap",
-            "an update was missed",
-            "notice",
-            "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
-            "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "
-            "weights",
-            evidence,
-            confidence="likely",
-            steps=(jumps[0][0], jumps[-1][0]),
-            next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look "
-            "at the log for what delayed or skipped a weight update.",
-            row=19,
-        )
-    ]
+    return [state(table.MISSED_UPDATE, evidence, confidence="likely", steps=(jumps[0][0], jumps[-1][0]))]
 
 
 def _drift_within_the_step(run: RunData) -> list[Statement]:
@@ -437,20 +357,12 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     evidence |= {"count": count, "steps": len(shared)}
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
-        say(
-            "gap",
-            "drift within the step",
-            "notice",
-            "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it "
-            "was sampled with; before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} "
-            "steps). It moves away while it learns from the batch",
+        state(
+            table.DRIFT,
             evidence,
             confidence="named",
             steps=(first, last),
-            next_test="Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a "
-            "tighter clip.",
             overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
-            row=17,
         )
     ]
 
@@ -465,18 +377,14 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
     if first <= BOUNDS.far_above_floor * plausible:
         return []
     return [
-        say(
-            "gap",
-            LARGE,
-            "fault",
-            f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes "
-            "{plausible:g}: engine and trainer differ in something else, which metrics do not tell apart",
+        state(
+            table.LARGE,
             {"first": first, "plausible": plausible},
+            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} "
+            "makes {plausible:g}: engine and trainer differ in something else, which metrics do not tell "
+            "apart",
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
-            next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, "
-            "padding, dropout) from an engine that computes otherwise.",
-            row=20,
         )
     ]
 
@@ -520,19 +428,14 @@ def _size_of_gap(run: RunData) -> Statement:
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
-    return say(
-        "gap",
-        "grown, cause not separable by metrics",
-        "fault" if evidence["gap"] > BOUNDS.far_above_floor * evidence["first"] else "notice",
-        f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not "
-        "explain it",
+    return state(
+        table.GROWN,
         evidence,
+        sentence=f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing "
+        "mass do not explain it",
+        level="fault" if evidence["gap"] > BOUNDS.far_above_floor * evidence["first"] else "notice",
         confidence="possible",
         steps=steps,
-        next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike "
-        "here. Run ten steps with the engine in float32 and without prefix caching, one change at a time.",
-        overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
-        row=20,
     )
 
 
@@ -546,7 +449,7 @@ def _rounding(gap: Series, unit: str) -> Statement:
         template += ", {low:.4f} to {high:.4f}"
     template += "; {first:.4f} at the start" if len(gap) > 2 else ""
     said = template + ": rounding of the engine, as far as metrics tell"
-    return say("gap", "rounding", "good", said, evidence, steps=last.steps, row=11)
+    return state(table.ROUNDING, evidence, sentence=said, steps=last.steps)
 
 
 def _not_measured(run: RunData) -> Statement:
@@ -561,10 +464,14 @@ def _not_measured(run: RunData) -> Statement:
 
 def checked(run: RunData) -> tuple[str, ...]:
     """What the rules of this module looked at."""
-    rows = tuple(cause.name for cause in CAUSES if all(run.has(f"{PREFIX}{name}") for name in cause.needs))
+    names = tuple(
+        cause.name
+        for cause in table.SIGNATURE_CAUSES
+        if all(run.has(f"{PREFIX}{name}") for name in cause.needs)
+    )
     return (
         "log-probs that are not finite",
-        *(rows or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
+        *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
         "growth with the age of tokens",
         "weights that never arrive or arrive late",
         "growth over the run",

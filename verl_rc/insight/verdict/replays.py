@@ -11,15 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from verl_rc.health.statement import Statement, say
+from verl_rc.health import cause_table as table
+from verl_rc.health.causes import state
+from verl_rc.health.statement import Statement
 from verl_rc.metrics.bounds import BOUNDS
 
-OTHER_INPUTS = "the trainer scores other inputs or with noise"
-ENGINES_INPUTS = "the engine was given other inputs"
-STALE_CACHE = "stale prefix cache"
-OLDER_WEIGHTS = "older weights"
-OTHER_CODE = "the engine's code computes otherwise than the trainer's"
-OTHER_ENGINE = "the engine had other prompts, sampling, cache or weights"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -160,17 +156,7 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         said += f". They come out with {', '.join(sorted(ways))}"
     elif evidence["twice"] > 0:
         said += ". The trainer does not give the same numbers twice ({twice:.2g})"
-    return say(
-        "gap",
-        OTHER_INPUTS,
-        "fault",
-        said,
-        evidence,
-        **_sure(seen),
-        next_test="Compare prompts, positions and masks of the trainer's forward pass with the recorded ids; "
-        "turn dropout off.",
-        row=15,
-    )
+    return state(table.OTHER_INPUTS, evidence, sentence=said, **_sure(seen))
 
 
 def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -194,19 +180,7 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     }
     evidence |= {"left": worst.numbers["stale_cache"], "own": worst.numbers["own_cache"]}
     evidence["cached"] = worst.numbers["cached_tokens"]
-    return say(
-        "gap",
-        STALE_CACHE,
-        "fault",
-        "An engine with weights {said:.0f} whose prefix cache was filled by weights {filled:.0f} "
-        "({cached:.0f} tokens of prompts come from there) is {left:.4f} nats from the log-probs of step "
-        "{step:.0f}, with a cache of its own {own:.4f}",
-        evidence,
-        **_sure(seen),
-        next_test="Reset the prefix cache after every weight update, or turn it off and compare.",
-        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False",),
-        row=14,
-    )
+    return state(table.STALE_CACHE, evidence, **_sure(seen))
 
 
 def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -221,19 +195,7 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     worst = max(seen, key=lambda record: record.versions[record.version])
     evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "held": worst.best_version}
     evidence |= {"gap": worst.versions[worst.version], "left": worst.versions[worst.best_version]}
-    return say(
-        "gap",
-        OLDER_WEIGHTS,
-        "fault",
-        "The engine sampled step {step:.0f} with weights near version {held:.0f} and not {said:.0f}: its "
-        "log-probs are {left:.4f} nats from those, {gap:.4f} from these",
-        evidence,
-        **_sure(seen),
-        next_test="Compare a tensor of the engine with the trainer's after a sync; look at what skips or "
-        "delays a weight update.",
-        overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
-        row=18,
-    )
+    return state(table.OLDER_WEIGHTS, evidence, **_sure(seen))
 
 
 def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -250,17 +212,12 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         "gap": worst.versions[worst.version],
     }
     ways = ", ".join(sorted({record.engine_reproduced_by for record in seen}))
-    return say(
-        "gap",
-        ENGINES_INPUTS,
-        "fault",
-        f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} nats from "
-        "the trainer's then, {gap:.4f} with the recorded ids",
+    return state(
+        table.ENGINES_INPUTS,
         evidence,
+        sentence=f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} "
+        "nats from the trainer's then, {gap:.4f} with the recorded ids",
         **_sure(seen),
-        next_test="Compare the ids that the engine was sent with the recorded ones: templates, start tokens, "
-        "padding.",
-        row=20,
     )
 
 
@@ -288,21 +245,7 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     worst = max(seen, key=lambda record: record.parts["rest"].size)
     evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "step": worst.step}
     evidence |= {"first": firsts[frozenset(worst.parts)], "rounding": _rounding_of(worst)}
-    return say(
-        "gap",
-        OTHER_ENGINE,
-        "fault",
-        "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats "
-        "from what the run's engine reported ({first:.4f} at the start), where rounding makes "
-        "{rounding:.4f}; {share:.0%} of the gap",
-        evidence,
-        **_sure(seen),
-        next_test="Compare the ids and the sampling parameters that the engine was sent with the recorded "
-        "ids and the configuration; then restart the engine and compare its tensors with the trainer's after "
-        "a sync.",
-        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
-        row=20,
-    )
+    return state(table.OTHER_ENGINE, evidence, **_sure(seen))
 
 
 def _rounding_of(record: ReplayedRecord) -> float:
@@ -327,15 +270,4 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
         return None
     worst = max(seen, key=lambda record: record.numbers["kernels"])
     evidence = {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step}
-    return say(
-        "gap",
-        OTHER_CODE,
-        "fault",
-        "With the weights of step {step:.0f}, in float32 and one row at a time, the engine is {kernels:.4f} "
-        "nats from the trainer: {share:.0%} of the gap is neither rounding nor weights",
-        evidence,
-        **_sure(seen),
-        next_test="Compare what both make of the model's configuration (rotary base, scaling, experts, "
-        "merged adapters), then try other kernels of attention in the engine.",
-        row=20,
-    )
+    return state(table.OTHER_CODE, evidence, **_sure(seen))

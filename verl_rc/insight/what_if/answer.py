@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.health.cause_table import CAUSES
+from verl_rc.health.statement import Statement
 from verl_rc.insight.verdict import Verdict
 from verl_rc.insight.what_if.batch import RecordedBatch
 from verl_rc.insight.what_if.estimate import (
@@ -22,8 +24,6 @@ from verl_rc.insight.what_if.estimate import (
 )
 from verl_rc.ppo.choices import needs_statistics_first
 
-FAULT_ROWS = frozenset({*range(1, 11), *range(12, 16), 18, 19})
-"""Rows of the table of causes that no correction repairs."""
 FEWEST_PROMPTS = 32
 _SMALLEST_BATCH = 0.5
 _LEVELS: Sequence[str | None] = (None, "token", "prefix", "sequence", "geometric")
@@ -110,20 +110,18 @@ def answer(
     gradients are looked at."""
     estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
     notes = list(_notes(batch, updates is bias_updates))
-    faults = (
-        []
-        if verdict is None
-        else [
-            said
-            for said in verdict.statements
-            if said.topic == "gap" and said.level == "fault" and said.row in FAULT_ROWS
-        ]
-    )
+    faults = () if verdict is None else tuple(filter(_is_beyond_correction, verdict.statements))
     if faults:
         reasons = [f"{said.cause}: no preset repairs this. {said.next_test}".strip() for said in faults]
         return Answer(estimates, None, tuple(reasons), tuple(notes))
     recommended, reasons = recommend(estimates)
     return Answer(estimates, recommended, tuple(reasons), tuple(notes))
+
+
+def _is_beyond_correction(statement: Statement) -> bool:
+    """Whether a fault of the gap has a cause that no correction repairs."""
+    is_fault = statement.topic == "gap" and statement.level == "fault"
+    return is_fault and not CAUSES[statement.cause].is_repairable
 
 
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:

@@ -5,21 +5,20 @@ from typing import Any
 
 import pytest
 
-from verl_rc.health.statement import say
-from verl_rc.insight.verdict.diagnosis import ranked
-from verl_rc.insight.verdict.replays import (
+from verl_rc.health.cause_table import (
+    CAUSES,
     ENGINES_INPUTS,
+    GROWN,
     OLDER_WEIGHTS,
     OTHER_CODE,
     OTHER_ENGINE,
     OTHER_INPUTS,
+    ROUNDING,
     STALE_CACHE,
-    Part,
-    ReplayedRecord,
-    judge_replays,
-    merged,
-    replayed_records,
 )
+from verl_rc.health.causes import state
+from verl_rc.insight.verdict.diagnosis import ranked
+from verl_rc.insight.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
 
 HEALTHY = ReplayedRecord(
     step=5,
@@ -54,18 +53,18 @@ def test_healthy_records_name_nothing() -> None:
     ("size", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)]
 )
 def test_a_trainer_that_is_not_reproduced(size: float, share: float, names: bool) -> None:
-    assert causes(with_part("trainer", size, share)) == [OTHER_INPUTS] * names
+    assert causes(with_part("trainer", size, share)) == [OTHER_INPUTS.name] * names
 
 
 def test_rounding_of_the_trainers_own_precision_is_no_fault() -> None:
     record = with_part("trainer", 0.02, 0.5)
     assert causes(replace(record, numbers={"noise": 0.021})) == []
-    assert causes(replace(record, numbers={"noise": 0.019})) == [OTHER_INPUTS]
+    assert causes(replace(record, numbers={"noise": 0.019})) == [OTHER_INPUTS.name]
 
 
 @pytest.mark.parametrize(("said", "names"), [(0.041, True), (0.039, False)])
 def test_weights_are_older_where_others_explain_twice_as_much(said: float, names: bool) -> None:
-    assert causes(replace(HEALTHY, versions={0: 0.02, 4: said})) == [OLDER_WEIGHTS] * names
+    assert causes(replace(HEALTHY, versions={0: 0.02, 4: said})) == [OLDER_WEIGHTS.name] * names
 
 
 def test_weights_that_came_later_are_never_named() -> None:
@@ -76,14 +75,16 @@ def test_weights_that_came_later_are_never_named() -> None:
     ("size", "share", "names"), [(0.0081, 0.16, True), (0.0079, 0.5, False), (0.05, 0.14, False)]
 )
 def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: float, names: bool) -> None:
-    assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE] * names
+    assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE.name] * names
 
 
 def test_rests_beside_other_replays_are_not_compared() -> None:
     with_decode = with_part("rest", 0.0003, 0.01, step=1)
     with_decode = replace(with_decode, parts={**with_decode.parts, "decode": Part(0.01, 0.2)})
     assert causes(with_decode, with_part("rest", 0.01, 0.3)) == []
-    assert causes(with_part("rest", 0.0003, 0.01, step=1), with_part("rest", 0.01, 0.3)) == [OTHER_ENGINE]
+    assert causes(with_part("rest", 0.0003, 0.01, step=1), with_part("rest", 0.01, 0.3)) == [
+        OTHER_ENGINE.name
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,9 @@ def test_or_one_that_is_farther_than_rounding_from_the_start_on(
     size: float, share: float, names: bool
 ) -> None:
     always = with_part("rest", size, share, step=1)
-    assert causes(always, replace(always, step=9)) == [OTHER_ENGINE] * names
+    assert causes(always, replace(always, step=9)) == [OTHER_ENGINE.name] * names
     split = {**always.parts, "engine": Part(1e-6, 0.0), "precision": Part(0.03, 0.1)}  # with R6
-    assert causes(replace(always, parts=split)) == [OTHER_ENGINE] * names
+    assert causes(replace(always, parts=split)) == [OTHER_ENGINE.name] * names
 
 
 def test_the_mistake_in_the_engines_inputs_is_said_in_place_of_another_engine() -> None:
@@ -104,14 +105,14 @@ def test_the_mistake_in_the_engines_inputs_is_said_in_place_of_another_engine() 
         far, numbers={**far.numbers, "engine_reproduced": 0.01}, engine_reproduced_by="prompts doubled"
     )
     (said,) = judge_replays([record])
-    assert said.cause == ENGINES_INPUTS
+    assert said.cause == ENGINES_INPUTS.name
     assert "come out with prompts doubled: those of step 9 are 0.0100 nats" in said.sentence
 
 
 @pytest.mark.parametrize(("size", "names"), [(0.0009, False), (0.0011, True)])
 def test_an_engine_that_was_reproduced_exactly_at_the_start_may_round(size: float, names: bool) -> None:
     exact = with_part("rest", 0.0, 0.0, step=1)
-    assert causes(exact, with_part("rest", size, 0.5)) == [OTHER_ENGINE] * names
+    assert causes(exact, with_part("rest", size, 0.5)) == [OTHER_ENGINE.name] * names
 
 
 def test_what_other_replays_measured_of_a_step_is_kept() -> None:
@@ -166,14 +167,14 @@ def with_caches(own: float, stale: float, share: float = 0.9, **changed: Any) ->
 def test_a_cache_of_older_weights_explains_what_is_left(
     own: float, stale: float, share: float, names: bool
 ) -> None:
-    assert causes(with_caches(own, stale, share)) == [STALE_CACHE] * names
+    assert causes(with_caches(own, stale, share)) == [STALE_CACHE.name] * names
 
 
 def test_a_stale_cache_is_said_alone_and_not_where_older_weights_explain_as_much() -> None:
     stale = with_caches(0.3, 0.01, versions={0: 0.1, 4: 0.31})
-    assert causes(HEALTHY, stale) == [STALE_CACHE]
+    assert causes(HEALTHY, stale) == [STALE_CACHE.name]
     # Engines are replayed with the weights that explain most.
-    assert causes(with_caches(0.01, 0.01, versions={0: 0.01, 4: 0.31})) == [OLDER_WEIGHTS]
+    assert causes(with_caches(0.01, 0.01, versions={0: 0.01, 4: 0.31})) == [OLDER_WEIGHTS.name]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_code_that_differs_in_float32_is_no_rounding(kernels: float, share: floa
     record = replace(with_part("engine", 0.03, share), numbers={**HEALTHY.numbers, "kernels": kernels})
     assert causes(record) == []  # precision is in the engine's part: R6 was made by itself
     record = replace(record, parts={**record.parts, "precision": Part(0.03, 0.1)})
-    assert causes(record) == [OTHER_CODE] * names
+    assert causes(record) == [OTHER_CODE.name] * names
     assert causes(with_part("engine", 0.03, share)) == []  # R6 was not asked for
 
 
@@ -194,20 +195,25 @@ def test_two_records_name_and_one_makes_likely() -> None:
     assert (named.confidence, named.steps, named.evidence["size"]) == ("named", (9, 13), 0.2)
 
 
-def statement(row: int, level: str) -> object:
-    return say("gap", f"row {row}", level, "", {}, row=row)
+TEMPERATURE, ONE_ENGINE = CAUSES["temperature"], CAUSES["one engine differs from the others"]
 
 
 def test_a_trainer_with_other_inputs_comes_before_signatures_and_those_before_the_rest() -> None:
     replayed = judge_replays([with_part("trainer", 0.1, 0.9), replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
-    said = [statement(8, "fault"), statement(11, "good")]
-    assert [one.cause for one in ranked(said, replayed)] == [OTHER_INPUTS, "row 8"]
-    assert [one.cause for one in ranked([statement(11, "good")], replayed)] == [OTHER_INPUTS, OLDER_WEIGHTS]
-    assert [one.cause for one in ranked([statement(20, "notice")], [])] == ["row 20"]
+    said = [state(TEMPERATURE, {}, sentence="x"), state(ROUNDING, {}, sentence="x")]
+    assert [one.cause for one in ranked(said, replayed)] == [OTHER_INPUTS.name, TEMPERATURE.name]
+    assert [one.cause for one in ranked([state(ROUNDING, {}, sentence="x")], replayed)] == [
+        OTHER_INPUTS.name,
+        OLDER_WEIGHTS.name,
+    ]
+    assert [one.cause for one in ranked([state(GROWN, {}, sentence="x", level="notice")], [])] == [GROWN.name]
     # That one engine differs does not say why.
     other_weights = judge_replays([replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
-    assert [one.cause for one in ranked([statement(13, "fault")], other_weights)] == [OLDER_WEIGHTS, "row 13"]
-    assert [one.cause for one in ranked([statement(13, "fault")], [])] == ["row 13"]
+    assert [one.cause for one in ranked([state(ONE_ENGINE, {}, sentence="x")], other_weights)] == [
+        OLDER_WEIGHTS.name,
+        ONE_ENGINE.name,
+    ]
+    assert [one.cause for one in ranked([state(ONE_ENGINE, {}, sentence="x")], [])] == [ONE_ENGINE.name]
 
 
 def test_what_is_written_is_read_again_and_damage_is_left_out() -> None:

@@ -276,9 +276,18 @@ def test_no_preset_is_chosen_where_a_fault_is_named(
     assert "temperature: no preset repairs this." in out
 
 
-@pytest.mark.parametrize(("row", "refused"), [(8, True), (12, True), (16, False), (11, False), (18, True)])
-def test_rows_that_no_preset_repairs(row: int, refused: bool) -> None:
-    said = SimpleNamespace(topic="gap", level="fault", row=row, cause="planted", next_test="")
+@pytest.mark.parametrize(
+    ("cause", "refused"),
+    [
+        ("temperature", True),
+        ("few tokens are others than sampled", True),
+        ("weights never arrive", True),
+        ("staleness", False),
+        ("grown, cause not separable by metrics", False),
+    ],
+)
+def test_causes_that_no_preset_repairs(cause: str, refused: bool) -> None:
+    said = SimpleNamespace(topic="gap", level="fault", cause=cause, next_test="")
     verdict = cast(Verdict, SimpleNamespace(statements=(said,)))
     found = answer(small_batch([[0.01, -0.02]] * 6), {"disabled": CONFIGS["no correction"]}, verdict)
     assert (found.recommended is None) == refused

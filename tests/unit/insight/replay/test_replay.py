@@ -19,17 +19,11 @@ from transformers import AutoModelForCausalLM
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
 from verl_rc.data.token_record import FOLDER, record_files
+from verl_rc.health.cause_table import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
 from verl_rc.insight.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
 from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
-from verl_rc.insight.verdict.replays import (
-    ENGINES_INPUTS,
-    OLDER_WEIGHTS,
-    OTHER_CODE,
-    OTHER_INPUTS,
-    STALE_CACHE,
-)
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
 TRAINER = ("R0", "R1", "R2", "R3", "R4")
@@ -135,17 +129,17 @@ def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) ->
     train = log_probs(kept["later"], PROMPTS)
     folder = run_with(kept, train, noisy(log_probs(kept["base"], PROMPTS)), steps=(4, 5))
     found = diagnose(DiagnosisRequest(folder, TRAINER))
-    assert (found.statements[0].cause, found.statements[0].confidence) == (OLDER_WEIGHTS, "named")
+    assert (found.statements[0].cause, found.statements[0].confidence) == (OLDER_WEIGHTS.name, "named")
     assert found.statements[0].evidence["held"] == 0
     assert [one.best_version for one in found.replayed] == [0, 0]
-    assert json.loads((folder / "diagnosis.json").read_text())["statements"][0]["cause"] == OLDER_WEIGHTS
-    assert OLDER_WEIGHTS in [one.cause for one in judge(read_run(folder)).statements]
+    assert json.loads((folder / "diagnosis.json").read_text())["statements"][0]["cause"] == OLDER_WEIGHTS.name
+    assert OLDER_WEIGHTS.name in [one.cause for one in judge(read_run(folder)).statements]
 
 
 def test_a_prompt_that_the_trainer_cuts_is_named_with_the_mistake(kept: dict[str, Path]) -> None:
     right, cut = log_probs(kept["later"], PROMPTS), [prompt[1:] or prompt for prompt in PROMPTS]
     found = diagnose(DiagnosisRequest(run_with(kept, log_probs(kept["later"], cut), noisy(right)), TRAINER))
-    assert found.statements[0].cause == OTHER_INPUTS
+    assert found.statements[0].cause == OTHER_INPUTS.name
     assert "prompts without their first token" in found.statements[0].sentence
 
 
@@ -163,14 +157,14 @@ def test_prompts_that_the_engine_was_not_to_be_given_are_named(
     found = diagnose(
         DiagnosisRequest(run_with(kept, train, noisy(log_probs(kept["later"], given), 1e-4)), TRAINER)
     )
-    assert found.statements[0].cause == ENGINES_INPUTS
+    assert found.statements[0].cause == ENGINES_INPUTS.name
     assert said in found.statements[0].sentence
 
 
 def test_where_the_actor_corrects_the_weights_are_still_compared(kept: dict[str, Path]) -> None:
     found = diagnose(DiagnosisRequest(run_with(kept, None, noisy(log_probs(kept["base"], PROMPTS))), TRAINER))
     assert "trainer" not in found.replayed[0].parts
-    assert found.statements[0].cause == OLDER_WEIGHTS
+    assert found.statements[0].cause == OLDER_WEIGHTS.name
 
 
 class TableEngine:
@@ -239,7 +233,10 @@ def test_a_stale_cache_and_other_code_are_named(
     found = diagnose(
         DiagnosisRequest(run_with(kept, train.tolist(), (train - 0.5 * signs).tolist()), ("R6", "R7"))
     )
-    assert [one.cause for one in found.statements if one.level == "fault"] == [STALE_CACHE, OTHER_CODE]
+    assert [one.cause for one in found.statements if one.level == "fault"] == [
+        STALE_CACHE.name,
+        OTHER_CODE.name,
+    ]
     assert "filled by weights 0" in found.statements[0].sentence
 
 
