@@ -16,13 +16,18 @@ PAGES: Mapping[str, Callable[[], str]] = {
 """What writes each page, by its path in a checkout."""
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "docs/running.md": tables.panels_table,
-    "docs/see_why.md": tables.causes_table,
+TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "docs/running.md": {"charts": tables.panels_table},
+    "docs/see_why.md": {
+        "signature causes": tables.signature_causes_table,
+        "run causes": tables.run_causes_table,
+    },
 }
-"""What writes the table between two comments of a page that is written by hand, by the page's path."""
+"""What writes each table of a page that is written by hand, by the page's path and the table's name."""
 
-_TABLE = re.compile(r"(?<=<!-- table by scripts.documents -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(<!-- table of (.*?), by scripts.documents -->\n).*?(?=<!-- end of table -->)", re.DOTALL
+)
 
 
 def write_pages(root: Path) -> list[str]:
@@ -50,7 +55,8 @@ def stale_pages(root: Path) -> list[str]:
 def _current(root: Path, name: str) -> str:
     if name in PAGES:
         return PAGES[name]()
-    return _TABLE.sub(lambda _: TABLES[name](), (root / name).read_text(encoding="utf-8"))
+    page = (root / name).read_text(encoding="utf-8")
+    return _TABLE.sub(lambda table: f"{table[1]}{TABLES[name][table[2]]()}", page)
 
 
 def _text_of(page: Path) -> str | None:

@@ -1,8 +1,10 @@
 """Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap,
 charts."""
 
+from collections.abc import Sequence
+
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
-from verl_rc.health.causes import CAUSES
+from verl_rc.health.cause_table import RUN_CAUSES, SIGNATURE_CAUSES, Cause
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.panels import PANELS
@@ -74,10 +76,19 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def causes_table() -> str:
-    """The table of causes in docs/see_why.md: one row for each cause, in the order in which they are
+def signature_causes_table() -> str:
+    """The causes in docs/see_why.md that the signatures of a step name, in the order in which they are
     asked."""
-    rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in CAUSES)
+    return _causes(SIGNATURE_CAUSES)
+
+
+def run_causes_table() -> str:
+    """The causes in docs/see_why.md that the course of a run names."""
+    return _causes(RUN_CAUSES)
+
+
+def _causes(causes: Sequence[Cause]) -> str:
+    rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
     cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
 
