@@ -12,13 +12,14 @@ from torch import Tensor
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.rollout import engine
 from verl_rc.rollout.conversation import Conversations, OpenResponses, ToolCall
-from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.response import Collected
-from verl_rc.rollout.sampling import ConversationOptions, EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, QueuedSample
-from verl_rc.rollout.vllm_sampler import VllmSampler
+from verl_rc.rollout.vllm import engine
+from verl_rc.rollout.vllm.engine import RolloutEngine
+from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.sampler import VllmSampler
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.actor_correction import ActorCorrection

@@ -33,8 +33,8 @@ from verl_rc.driver import setup, weights
 from verl_rc.driver.train import train
 from verl_rc.preflight.memory import ModelShape
 from verl_rc.rollout.response import Collected
-from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync import sender
 from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers import trainer_rank

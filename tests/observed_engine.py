@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from verl_rc.rollout.engine import RolloutEngine
-from verl_rc.rollout.sampling import OnUpdate
+from verl_rc.rollout.vllm.engine import RolloutEngine
+from verl_rc.rollout.vllm.options import OnUpdate
 
 
 class RecordingLoop:

@@ -39,8 +39,9 @@ def engine_alone(folder: Path, results: Any) -> None:
     from verl_rc.config.run import RunConfig
     from verl_rc.data.dataset import build_train_loader
     from verl_rc.data.tokenize import load_tokenizer
-    from verl_rc.rollout.engine import RolloutEngine
-    from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, engine_options
+    from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+    from verl_rc.rollout.vllm.engine import RolloutEngine
+    from verl_rc.rollout.vllm.options import engine_options
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)

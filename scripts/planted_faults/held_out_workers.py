@@ -18,9 +18,10 @@ from planted_faults.workers import PlantedEngine, PlantedPolicyWorker
 from torch import Tensor
 
 from verl_rc.data.batches import Completions, TokenBatch
-from verl_rc.rollout import vllm_sampler
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm import sampler
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.tensor_ops import logprobs
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers import forward, policy_worker
@@ -35,7 +36,7 @@ class HeldOutEngine(PlantedEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._first_rank = 1
-        vllm_sampler.sampling_parameters = other_parameters(vllm_sampler.sampling_parameters, self._planted)
+        sampler.sampling_parameters = other_parameters(sampler.sampling_parameters, self._planted)
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
         """Join, and remember which of the engines this is."""

@@ -10,11 +10,12 @@ from planted_faults.held_out_hooks import in_fp8
 from torch import Tensor
 
 from verl_rc.data.batches import Completions, TokenBatch, TokenScores, TrainBatch
-from verl_rc.rollout import vllm_sampler
-from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.response import Collected
-from verl_rc.rollout.sampling import EngineOptions, SamplingOptions
+from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm import sampler
+from verl_rc.rollout.vllm.engine import RolloutEngine
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.workers.policy_worker import PolicyWorker
 
 SKIPPED_VERSION = 8
@@ -39,14 +40,14 @@ class PlantedEngine(RolloutEngine):
         self._first, self._holds_first = dict[str, Tensor](), False
         self._chance = torch.Generator().manual_seed(7)
         if "banned_stop" in self._planted:
-            make = vllm_sampler.sampling_parameters
+            make = sampler.sampling_parameters
 
             def banning(*arguments: Any) -> Any:
                 parameters = make(*arguments)
                 parameters.min_tokens = min(FEWEST_TOKENS, parameters.max_tokens)
                 return parameters
 
-            vllm_sampler.sampling_parameters = banning
+            sampler.sampling_parameters = banning
         if "fp8_cache" in self._planted:
             _round_cache()
         super().__init__(options)

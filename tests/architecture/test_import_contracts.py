@@ -19,8 +19,7 @@ LINT = (
 FAULTS = {
     "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),
     "ray": ("rollout/__init__.py", "def late():\n    import ray"),
-    "vllm": ("workers/__init__.py", "import vllm"),
-    "vllm-sender": ("weight_sync/sender.py", "import verl_rc.weight_sync.receiver"),
+    "vllm": ("rollout/response.py", "import vllm"),
     "wandb": ("metrics/record.py", "import wandb"),
     "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
     "config-light": ("config/__init__.py", "from torch import Tensor"),
@@ -54,7 +53,6 @@ def skeleton(tmp_path):
         "weight_sync/manifest.py": "",
         "weight_sync/transfer_group.py": "",
         "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
-        "weight_sync/receiver.py": "import vllm",
         "metrics/record.py": "import verl_rc.config",
         "preflight/plan.py": "",
         "insight/page.py": "from verl_rc.insight import verdict",
@@ -69,9 +67,12 @@ def skeleton(tmp_path):
         "config/load.py": "import hydra, omegaconf",
         "cluster/placement.py": "import ray",
         "driver/train.py": "import ray\nfrom verl_rc.metrics import sinks\nfrom verl_rc.config import load",
-        "rollout/engine.py": "import vllm\nfrom verl_rc.weight_sync import receiver",
+        "rollout/response.py": "",
+        "rollout/vllm/__init__.py": "",
+        "rollout/vllm/engine.py": "import vllm\nfrom verl_rc.weight_sync import manifest",
         "main_ppo.py": "from verl_rc.driver import train",
     }.items():
+        (tmp_path / "verl_rc" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "verl_rc" / name).write_text(text)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from verl_rc.preflight.bring_up.process import OtherProcess
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.workers.environment import engine_environment
 
 ARGUMENTS = {

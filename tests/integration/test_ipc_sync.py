@@ -19,8 +19,9 @@ from two_processes import free_port
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
 from verl_rc.preflight.bring_up.process import OtherProcess
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks

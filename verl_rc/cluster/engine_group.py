@@ -20,8 +20,9 @@ from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.parts import Answer, Part
 from verl_rc.metrics.trace import TRACE
 from verl_rc.rollout.response import Interrupted
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
@@ -56,7 +57,7 @@ class EngineGroup:
     transport again and another update of all weights.
     """
 
-    worker = "verl_rc.rollout.engine:RolloutEngine"
+    worker = "verl_rc.rollout.vllm.engine:RolloutEngine"
     """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones.
     """
 

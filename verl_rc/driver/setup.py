@@ -46,7 +46,7 @@ from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
 from verl_rc.preflight.machine import refuse_too_little_memory
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.rollout.conversation import Conversations, template_arguments
-from verl_rc.rollout.sampling import engine_options, max_model_length
+from verl_rc.rollout.vllm.options import engine_options, max_model_length
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention

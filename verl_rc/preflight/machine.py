@@ -26,7 +26,7 @@ from verl_rc.preflight.memory import (
     gpu_peaks,
     host_bytes,
 )
-from verl_rc.rollout.fp8_products import SlowFp8Error, time_fp8_products
+from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
 from verl_rc.workers.host import available_memory, usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")

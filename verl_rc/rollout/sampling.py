@@ -1,23 +1,16 @@
-"""Requests to an engine: how it is built, sampling parameters, and a seed for every request."""
+"""Requests to an engine: sampling parameters, what conversations need, and a seed for every request."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from verl_rc.config.rollout import (
-    DEFAULT_CPU_CACHE_MEGABYTES,
     MultiTurnConfig,
     RolloutConfig,
     ValKwargsConfig,
 )
-from verl_rc.config.run import RunConfig
 from verl_rc.data.parts import Answer, Part
-
-OnUpdate = Literal["finish", "recompute", "keep"]
-"""What a weight update does to running samples: it waits for their end; or they go on with the new weights,
-after their tokens so far are computed again, or behind the KV cache of the old weights. Samples with priority
-always end first."""
 
 
 @dataclass(frozen=True)
@@ -29,102 +22,6 @@ class ConversationOptions:
     trust_remote_code: bool
     chat_template_kwargs: Mapping[str, Any]
     """``data.apply_chat_template_kwargs``."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How the engine is built."""
-
-    model_path: str
-    dtype: str
-    max_model_len: int
-    """Tokens of prompt and response together."""
-    response_width: int
-    """Padded width R of returned responses, tokens."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of ``vllm.LLM``."""
-    on_update: OnUpdate = "finish"
-    deterministic_steps: int | None = None
-    """Steps that samples without priority are decoded by one version of the weights, see
-    ``RolloutEngine.begin_steps``; None: no limit."""
-    stages_updates: bool = False
-    """A broadcast update is received beside the engine's steps and loaded between two of them."""
-    max_concurrent: int | None = None
-    """Samples without priority that may have begun and not ended; None: no limit."""
-    conversation: ConversationOptions | None = None
-    """How samples call tools; None: they call none."""
-
-
-def max_model_length(config: RunConfig) -> int:
-    """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or config.longest_sequence
-
-
-def engine_options(config: RunConfig, device: str) -> EngineOptions:
-    """The keyword arguments of ``vllm.LLM`` that a configuration means on ``device``."""
-    rollout = config.actor_rollout_ref.rollout
-    arguments: dict[str, Any] = {
-        "load_format": rollout.load_format,
-        "quantization": rollout.quantization,
-        "kv_cache_dtype": rollout.kv_cache_dtype,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "distributed_executor_backend": "uni" if rollout.tensor_model_parallel_size == 1 else "mp",
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_length(config)),
-        # a request whose prompt is cut has its random generator set back, which vLLM cannot do on a CPU
-        "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "seed": rollout.seed,
-        "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
-        "skip_tokenizer_init": True,
-        **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
-        **rollout.engine_kwargs.vllm,
-    }
-    on_update = config.async_training.on_update
-    if on_update != "finish":
-        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
-        # weights that come next.
-        arguments["async_scheduling"] = False
-    return EngineOptions(
-        model_path=config.actor_rollout_ref.model.path,
-        dtype=rollout.dtype,
-        max_model_len=max_model_length(config),
-        response_width=config.data.max_response_length,
-        arguments=arguments,
-        on_update=on_update,
-        deterministic_steps=config.async_training.deterministic_steps,
-        stages_updates=rollout.checkpoint_engine.stage_updates,
-        max_concurrent=config.async_training.max_concurrent_rollouts,
-        conversation=_conversation_options(config),
-    )
-
-
-def _conversation_options(config: RunConfig) -> ConversationOptions | None:
-    multi_turn, data = config.actor_rollout_ref.rollout.multi_turn, config.data
-    if not multi_turn.enable:
-        return None
-    return ConversationOptions(
-        multi_turn,
-        config.actor_rollout_ref.model.path,
-        data.trust_remote_code,
-        data.apply_chat_template_kwargs,
-    )
-
-
-def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
-    """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs
-    eagerly."""
-    if device == "cpu":
-        return {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or DEFAULT_CPU_CACHE_MEGABYTES) << 20,
-        }
-    arguments: dict[str, Any] = {"enforce_eager": rollout.enforce_eager}
-    if shares_devices and rollout.free_cache_engine:
-        arguments["enable_sleep_mode"] = True
-    if rollout.kv_cache_megabytes is not None:
-        return {**arguments, "kv_cache_memory_bytes": rollout.kv_cache_megabytes << 20}
-    return {**arguments, "gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.response import Collected, Interrupted
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
+from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())

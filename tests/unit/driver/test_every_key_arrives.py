@@ -31,7 +31,8 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.losses import loss_options
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
-from verl_rc.rollout.sampling import SamplingOptions, engine_options
+from verl_rc.rollout.sampling import SamplingOptions
+from verl_rc.rollout.vllm.options import engine_options
 from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
 
 

@@ -10,7 +10,7 @@ from small_runs import ROOT
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS
 from verl_rc.driver.setup import steps_of_run
-from verl_rc.rollout.sampling import engine_options
+from verl_rc.rollout.vllm.options import engine_options
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_every_argument_that_the_run_sets_is_refused_among_the_users(
 ) -> None:
     call = next(
         node
-        for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm_sampler.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm/sampler.py").read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LLM"
     )
     config = small_run_config(tmp_path, *more)

@@ -29,7 +29,7 @@ from evidence.tables import has_collapsed, headline, interval, minutes_of, secti
 from recipe_arguments import ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
-from verl_rc.rollout.fp8_products import Fp8Timings
+from verl_rc.rollout.vllm.fp8_products import Fp8Timings
 
 STUDY = Study(
     "why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",)

@@ -10,7 +10,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.distributed.process_group import trainer_device
 from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.preflight.bring_up.process import OtherProcess
-from verl_rc.rollout.sampling import EngineOptions, engine_options
+from verl_rc.rollout.vllm.options import EngineOptions, engine_options
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.host import usable_cores
 
@@ -31,7 +31,7 @@ class ReplayEngine:
         options = replace(options, model_path=model_folder, arguments=arguments)
         environment = engine_environment(usable_cores(), device, one_node=True)
         self._engine = OtherProcess(
-            "verl_rc.rollout.teacher_forced:TeacherForcedEngine",
+            "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
             environment,
             has_children=True,
             options=_plain(options) if plain else options,

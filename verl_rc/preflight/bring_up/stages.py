@@ -21,7 +21,8 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, engine_options
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.vllm.options import engine_options
 from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, check_receipts
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
 from verl_rc.workers.environment import engine_environment, trainer_environment
@@ -201,7 +202,7 @@ class Stages:
             started = time.perf_counter()
             options = engine_options(config, self._device)
             engine = OtherProcess(
-                "verl_rc.rollout.engine:RolloutEngine", environment, has_children=True, options=options
+                "verl_rc.rollout.vllm.engine:RolloutEngine", environment, has_children=True, options=options
             )
             own.append(engine)
             report.numbers["start_seconds"] = time.perf_counter() - started

@@ -6,9 +6,9 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum
 
-from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, time_fp8_products
-from verl_rc.rollout.process_cleanup import die_with_parent, unlink_shared_memory
-from verl_rc.weight_sync.receiver import ReceiptExtension
+from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
+from verl_rc.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
+from verl_rc.rollout.vllm.receiver import ReceiptExtension
 
 
 class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_rc.rollout import fp8_products
-from verl_rc.rollout.fp8_products import (
+from verl_rc.rollout.vllm import fp8_products
+from verl_rc.rollout.vllm.fp8_products import (
     IMPLEMENTATIONS,
     Fp8Timings,
     SlowFp8Error,

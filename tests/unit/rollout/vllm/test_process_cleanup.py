@@ -10,12 +10,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from verl_rc.rollout.process_cleanup import unlink_shared_memory
+from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FAMILY = """
 import multiprocessing, os, signal, time
-from verl_rc.rollout.process_cleanup import die_with_parent
+from verl_rc.rollout.vllm.process_cleanup import die_with_parent
 
 def stop():
     die_with_parent()

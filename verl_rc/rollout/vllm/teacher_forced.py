@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from verl_rc.rollout.sampling import EngineOptions
+from verl_rc.rollout.vllm.options import EngineOptions
 
 _FORCED = "forced_tokens"
 """Name of a request's response ids among its further arguments."""

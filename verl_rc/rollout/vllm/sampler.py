@@ -10,14 +10,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from verl_rc.rollout import engine_worker
 from verl_rc.rollout.conversation import Conversations, OpenResponses
-from verl_rc.rollout.fp8_products import require_fp8_cache
-from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.response import UNKNOWN, Ended, Response
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
-from verl_rc.weight_sync import receiver
+from verl_rc.rollout.vllm import engine_worker, receiver
+from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
+from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
 
 
 class VllmSampler:

@@ -12,11 +12,12 @@ import torch
 
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.response import UNKNOWN, Collected, Interrupted, Response
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import After, Box, QueuedSample, StepLoop
 from verl_rc.rollout.tools import ToolFailedError
-from verl_rc.rollout.vllm_sampler import VllmSampler
-from verl_rc.weight_sync import receiver
+from verl_rc.rollout.vllm import receiver
+from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.sampler import VllmSampler
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 
