@@ -86,7 +86,8 @@ def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(
         assert "rollout_corr/rollout_rs_seq_mean_k1_masked_fraction" in line
         assert line["rollout_corr/token_age_mean"] == 0
         assert line["sync/rollout_gap_mean"] < 1e-4
-        assert line["actor/entropy"] > 0
+        assert line["actor/update_entropy"] > 0
+        assert "actor/entropy" not in line
 
 
 def test_the_reference_is_the_actor_before_training(steps: list[dict[str, float]]) -> None:

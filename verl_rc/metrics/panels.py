@@ -32,7 +32,7 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         Panel("validation", ("val-core/{data_source}/acc/mean@{n}",)),
         Panel("reward", ("critic/score/mean", "critic/score/min", "critic/score/max")),
         Panel("length", ("response_length/mean", "response_length/clip_ratio")),
-        Panel("entropy", ("actor/entropy",)),
+        Panel("entropy", ("actor/entropy", "actor/update_entropy")),
     ),
     "Update": (
         Panel("gradient", ("actor/grad_norm", "actor/nonfinite_gradients")),

@@ -76,10 +76,8 @@ def policy_objective(
         covariance_statistics=covariance,
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
-    if (
-        correction.in_actor and current.entropies is not None
-    ):  # else the proximal policy's entropy is reported
-        averages["actor/entropy"] = token_metric(current.entropies, batch.response_mask)
+    if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
+        averages["actor/update_entropy"] = token_metric(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
         entropy, _ = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)

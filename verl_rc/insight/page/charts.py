@@ -66,7 +66,7 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
                 ("response_length/min", "response_length/max"),
             ),
             ChartSpec("Responses cut off", ("response_length/clip_ratio",)),
-            ChartSpec("Entropy", ("actor/entropy",)),
+            ChartSpec("Entropy", ("actor/entropy", "actor/update_entropy")),
             ChartSpec("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
             ChartSpec("Clipped tokens", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
             ChartSpec("Movement of the policy", ("actor/ppo_kl", "actor/kl_loss")),

@@ -17,6 +17,7 @@ _COMPARED = (
     "critic/score/mean",
     "response_length/mean",
     "actor/entropy",
+    "actor/update_entropy",
     "actor/grad_norm",
     "actor/ppo_kl",
     "rollout_corr/rollout_is_eff_sample_size",

@@ -208,7 +208,8 @@ def _ends(series: Series) -> Change | None:
 
 def _no_entropy(run: RunData) -> list[Statement]:
     """The policy gives the same answers again and again, and does not get better."""
-    entropy, score = change_of(run.get("actor/entropy")), change_of(run.get(_SCORE))
+    name = "actor/entropy" if run.has("actor/entropy") else "actor/update_entropy"
+    entropy, score = change_of(run.get(name)), change_of(run.get(_SCORE))
     if entropy is None or entropy.first.value <= 0 or entropy.last.value > ENTROPY_LOST * entropy.first.value:
         return []
     if score is None or (score.difference > 0 and score.is_clear):

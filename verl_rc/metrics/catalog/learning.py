@@ -52,8 +52,14 @@ _ACTOR = (
     MetricSpec(
         "actor/entropy",
         "nats",
-        "mean over response tokens of the proximal policy's entropy; in bypass mode, and with "
-        "proximal=interpolate, of the current policy's, over all updates",
+        "mean over response tokens of the proximal policy's entropy, before the updates of the step; absent "
+        "in bypass mode and with proximal=interpolate, which do not compute it",
+    ),
+    MetricSpec(
+        "actor/update_entropy",
+        "nats",
+        "mean over response tokens of the current policy's entropy, over all updates of the step; in bypass "
+        "mode and with proximal=interpolate",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",

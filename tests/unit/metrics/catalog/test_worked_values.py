@@ -403,6 +403,32 @@ def the_actors_loss():
 
 
 @example
+def the_entropy_of_the_policy_that_is_updated():
+    """In bypass mode nothing knows the entropy before the update."""
+    config = load_run_config([*sound_run(), "algorithm.rollout_correction.bypass_mode=True"])
+    batch = TrainBatch(
+        tokens=ROW,
+        response_mask=torch.tensor([[True, True, True, False]]),
+        loss_mask=torch.tensor([[True, False, True, False]]),
+        old_log_probs=torch.zeros(1, 4),
+        rollout_log_probs=torch.zeros(1, 4),
+        advantages=torch.zeros(1, 4),
+        returns=torch.zeros(1, 4),
+        batch_size=[1],
+    )
+    objective = policy_objective(
+        TokenScores(torch.zeros(1, 4), torch.tensor([[1.0, 2.0, 6.0, 50.0]])),
+        batch,
+        config.actor_rollout_ref.actor,
+        config.algorithm.rollout_correction,
+        Aggregation("token-mean"),
+    )
+    return {"actor/update_entropy": float(objective.averages["actor/update_entropy"].mean())}, {
+        "actor/update_entropy": 3
+    }
+
+
+@example
 def a_log_ratio_beyond_the_bound():
     mask = torch.ones(1, 2, dtype=torch.bool)
     _, metrics = compute_policy_loss(
