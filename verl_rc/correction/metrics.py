@@ -74,9 +74,6 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
 def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
     tokens, sequences = weights.applied.tokens, weights.applied.sequences
     level = sequences if settings.is_per_row else tokens
-    # verl reports the extremes of raw weights where a sequence has one, of applied weights where every token
-    # has one.
-    shown = weights.raw.sequences if settings.is_per_row and weights.raw is not None else tokens
     of_sequences = _extremes("rollout_is_seq_", sequences.extremes)
     metrics = {
         "rollout_is_mean": tokens.mean,
@@ -87,9 +84,11 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
         "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in of_sequences.values())
         if sequences.excess.count
         else 0.0,
-        **_extremes("rollout_is_", shown.extremes),
+        **_extremes("rollout_is_", level.extremes),
         **of_sequences,
     }
+    if settings.is_per_row and weights.raw is not None:
+        metrics |= _extremes("rollout_is_raw_", weights.raw.sequences.extremes)
     if settings.batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = level.mean if level.mean > SMALLEST_NORMALISER else 1.0
     return metrics

@@ -11,6 +11,7 @@ import torch
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
+PREFIX = "rollout_corr/rollout_is"
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "rollout_correction.json").read_text())["cases"]
 
@@ -42,6 +43,8 @@ def test_weights_mask_and_metrics(index: int) -> None:
         )
     assert torch.equal(result.keep_mask & mask, as_tensor(expected["response_mask"]).bool())
     metrics = result.metrics()
+    if config.rollout_is == "sequence":  # verl's extremes are raw there, and applied at token level
+        metrics |= {f"{PREFIX}_{end}": metrics[f"{PREFIX}_raw_{end}"] for end in ("min", "max")}
     wrong = {
         name: (metrics.get(name), value)
         for name, value in expected["metrics"].items()

@@ -42,8 +42,8 @@ _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
         "population standard deviation over tokens of the weight clamped to [0, upper threshold]",
         (0, 1),
     ),
-    ("min", "token level: smallest applied weight; sequence level: smallest raw ratio of a row", None),
-    ("max", "token level: largest applied weight; sequence level: largest raw ratio of a row", None),
+    ("min", "smallest applied weight, of tokens or rows as the level is", None),
+    ("max", "largest applied weight, of tokens or rows as the level is", None),
     (
         "eff_sample_size",
         "(Σw)² / (n Σw²) of the applied weights, over tokens or rows as the level is",
