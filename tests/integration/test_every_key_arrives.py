@@ -32,6 +32,8 @@ SHOWN_ELSEWHERE = {
     "critic.optim.min_lr_ratio critic.optim.num_cycles",
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
+    # an estimator of the user's own
+    "tests/unit/advantage/test_declared_inputs.py": "algorithm.adv_estimator_inputs",
     # features that the run has turned off
     "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
     "async_training.max_off_policy_strategy async_training.partial_rollout async_training.order "

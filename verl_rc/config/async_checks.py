@@ -70,8 +70,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if config.data.train_batch_size != count * mini:
         yield (
             f"{_SECTION}.require_batches={count} of actor_rollout_ref.actor.ppo_mini_batch_size={mini} "
-            f"prompts make a step of {count * mini}, but "
-            f"data.train_batch_size={config.data.train_batch_size} was given; drop one of them."
+            f"prompts make a step of {count * mini}, and "
+            f"data.train_batch_size must be that; got {config.data.train_batch_size}. Pass one of them."
         )
 
 
