@@ -28,6 +28,14 @@ def case_config(case: dict[str, Any]) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig.model_validate(fields)
 
 
+def with_verl_names(metrics: dict[str, float], config: RolloutCorrectionConfig) -> dict[str, float]:
+    """verl's extremes of sequence weights are raw; here those of its name are of applied weights."""
+    if config.rollout_is != "sequence":
+        return metrics
+    name = "rollout_corr/rollout_is"
+    return {**metrics, **{f"{name}_{end}": metrics[f"{name}_raw_{end}"] for end in ("min", "max")}}
+
+
 def case_batch(case: dict[str, Any]) -> TrainBatch:
     """The case's numbers; the masks may have holes, so lengths are those of the widest row."""
     mask = torch.tensor(case["response_mask"]).bool()

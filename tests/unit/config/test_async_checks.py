@@ -211,8 +211,8 @@ MISTAKES: list[Mistake] = [
     ),
     (
         f"{S}.require_batches=3 data.train_batch_size=32",
-        "prompts make a step of 48, but data.train_batch_size=32",
-        "drop one",
+        "prompts make a step of 48, and data.train_batch_size must be that; got 32",
+        "Pass one",
     ),
     *(
         (f"{S}.{given}", f"{S}.{given} has no effect in a synchronous run", "raise one of these, or drop it")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from bypass_cases import with_verl_names
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-PREFIX = "rollout_corr/rollout_is"
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "rollout_correction.json").read_text())["cases"]
 
@@ -42,9 +42,7 @@ def test_weights_mask_and_metrics(index: int) -> None:
             result.weights, as_tensor(expected["rollout_is_weights"]), rtol=1e-5, atol=1e-5
         )
     assert torch.equal(result.keep_mask & mask, as_tensor(expected["response_mask"]).bool())
-    metrics = result.metrics()
-    if config.rollout_is == "sequence":  # verl's extremes are raw there, and applied at token level
-        metrics |= {f"{PREFIX}_{end}": metrics[f"{PREFIX}_raw_{end}"] for end in ("min", "max")}
+    metrics = with_verl_names(result.metrics(), config)
     wrong = {
         name: (metrics.get(name), value)
         for name, value in expected["metrics"].items()

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from bypass_cases import CASES, case_batch, case_config, case_id
+from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_names
 from small_models import small_run_config
 from two_processes import free_port
 
@@ -68,7 +68,7 @@ def test_golden_gradient_and_metrics(
     kept = worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
     assert kept == int((torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum())
-    metrics = correction.statistics().metrics(worker._correction)
+    metrics = with_verl_names(correction.statistics().metrics(worker._correction), worker._correction)
     for name, value in expected["metrics"].items():
         if name.startswith("rollout_corr/"):
             assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
