@@ -46,8 +46,8 @@ class StepTokens:
 class StepRecord:
     """Collects a step's measurements; stages write, the loop reads once at the end."""
 
-    def __init__(self, engines_replaced: int = 0) -> None:
-        """Start the clock of the step; ``engines_replaced`` were replaced in it already."""
+    def __init__(self) -> None:
+        """Start the clock of the step."""
         self._started = time.perf_counter()
         self._began = time.time()
         self._seconds: dict[str, float] = defaultdict(float)

@@ -57,10 +57,16 @@ def publish(
     first ones calibrate.
     """
     with_canary = canary == "always" or (canary == "if due" and canary_is_due(services, version))
+    limit = state.canary_gap_limit
     try:
-        limit = _deliver(services, state, version, record, with_canary)
+        with record.stage("update_weights"):
+            _deliver(services, version)
+        if with_canary:
+            with record.stage("sync_canary"):
+                limit = judge_canary(services, limit, version, record)
     except EnginesLostError as lost:
-        limit = _replace_and_deliver(services, state, version, record, lost)
+        with record.stage("update_weights"):
+            limit = _replace_and_deliver(services, state, version, record, lost)
     _add_size(services, record)
     return limit
 
@@ -149,9 +155,12 @@ def collect(
 
 def wait_for(
     services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
-) -> None:
-    """Wait until these submitted requests have ended; lost engines are dealt with as in ``collect``."""
-    services.engines.wait_for(numbers, _replacing(services, state, version, record))
+) -> float:
+    """Wait until these submitted requests have ended; returns the seconds that the slowest engine computed.
+
+    Lost engines are dealt with as in ``collect``.
+    """
+    return services.engines.wait_for(numbers, _replacing(services, state, version, record))
 
 
 def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
@@ -177,11 +186,7 @@ def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
 def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:
     def on_loss(lost: EnginesLostError, num_requests: int) -> None:
         record.requests_reissued += num_requests
-        # The time this takes is part of the generation, so the stages of the delivery are timed in a record
-        # that is not logged.
-        apart = StepRecord(record.engines_replaced)
-        _replace_and_deliver(services, state, version, apart, lost)
-        record.engines_replaced = apart.engines_replaced
+        _replace_and_deliver(services, state, version, record, lost)
 
     return on_loss
 
@@ -198,27 +203,21 @@ def _replace_and_deliver(
     while missing is not None:
         try:
             replace_engines(services, missing, record)
-            limit = _deliver(services, state, version, record, with_canary=True)
+            _deliver(services, version)
+            limit = judge_canary(services, state.canary_gap_limit, version, record)
             missing = None
         except EnginesLostError as error:
             missing = error
     return limit
 
 
-def _deliver(
-    services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool
-) -> float | None:
-    with record.stage("update_weights"):
-        services.engines.wake_up("weights")
-        sent, received = services.transport.deliver(version)
-        check_receipts(services.manifest, sent, received, version)
-        if TRACE.is_writing:
-            services.engines.trace_activity()
-        services.engines.wake_up("kv_cache")
-    if not with_canary:
-        return state.canary_gap_limit
-    with record.stage("sync_canary"):
-        return judge_canary(services, state.canary_gap_limit, version, record)
+def _deliver(services: Services, version: int) -> None:
+    services.engines.wake_up("weights")
+    sent, received = services.transport.deliver(version)
+    check_receipts(services.manifest, sent, received, version)
+    if TRACE.is_writing:
+        services.engines.trace_activity()
+    services.engines.wake_up("kv_cache")
 
 
 def submit_canary(services: Services) -> list[list[int]]:

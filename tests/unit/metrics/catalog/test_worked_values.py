@@ -742,7 +742,8 @@ def seconds_speeds_and_replacements():
     ]
     busy = [name.removeprefix("timing_busy_s/") for name in names if name.startswith("timing_busy_s/")]
     with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
-        record = StepRecord(engines_replaced=2)
+        record = StepRecord()
+        record.engines_replaced = 2
         record.requests_reissued = 3
         record.waits_in = "gen"
         record.count_tokens(response=50, total=200, num_devices=4)
