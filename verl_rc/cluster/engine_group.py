@@ -230,13 +230,16 @@ class EngineGroup:
         ``EnginesLostError``."""
         self._call_all("wake_up", tags)
 
-    def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
+    def submit(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, evenly: bool = False
+    ) -> list[int]:
         """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns
         their numbers at once.
 
-        They are sampled with the engines' current weights, or those of an update in progress.
+        They are sampled with the engines' current weights, or those of an update in progress. With ``evenly``
+        engines share the requests of one prompt where that balances their load.
         """
-        numbers, of_engines = self._work.add(requests, options, awaited=False)
+        numbers, of_engines = self._work.add(requests, options, awaited=False, evenly=evenly)
         self._submitting.append(
             self._hand_over(of_engines)
         )  # an engine that takes 256 requests in may not answer for 0.2 s
@@ -332,7 +335,7 @@ class EngineGroup:
         raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
         been collected. A sample depends only on its request's seed, so the result is the same.
         """
-        numbers, of_engines = self._work.add(requests, options, awaited=True)
+        numbers, of_engines = self._work.add(requests, options, awaited=True, evenly=True)
         self._hand_over(of_engines)
         return self.finish(numbers, on_loss)
 

@@ -60,12 +60,12 @@ class EngineWork:
         """Why samples that have ended have no response, by number."""
 
     def add(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, awaited: bool, evenly: bool
     ) -> tuple[list[int], dict[int, list[QueuedSample]]]:
         """Assign requests; returns their numbers, in order, and the samples for each engine.
 
-        ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples
-        without a waiter.
+        ``awaited``: the caller waits for all of them, so they run before samples without a waiter.
+        ``evenly``: see ``assign``.
         """
         samples = [QueuedSample(next(self._numbers), request, options, awaited) for request in requests]
         if self._by_seed:
@@ -76,7 +76,7 @@ class EngineWork:
             ]
         else:
             prompts = [request.prompt_token_ids for request in requests]
-            placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+            placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly)
         of_engines = {
             engine: [samples[position] for position in positions]
             for engine, positions in enumerate(placed)

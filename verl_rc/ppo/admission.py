@@ -126,6 +126,9 @@ class Admission:
     """k: publications that generation may be ahead; 0 with ``every=1`` is the synchronous run."""
     total: int | None = None
     """Groups that the whole run trains on, after which none is admitted; None: no end is known."""
+    draw: int | None = None
+    """A synchronous run with dynamic sampling admits this many groups at once, and as many again when all are
+    decided and fewer than B are kept; None: groups are admitted one by one, as places get free."""
     published: int = 0
     """Version that the engines hold: training steps done when it was published."""
     admitted: int = 0
@@ -156,7 +159,10 @@ class Admission:
         limit = self.published * self.batch + self.places
         if self.total is not None:
             limit = min(limit, self.total)
-        return max(0, limit + self.replaced - self.admitted)
+        free = max(0, limit + self.replaced - self.admitted)
+        if self.draw is None or not free:
+            return free
+        return self.draw if len(self.decided) == self.admitted else 0
 
     def undecided(self) -> NumberRanges:
         """Admitted numbers that are still being sampled or scored: a resumed run hands these to the engines
@@ -190,7 +196,7 @@ class Admission:
         return replace(self._decide(given), replaced=self.replaced + len(given))
 
     def drop(self, numbers: Iterable[int]) -> "Admission":
-        """These were undecided or kept, and are too old now; each frees one place.
+        """These were undecided or kept, and will not be trained on; each frees one place.
 
         Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by
         the running ledger.

@@ -168,6 +168,7 @@ FATES = {
     "filtered": "whose samples tell nothing (algorithm.filter_groups)",
     "failed": "with a sample that failed in every attempt (tool, environment, reward or timeout)",
     "stale": "that grew older than the hard bound and were dropped",
+    "surplus": "beyond data.train_batch_size after filtering",
 }
 """Every way in which a group ends."""
 RUN_TOKEN_ACCOUNTS = {

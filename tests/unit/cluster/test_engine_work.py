@@ -70,7 +70,7 @@ def test_everything_is_placed_once_and_as_the_rule_says(
 def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     work = EngineWork(2)
     numbers, handed = work.add(
-        [GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True
+        [GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True
     )
     assert numbers == list(range(8))
     assert {engine: [sample.number for sample in samples] for engine, samples in handed.items()} == {
@@ -96,22 +96,22 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
 
 def test_a_single_engine_is_not_named() -> None:
     work = EngineWork(1)
-    work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True)
+    work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True, evenly=True)
     work.record({0: collected([0])})
     assert work.take([0]).engines is None
 
 
 def test_new_work_goes_where_the_least_is_left() -> None:
     work = EngineWork(2)
-    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True)
     work.record({1: collected([3, 7])})
-    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False)
+    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False, evenly=False)
     assert list(handed) == [1]
 
 
 def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_engine() -> None:
     work = EngineWork(2)
-    first, _ = work.add([GenerationRequest([0], 5)], OPTIONS, awaited=False)
+    first, _ = work.add([GenerationRequest([0], 5)], OPTIONS, awaited=False, evenly=False)
     numbers, handed = work.add_to_each([GenerationRequest([9], 1), GenerationRequest([9], 2)], OPTIONS)
     assert sorted(number for of_engine in numbers for number in of_engine) == [-5, -4, -3, -2]
     assert max(number for of_engine in numbers for number in of_engine) < min(first)
@@ -129,11 +129,13 @@ def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_e
 
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
-    first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)
+    first, _ = work.add(
+        [GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True, evenly=True
+    )
     work.record({0: collected([0])})
     work.discard(first)
     assert work.busy_engines() == []
-    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True)
+    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True, evenly=True)
     assert second == [3]
     work.record({0: collected([1, 2, 3], [1, 2, 33])})
     work.record({0: collected([2])})
@@ -143,7 +145,9 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
 
 def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is_not() -> None:
     work = EngineWork(2)
-    numbers, _ = work.add([GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False)
+    numbers, _ = work.add(
+        [GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False, evenly=False
+    )
     work.record({0: collected([0])})
     rows = completions([70, 71, 99])
     rows.policy_versions = torch.tensor([[4], [4], [4]])
@@ -160,12 +164,12 @@ def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is
 def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_do() -> None:
     requests = [GenerationRequest([seed // 2], seed) for seed in range(6)]
     whole, resumed = EngineWork(2, by_seed=True), EngineWork(2, by_seed=True)
-    _, handed = whole.add(requests, OPTIONS, awaited=False)
+    _, handed = whole.add(requests, OPTIONS, awaited=False, evenly=False)
     assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
         0: [0, 2, 4],
         1: [1, 3, 5],
     }
-    _, handed = resumed.add(requests[3:], OPTIONS, awaited=False)
+    _, handed = resumed.add(requests[3:], OPTIONS, awaited=False, evenly=False)
     assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
         0: [4],
         1: [3, 5],
