@@ -79,7 +79,7 @@ class World:
 
     # the engines
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         rows = self.sample(requests)
         numbers = list(range(len(self.submitted), len(self.submitted) + len(requests)))
         self.submitted += [rows[place : place + 1] for place in range(len(requests))]
@@ -101,6 +101,12 @@ class World:
             raise self.failure
         return sorted(self.under_way)
 
+    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
+        if self.failure is not None:
+            raise self.failure
+        assert self.under_way >= set(numbers)
+        return 0.5
+
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}
 
@@ -116,7 +122,7 @@ class World:
     def generate(
         self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
     ) -> Timed[Completions]:
-        assert not self.under_way, "validation, canaries and the synchronous run sample alone"
+        assert not self.under_way, "validation and canaries sample alone"
         return Timed(self.sample(requests), 0.5)
 
     def sample(self, requests: Sequence[GenerationRequest]) -> Completions:

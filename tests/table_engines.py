@@ -9,12 +9,12 @@ import torch
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.batches import Completions
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
-from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.supply import Supply
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -34,26 +34,45 @@ class Engines:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
-        self.asleep = False
+        self.asleep, self.version = False, 0
+        self.submitted: list[Completions] = []
+        """A row for each request; its number is its place."""
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any
-    ) -> Timed[Completions]:
+    def submit(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, evenly: bool
+    ) -> list[int]:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
+        rows = self.sample(requests, options)
+        first = len(self.submitted)
+        self.submitted += [rows[place : place + 1] for place in range(len(requests))]
+        return list(range(first, len(self.submitted)))
+
+    def begin_steps(self) -> None:
+        """Samples end as soon as they are submitted."""
+
+    def wait_for(self, numbers: Sequence[int], on_loss: Any) -> float:
+        return 0.5
+
+    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+        return {}
+
+    def take(self, numbers: Sequence[int]) -> Completions:
+        return Completions.cat([self.submitted[number] for number in numbers])
+
+    def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         greedy = options.temperature == 0
         lengths = torch.tensor([6 if greedy else index % 2 + 1 for index in range(len(requests))])
         numbers = torch.tensor([request.prompt_token_ids[0] for request in requests])
         mask = torch.arange(7) < lengths[:, None]
-        completions = Completions(
+        return Completions(
             responses=torch.where(mask, numbers[:, None], 0),
             response_lengths=lengths,
             rollout_log_probs=torch.zeros(mask.shape),
-            policy_versions=torch.where(mask, 0, -1),
+            policy_versions=torch.where(mask, self.version, -1),
             finished=torch.ones(len(requests), dtype=torch.bool),
             batch_size=[len(requests)],
         )
-        return Timed(completions, 0.5)
 
     def sleep(self) -> list[Any]:
         self.asleep = True
@@ -75,7 +94,7 @@ class Scorer:
 
 class Prompts:
     def __init__(self) -> None:
-        self.drawn = 2
+        self.drawn = 0
 
     def draw(self) -> tuple[int, list[PromptRow]]:
         rows = [prompt(row % 8) for row in range(self.drawn, self.drawn + 2)]
@@ -95,11 +114,16 @@ def make_run(*overrides: str) -> Any:
         prompts=Prompts(),
         scorer=Scorer(),
         engines=engines,
+        total_steps=5,
     )
 
 
 def sample(run: Any) -> tuple[Samples, dict[str, float]]:
+    """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
-    batch = sample_batch(cast(Services, run), RunState(), [prompt(0), prompt(1)], epoch=0, record=record)
+    supply = Supply(cast(Services, run), RunState())
+    batch = supply.take(record)
     assert run.engines.asleep
-    return batch, record.metrics()
+    record.ledger.book({"trained": batch.num_tokens})
+    supply.close_step(record)
+    return batch, {**record.metrics(), **record.ledger.close()}

@@ -16,7 +16,7 @@ from real_runs import of_folder, train
 pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-SAMPLE, SUPPLY = "verl_rc.driver.sample", "verl_rc.driver.supply"
+DECIDE, SUPPLY = "verl_rc.driver.decide", "verl_rc.driver.supply"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
 
@@ -37,7 +37,7 @@ class Life:
 
 
 LIVES = (
-    Life("driver", f"{SAMPLE}:generate", 1, "0.02", 0),
+    Life("driver", f"{WEIGHTS}:wait_for", 1, "0.02", 0),
     Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
     Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
@@ -52,8 +52,8 @@ LIVES = (
     Life("driver", f"{WEIGHTS}:publish", 2, "0.01", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 1),
     Life("driver", f"{RECORD}:StepRecord.log", 1, "before", 0),
-    Life("driver", f"{SAMPLE}:score", 1, "before", 0),
-    Life("actor", f"{SUPPLY}:sample_batch", 1, "before", 0),
+    Life("driver", f"{DECIDE}:score", 1, "before", 0),
+    Life("actor", f"{SUPPLY}:Supply.take", 1, "before", 0),
     Life("driver", f"{CHECKPOINTS}:check_same_model", 1, "after", 0),
     Life("driver", f"{STAGES}:dump_rollouts", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
@@ -61,8 +61,8 @@ LIVES = (
 LIVES_WITH_ASYNC_SAVE = (
     Life("actor", f"{CHECKPOINTS}:write", 1, "after", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 0),
-    Life("driver", f"{SUPPLY}:sample_batch", 2, "0.02", 0),
-    Life("actor", f"{SUPPLY}:sample_batch", 2, "0.05", 0),
+    Life("driver", f"{SUPPLY}:Supply.take", 2, "0.02", 0),
+    Life("actor", f"{SUPPLY}:Supply.take", 2, "0.05", 0),
     Life("actor", f"{STAGES}:evaluate", 2, "before", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 2, "before", 1),
     Life("driver", f"{STORE}:CheckpointStore.seal", 1, "after", 0),
@@ -72,7 +72,7 @@ LIVES_WITH_ASYNC_SAVE = (
 """The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of
 it."""
 ENGINE_LOSSES = (
-    ("SIGSTOP", f"{SAMPLE}:generate", "1", "0.02"),
+    ("SIGSTOP", f"{WEIGHTS}:wait_for", "1", "0.02"),
     ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
     ("SIGSTOP", f"{WEIGHTS}:publish", "3", "before"),
     ("SIGKILL", f"{TRAIN}:validate", "3", "0.02"),

@@ -11,9 +11,9 @@ from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import unpadded
 from verl_rc.driver import weights
-from verl_rc.driver.sample import as_rollouts
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.choices import log_prob_limit
+from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 VERSION = 1000
@@ -46,7 +46,8 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
         completions = run.engines.generate(requests, options).result
     finally:
         converse(faulty_run, None)
-    rollouts = as_rollouts(run, requests, completions)
+    prompts = [request.prompt_token_ids for request in requests]
+    rollouts = build_rollout_batch(prompts, range(len(prompts)), completions, run.tokenizer.pad_token_id)
 
     mask, lengths = rollouts.response_mask, rollouts.tokens.response_lengths
     turns = [

@@ -50,7 +50,7 @@ SHOWN_ELSEWHERE = {
     f"{TURNS}.tool_timeout_seconds {TURNS}.tool_response_truncate_side",
     "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
-    "tests/unit/driver/test_sample.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
+    "tests/unit/driver/test_decide.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
     f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",

@@ -63,12 +63,12 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 GROUPS_FILE = "groups.pt"
-"""The groups of ``RunState.supply``; there is none in a synchronous run."""
+"""The groups of ``RunState.supply``."""
 
 FIXED_KEYS = (
     "data.train_batch_size",
@@ -104,7 +104,7 @@ class RunState:
     prompts: dict[str, Any] = field(default_factory=dict)
     """``state_dict`` of the prompt stream: its position in the data."""
     supply: SupplyState | None = None
-    """Samples in flight or waiting; None: the run is synchronous."""
+    """Groups in flight or waiting, and what became of the others; None: before the first step."""
     control: ControlState = field(default_factory=ControlState)
     """Adaptive weight of the KL penalty and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None

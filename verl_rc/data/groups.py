@@ -18,7 +18,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Answer, Part
 from verl_rc.data.samples import Samples
 
-Fate = Literal["kept", "trained", "filtered", "failed", "stale"]
+Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 SampleState = Literal["waiting", "sampling", "calling", "ended"]
 _ANSWER = -1
 """Version of tokens that no weights sampled."""
@@ -42,11 +42,18 @@ class GroupSample:
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
     tool_calls: int = 0
     """Calls that tools answered."""
+    engine: int | None = None
+    """Number of the engine that ended it; None: the run has one, or the sample comes from a checkpoint."""
+
+    @property
+    def response(self) -> list[int]:
+        """Token ids of the response so far, with those of tool answers."""
+        return [token for turn in self.turns for token in turn.token_ids.tolist()]
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt and response so far: what the next request continues."""
-        return [*self.prompt, *(token for turn in self.turns for token in turn.token_ids.tolist())]
+        return [*self.prompt, *self.response]
 
     @property
     def num_sampled(self) -> int:
@@ -68,15 +75,27 @@ class GroupSample:
 
 
 @dataclass(frozen=True)
-class GroupScores:
-    """What the reward function said of the samples of a group, in their order."""
+class Scores:
+    """What the reward function said of some samples, in their order."""
 
     values: Tensor
     """float32 ``[n]``: with the overlong penalty, if there is one."""
+    texts: list[str] = field(default_factory=list)
+    """``n`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)
     """Further columns of ``n`` plain values, e.g. ``acc``."""
     unpenalised: Tensor | None = None
     """float32 ``[n]``: before the overlong penalty; None: there is no penalty."""
+
+    def part(self, first: int, end: int) -> "Scores":
+        """Return the scores of the samples from ``first`` to before ``end``."""
+        rows = slice(first, end)
+        return Scores(
+            self.values[rows].clone(),
+            self.texts[rows],
+            {name: column[rows] for name, column in self.extras.items()},
+            None if self.unpenalised is None else self.unpenalised[rows].clone(),
+        )
 
 
 @dataclass(frozen=True)
@@ -90,12 +109,12 @@ class Group:
     epoch: int
     """Pass over the data, from 0, that the prompt was drawn in."""
     admitted_for_step: int
-    """The step that its number stands for, ``number // B + 1``: part of the seeds of its samples."""
+    """The step that it is drawn for if nothing is filtered: part of the seeds of its samples."""
     admitted_at: int
     """Version that the engines held when it was admitted."""
     samples: Sequence[GroupSample]
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
-    scores: GroupScores | None = None
+    scores: Scores | None = None
     """Scores of its samples; None: it is not whole, or not scored yet."""
     fate: Fate | None = None
     """``kept``: it will be trained on; None: undecided."""
@@ -118,7 +137,7 @@ class Group:
         """Tokens that the policy sampled so far."""
         return sum(sample.num_sampled for sample in self.samples)
 
-    def scored(self, scores: GroupScores, fate: Fate) -> "Group":
+    def scored(self, scores: Scores, fate: Fate) -> "Group":
         """Return the group with its scores, decided. Raises ``ValueError`` unless it is whole and has a score
         for each sample."""
         if not self.is_whole or len(scores.values) != len(self.samples):
@@ -127,6 +146,11 @@ class Group:
                 f"samples, got {len(scores.values)}."
             )
         return replace(self, scores=scores, fate=fate)
+
+    def first(self, count: int) -> "Group":
+        """Return the group with its first ``count`` samples and their scores."""
+        scores = None if self.scores is None else self.scores.part(0, count)
+        return replace(self, samples=self.samples[:count], scores=scores)
 
 
 def completions(
@@ -169,9 +193,8 @@ def completions(
     )
 
 
-def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch, texts: Sequence[str]) -> Samples:
-    """Scored groups as what a step trains on: ``rollouts`` and ``texts`` hold their samples, group after
-    group.
+def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
+    """Scored groups as what a step trains on: ``rollouts`` holds their samples, group after group.
 
     An extra that a group lacks is None there. Raises ``ValueError`` when a group has no scores.
     """
@@ -189,7 +212,7 @@ def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch, texts: Seque
         rollouts,
         torch.cat([one.values for one in scores]),
         prompts=[group.row for group in groups],
-        texts=list(texts),
+        texts=[text for one in scores for text in one.texts],
         extras={
             name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))]
             for name in names
@@ -257,6 +280,7 @@ def _plain_group(group: Group) -> dict[str, Any]:
         "fate": group.fate,
         "samples": [_plain_sample(sample) for sample in group.samples],
         "scores": None if scores is None else scores.values.tolist(),
+        "texts": [] if scores is None else scores.texts,
         "extras": {} if scores is None else scores.extras,
         "unpenalised": None if scores is None or scores.unpenalised is None else scores.unpenalised.tolist(),
     }
@@ -293,7 +317,9 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
     ]
     scores = None
     if plain["scores"] is not None:
-        scores = GroupScores(_floats(plain["scores"]), plain["extras"], _floats(plain["unpenalised"]))
+        scores = Scores(
+            _floats(plain["scores"]), plain["texts"], plain["extras"], _floats(plain["unpenalised"])
+        )
     facts = {
         name: plain[name]
         for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")

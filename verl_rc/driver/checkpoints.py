@@ -51,7 +51,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
 def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
     """Raise ``CheckpointError`` when groups were sampled ahead that this run would not train on."""
     supply = saved.state.supply
-    if supply is not None and (supply.num_groups or supply.drawn) and config.async_training.is_synchronous:
+    if supply is not None and supply.num_groups and config.async_training.is_synchronous:
         raise CheckpointError(
             f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous "
             "run does not train on; resume with the async_training section it was written with, or start "

@@ -7,13 +7,14 @@ from numbers import Real
 from typing import TypeGuard
 
 from verl_rc.checkpoint import RunState
+from verl_rc.data.batches import unpadded
 from verl_rc.data.samples import Samples
 from verl_rc.driver import stages, weights
-from verl_rc.driver.sample import as_rollouts, score
+from verl_rc.driver.decide import score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
-from verl_rc.rollout.response import check_versions
+from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
@@ -98,9 +99,17 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
         completions = weights.generate(services, state, batch, sampling, step, record).result
-        rollouts = as_rollouts(services, batch, completions)
+        rollouts = build_rollout_batch(
+            [request.prompt_token_ids for request in batch],
+            range(len(batch)),
+            completions,
+            services.tokenizer.pad_token_id,
+        )
         check_versions(rollouts, expected_version=step)
-        parts.append(score(services, rows[start : start + size], rollouts, StepRecord()))
+        responses = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
+        prompts = rows[start : start + size]
+        scores = score(services, prompts, responses)
+        parts.append(Samples(rollouts, scores.values, prompts, scores.texts, scores.extras))
     return Samples.concatenate(parts, services.tokenizer.pad_token_id)
 
 

@@ -57,7 +57,7 @@ class StepRecord:
         self._tokens: StepTokens | None = None
         self.ledger = Ledger()
         """What became of every token sampled for training."""
-        self.engines_replaced = engines_replaced
+        self.engines_replaced = 0
         """Engines that were lost in the step and replaced."""
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""
@@ -78,6 +78,11 @@ class StepRecord:
     def seconds(self) -> Mapping[str, float]:
         """Seconds of every stage of the step so far."""
         return dict(self._seconds)
+
+    @property
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Seconds in which workers computed, by stage."""
+        return self._busy
 
     def add_busy(self, name: str, seconds: float) -> None:
         """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was

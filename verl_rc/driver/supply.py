@@ -1,5 +1,4 @@
-"""Supplying a step with samples: they are sampled when the step begins, or beside the training of earlier
-steps."""
+"""Supplying steps with samples: up to k publications ahead of training; with k = 0 a step samples its own."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -14,16 +13,8 @@ from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
-from verl_rc.driver.group_requests import GroupRequests, decide, join
-from verl_rc.driver.sample import (
-    book_baselines,
-    record_sampled,
-    reward_outputs,
-    sample_batch,
-    too_few_informative,
-    with_component_scores,
-)
-from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.decide import decide, join, record_batch_of_groups, too_few_informative
+from verl_rc.driver.group_requests import GroupRequests
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
@@ -31,6 +22,7 @@ from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.rewards import RewardError
+from verl_rc.rollout.tools import ToolFailedError
 
 _POLL_SECONDS = 0.05
 """Longest wait for one engine's next sample, while another engine may have ended some."""
@@ -38,46 +30,17 @@ _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
 """The step from which on trained and sampled lengths must agree, and the largest relative difference."""
 
 
-def open_supply(services: Services, state: RunState) -> "SynchronousSupply | AsynchronousSupply":
-    """The supply that ``async_training`` asks for."""
-    synchronous, WHILE_WAITING.work = services.config.async_training.is_synchronous, None
-    return SynchronousSupply(services, state) if synchronous else AsynchronousSupply(services, state)
+class Supply:
+    """Groups are sampled up to k publications ahead of training, and trained on in the order of the replay
+    rule.
 
-
-class SynchronousSupply:
-    """A step's prompts are drawn and sampled when it begins, and nothing is under way afterwards."""
-
-    def __init__(self, services: Services, state: RunState) -> None:
-        """``state`` has nothing in flight, see ``checkpoints.choose``."""
-        self._services, self._state = services, state
-
-    def admit(self, record: StepRecord) -> None:
-        """Nothing is sampled before its step."""
-
-    def take(self, record: StepRecord) -> Samples:
-        """What the next step trains on."""
-        epoch, prompts = self._services.prompts.draw()
-        record.add({"training/epoch": epoch})
-        return sample_batch(self._services, self._state, prompts, epoch, record)
-
-    def publish(self, step: int, record: StepRecord) -> float | None:
-        """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
-        return weights.publish(self._services, self._state, step, record)
-
-    def close_step(self, record: StepRecord) -> SupplyState | None:
-        """There is nothing to keep from one step to the next."""
-        return None
-
-
-class AsynchronousSupply:
-    """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the
-    replay rule.
-
-    With ``partial_rollout=False`` engines take new weights when they have ended what they were handed before.
-    So the version of a sample is that of its admission. The trainer waits for that at every publication, or,
-    with ``stage_updates``, at the next one and where a checkpoint is written: what is open then is whole, or
-    has not begun. Else a publication cuts what is under way, and its tokens so far are known here. In all
-    cases a checkpoint of the step holds the open groups exactly.
+    With k = 0 and a publication after each step, a step's groups are admitted when it begins, all are waited
+    for, and nothing is under way when it ends. With ``partial_rollout=False`` engines take new weights when
+    they have ended what they were handed before. So the version of a sample is that of its admission. The
+    trainer waits for that at every publication, or, with ``stage_updates``, at the next one and where a
+    checkpoint is written: what is open then is whole, or has not begun. Else a publication cuts what is under
+    way, and its tokens so far are known here. In all cases a checkpoint of the step holds the open groups
+    exactly.
     """
 
     def __init__(self, services: Services, state: RunState) -> None:
@@ -85,10 +48,17 @@ class AsynchronousSupply:
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
-        options, batch = services.config.async_training, services.config.data.train_batch_size
+        config = services.config
+        options, batch = config.async_training, config.data.train_batch_size
         self._services, self._state, self._options = services, state, options
+        self._takes_turns = options.is_synchronous
+        """Whether engines and trainer work in turns: a step waits for all that it samples."""
         admission = Admission(
-            batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch
+            batch,
+            options.trigger_parameter_sync_step,
+            options.staleness,
+            services.total_steps * batch,
+            config.data.prompts_per_draw if self._draws else None,
         )
         self._now = SupplyProgress.resumed(admission, services, state)
         self._now.admission = self._now.admission.publish(
@@ -114,54 +84,67 @@ class AsynchronousSupply:
         engine."""
         self._since = StepTotals()
         self._step_began = time.perf_counter()
+        WHILE_WAITING.work = None
+
+    @property
+    def _draws(self) -> bool:
+        """Whether dynamic sampling draws whole batches of ``data.gen_batch_size`` prompts, as verl does."""
+        return self._takes_turns and self._services.config.algorithm.filter_groups.enable
 
     def admit(self, record: StepRecord) -> None:
+        """Hand the next prompts to engines that sample while the trainer works; other engines get them when
+        the step begins."""
+        if self._services.config.overlaps:
+            with record.stage("admit"):
+                self._admit()
+
+    def _admit(self) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be
         sampled."""
         now = self._now
-        with record.stage("admit"):
-            count = now.admission.allowance()
-            for number in range(now.admission.admitted, now.admission.admitted + count):
-                now.groups[number] = self._new_group(number, *self._next_prompt())
-            now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
-            self._requests.submit(
-                [
-                    group
-                    for number, group in now.groups.items()
-                    if not (group.is_whole or self._requests.has_group(number))
-                ]
-            )
-            if self._stepped != now.admission.published:
-                self._services.engines.begin_steps()
-                self._stepped = now.admission.published
+        count = now.admission.allowance()
+        for number in range(now.admission.admitted, now.admission.admitted + count):
+            now.groups[number] = self._new_group(number, *self._next_prompt())
+        now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
+        self._since.draws += bool(count)
+        self._requests.submit(
+            [
+                group
+                for number, group in now.groups.items()
+                if not (group.is_whole or self._requests.has_group(number))
+            ],
+            evenly=self._takes_turns,
+        )
+        if self._stepped != now.admission.published:
+            self._services.engines.begin_steps()
+            self._stepped = now.admission.published
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
         step, now = self._state.step + 1, self._now
         self._step_began = time.perf_counter()
-        self._empty_shared_devices(record)
+        with record.stage("admit"):
+            self._admit()
+        if self._services.config.actor_rollout_ref.hybrid_engine:
+            self._empty_shared_devices(step, record)
         groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
         now.ledger = now.ledger.end("trained", [group.number for group in groups])
+        if self._draws:
+            self._leave(list(now.groups.values()), "surplus")
         self._judge_canaries(record)
         samples, baselines = join(self._services, groups)
-        samples = with_component_scores(self._services, samples, record)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
         now.trained = now.trained.add(sum(group.num_sampled for group in groups), len(groups))
-        record.ledger.sampled(samples.num_tokens, prompts=len(groups))
-        if baselines is not None:
-            book_baselines(record, baselines.num_tokens, baselines.scores)
+        record_batch_of_groups(self._services.config, samples, baselines, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
-        record.add(
-            age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age)
-        )
-        record.add(
-            version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1)
-        )
-        record.add_records(reward_metrics(reward_outputs(samples)))
-        record_sampled(self._services, samples, samples.num_tokens, record)
-        WHILE_WAITING.work = self._receive_beside_training
+        if not self._takes_turns:
+            rollouts = samples.rollouts
+            record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
+            record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
+        if self._services.config.overlaps:
+            WHILE_WAITING.work = self._receive_beside_training
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
@@ -176,8 +159,9 @@ class AsynchronousSupply:
         while self._requests and not self._cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
-        # come with.
-        rides = self._options.deterministic_steps is None and step < self._services.total_steps
+        # come with. Engines that take turns with the trainer have nothing to do beside them.
+        waits = self._takes_turns or self._options.deterministic_steps is not None
+        rides = not waits and step < self._services.total_steps
         limit = weights.publish(
             self._services, self._state, step, record, canary="never" if rides else "if due"
         )
@@ -209,10 +193,10 @@ class AsynchronousSupply:
         WHILE_WAITING.work = None
         now, since, step = self._now, self._since, self._state.step + 1
         self._since = StepTotals()
-        filtered = since.tokens["filtered"]
-        record.ledger.sampled(filtered, prompts=since.groups["filtered"])
-        record.ledger.book({"filtered": filtered})
-        record.ledger.book_prompts({"filtered": since.groups["filtered"]})
+        for fate in ("filtered", "surplus"):
+            record.ledger.sampled(since.tokens[fate], prompts=since.groups[fate])
+            record.ledger.book({fate: since.tokens[fate]})
+            record.ledger.book_prompts({fate: since.groups[fate]})
         accounts = {
             **record.ledger.accounts,
             "failed": since.tokens["failed"],
@@ -224,16 +208,25 @@ class AsynchronousSupply:
             now.admission.total or 0
         ):
             now.ledger.close_run()
+        if self._services.config.algorithm.filter_groups.enable:
+            samples = self._services.config.actor_rollout_ref.rollout.n
+            record.add(since.filter_metrics(samples, in_draws=self._draws))
+        if self._takes_turns:
+            record.add({"perf/rollout_tokens_per_second": since.arrived / record.busy_seconds["gen"]})
+        else:
+            self._record_lead(since, record, step)
+        return now.state()
+
+    def _record_lead(self, since: StepTotals, record: StepRecord, step: int) -> None:
+        """Report what is open and what was waited for in a run that samples ahead."""
+        now = self._now
         record.waits_in = "gen"
         record.add({**now.open_metrics(), **since.metrics()})
-        if self._services.config.algorithm.filter_groups.enable:
-            record.add(since.filter_metrics(self._services.config.actor_rollout_ref.rollout.n))
         self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
         now.waits = now.waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
         if step == self._services.total_steps:
             say("%s", advice(now.waits, self._options))
-        return now.state()
 
     # groups on their way to the engines
 
@@ -248,7 +241,8 @@ class AsynchronousSupply:
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
         samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
-        return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
+        step = version + 1 if self._takes_turns else number // self._rule.batch + 1
+        return Group(number, row, epoch, step, version, samples, attempt=attempt)
 
     def _judge_canaries(self, record: StepRecord) -> None:
         """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still
@@ -268,7 +262,7 @@ class AsynchronousSupply:
             decision = next_batch(open_groups, step, self._rule)
             if decision.dropped:
                 self._leave([self._now.groups[number] for number in decision.dropped], "stale")
-                self.admit(record)
+                self._admit()
             if decision.numbers:
                 self._now.filtered_since_batch = 0
                 return decision.numbers
@@ -293,11 +287,10 @@ class AsynchronousSupply:
                 "of them have ended."
             )
 
-    def _empty_shared_devices(self, record: StepRecord) -> None:
+    def _empty_shared_devices(self, step: int, record: StepRecord) -> None:
         """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
-        if not self._services.config.actor_rollout_ref.hybrid_engine:
-            return
         while self._requests:
+            self._require_more(step)
             self._receive(record, version=self._state.step)
         with (
             record.stage("gen"),
@@ -309,19 +302,24 @@ class AsynchronousSupply:
         """Wait a moment for samples, decide the groups that are whole, and replace those that will not be
         trained on.
 
-        With ``deterministic_steps`` wait for the groups ``awaited`` and no others. Engines that are lost get
-        the trainer's weights as ``version``.
+        Where engines and trainer work in turns, wait for all samples; with ``deterministic_steps`` for those
+        of the groups ``awaited`` and no others. Engines that are lost get the trainer's weights as
+        ``version``.
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
-            if self._options.deterministic_steps is None:
-                ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+            if self._takes_turns or self._options.deterministic_steps is not None:
+                ended = self._requests.of_groups(list(self._now.groups) if self._takes_turns else awaited)
+                busy = weights.wait_for(self._services, self._state, ended, version, record)
             else:
-                ended = self._requests.of_groups(awaited)
-                weights.wait_for(self._services, self._state, ended, version, record)
-            groups = self._file(ended)
-            record.add_busy("gen", time.perf_counter() - began)
-        self._decide_and_replace(groups, record)
+                ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+                busy = time.perf_counter() - began
+            whole = self._file(ended)
+            record.add_busy("gen", busy)
+        with record.stage("reward"):
+            self._decide(whole)
+        with record.stage("admit"):
+            self._replace_missing()
 
     def _receive_beside_training(self) -> None:
         """Decide what has ended while the trainer works, so that what replaces it begins at once."""
@@ -333,75 +331,73 @@ class AsynchronousSupply:
             EnginesLostError
         ):  # the next wait for samples finds it too, when the trainer has time to send weights
             return
-        self._decide_and_replace(
-            self._file(ended), StepRecord()
-        )  # the step's stages are those of the trainer meanwhile
+        self._decide(self._file(ended))
+        self._replace_missing()
 
-    def _decide_and_replace(self, groups: Sequence[Group], record: StepRecord) -> None:
-        self._decide_whole(groups, record)
+    def _replace_missing(self) -> None:
         self._fail_late_groups()
         if self._now.admission.allowance():
-            self.admit(record)
+            self._admit()
 
     def _note_parts(self, record: StepRecord, version: int) -> None:
         """Take over what ended before a publication, and the tokens so far of what it cut."""
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
-            groups = self._file(ended)
+            whole = self._file(ended)
             self._since.arrived += self._requests.take_parts(self._now.groups)
-        self._decide_whole(groups, record)
+        with record.stage("reward"):
+            self._decide(whole)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples; returns the groups of these.
+        """Put what these requests gave into their samples; returns the groups that are whole with them.
 
         The group of a sample that failed fails with it.
         """
         taken = self._requests.take(numbers, self._now.groups)
         self._since.arrived += taken.num_tokens
         for number, why in taken.failures.items():
-            self._fail(self._now.groups[number], why)
-        return [group for number, group in self._now.groups.items() if number in taken.groups]
+            self._fail(self._now.groups[number], ToolFailedError(why))
+        return [
+            group for number, group in self._now.groups.items() if number in taken.groups and group.is_whole
+        ]
 
-    def _decide_whole(self, groups: Sequence[Group], record: StepRecord) -> None:
-        if whole := [group for group in groups if group.is_whole]:
-            self._decide(whole, record)
-
-    def _decide(self, groups: Sequence[Group], record: StepRecord) -> None:
-        now, filtered, since = self._now, list[Group](), self._since
-        with record.stage("reward"):
-            decided = decide(self._services, groups)
-        for group, found in zip(groups, decided, strict=True):
+    def _decide(self, groups: Sequence[Group]) -> None:
+        """Score whole groups, and keep them for a batch, filter them, or let them fail."""
+        if not groups:
+            return
+        now, since, filtered = self._now, self._since, list[Group]()
+        for group, decided in zip(groups, decide(self._services, groups), strict=True):
             since.longest_group = max(since.longest_group, self._requests.close(group.number))
-            if isinstance(found, RewardError):
-                self._fail(group, str(found))
+            if isinstance(decided, RewardError):
+                self._fail(group, decided)
                 continue
-            assert found.scores is not None
-            since.score += float(
-                found.scores.values[: self._services.config.actor_rollout_ref.rollout.n].double().mean()
-            )
-            now.groups[group.number] = found
-            if found.fate == "filtered":
-                filtered.append(found)
+            assert decided.scores is not None
+            count = self._services.config.actor_rollout_ref.rollout.n
+            since.score += float(decided.scores.values[:count].double().mean())
+            now.groups[group.number] = decided
+            if decided.fate == "filtered":
+                filtered.append(decided)
             else:
                 now.admission = now.admission.keep([group.number])
                 since.groups["kept"] += 1
         now.filtered_since_batch += len(filtered)
         self._leave(filtered, "filtered")
 
-    def _leave(self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale"]) -> None:
+    def _leave(
+        self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale", "surplus"]
+    ) -> None:
         """These will not be trained on; each frees a place."""
         if not groups:
             return
-        now, numbers, tokens = (
-            self._now,
-            [group.number for group in groups],
-            sum(group.num_sampled for group in groups),
-        )
+        now, numbers = self._now, [group.number for group in groups]
+        tokens = sum(group.num_sampled for group in groups)
         now.ledger = now.ledger.end(fate, numbers)
-        if fate == "stale":
-            now.admission, now.dropped = now.admission.drop(numbers), now.dropped.add(tokens, len(groups))
+        if fate in ("stale", "surplus"):  # these may have been decided
+            now.admission = now.admission.drop(numbers)
         else:
             now.admission = now.admission.free(numbers)
+        if fate == "stale":
+            now.dropped = now.dropped.add(tokens, len(groups))
         self._since.tokens[fate] += tokens
         self._since.groups[fate] += len(groups)
         for number in numbers:
@@ -413,16 +409,19 @@ class AsynchronousSupply:
         if limit is None:
             return
         for number in self._requests.late_groups(limit):
-            self._fail(
-                self._now.groups[number],
-                f"group {number} must end within async_training.group_timeout_seconds={limit:g}, but it did "
-                "not.",
-            )
+            key = f"async_training.group_timeout_seconds={limit:g}"
+            late = TimeoutError(f"group {number} must end within {key}, but it did not.")
+            self._fail(self._now.groups[number], late)
 
-    def _fail(self, group: Group, error: str) -> None:
+    def _fail(self, group: Group, error: Exception) -> None:
         """Sample a group once more, under its number and with other seeds; one that fails again is
-        replaced."""
+        replaced.
+
+        A synchronous run ends with the first failure.
+        """
         now = self._now
+        if self._takes_turns:
+            raise error
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
@@ -430,12 +429,12 @@ class AsynchronousSupply:
             again = now.groups[group.number] = self._new_group(
                 group.number, group.epoch, group.row, attempt=1
             )
-            self._requests.submit([again])
+            self._requests.submit([again], evenly=self._takes_turns)
             return
         say("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(now.admission.decided)
         self._leave([group], "failed")
-        now.failed = now.failed.with_failure(num_decided, error)
+        now.failed = now.failed.with_failure(num_decided, str(error))
 
     # what a step reports
 

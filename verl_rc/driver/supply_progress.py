@@ -1,4 +1,4 @@
-"""What an asynchronous supply counts: all that a checkpoint holds of it, what happened in one step, and the
+"""What a supply counts: all that a checkpoint holds of it, what happened in one step, and the
 metrics of both."""
 
 from collections import Counter, deque
@@ -12,8 +12,8 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, pack, unpack
 from verl_rc.driver.services import Services
 from verl_rc.health.guards import FailedGroups
-from verl_rc.ppo.admission import Admission, AdmissionState, NumberRanges
-from verl_rc.ppo.ledger import LedgerState, RunningLedger
+from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.ledger import RunningLedger
 from verl_rc.ppo.step_time import WaitTotals
 
 
@@ -36,17 +36,13 @@ class SupplyProgress:
 
     @classmethod
     def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
-        """Return where the checkpoint's supply stood; what a synchronous run has trained counts as admitted
-        and trained.
+        """Return where the supply of ``state`` stood.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
         saved = state.supply
-        if saved is None:
-            done = NumberRanges.from_numbers(range(state.step * admission.batch))
-            before = AdmissionState(state.step, len(done), 0, done.plain())
-            ledger = RunningLedger.from_state(LedgerState(len(done), {"trained": done.plain()}, 0))
-            return cls(admission.resumed(before), ledger)
+        if saved is None:  # a new run
+            return cls(admission, RunningLedger())
         try:
             groups = {group.number: group for group in unpack(saved.groups, services.prompts.row)}
             drawn = deque((epoch, services.prompts.row(index)) for epoch, index in saved.drawn)
@@ -125,6 +121,8 @@ class StepTotals:
     """Sum of the mean scores of groups that were kept or filtered."""
     longest_group: float = 0.0
     """Seconds from a group's submission until it was whole, the longest."""
+    draws: int = 0
+    """Times that groups were admitted."""
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
@@ -136,10 +134,15 @@ class StepTotals:
             "async/wait_for_oldest_s": self.waited_for_oldest,
         }
 
-    def filter_metrics(self, samples: int) -> dict[str, float]:
-        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step."""
+    def filter_metrics(self, samples: int, *, in_draws: bool) -> dict[str, float]:
+        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step, and how many
+        draws that took where they come ``in_draws``."""
         kept, filtered = self.groups["kept"], self.groups["filtered"]
         metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
+        if in_draws:
+            surplus = self.groups["surplus"] * samples
+            metrics["training/filter_groups/gen_batches"] = float(self.draws)
+            metrics["training/filter_groups/discarded_surplus_samples"] = float(surplus)
         if kept + filtered:
             metrics["training/filter_groups/informative_ratio"] = kept / (kept + filtered)
             metrics["training/filter_groups/sampled_score_mean"] = self.score / (kept + filtered)

@@ -12,7 +12,7 @@ from verl_rc.driver.report_at_end import draw_curves, report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
-from verl_rc.driver.supply import open_supply
+from verl_rc.driver.supply import Supply
 from verl_rc.driver.token_records import TokenRecorder
 from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
@@ -38,13 +38,12 @@ def train(services: Services, state: RunState) -> None:
         services.config.algorithm,
         services.config.async_training,
     )
-    supply, recorder, pace = open_supply(services, state), TokenRecorder(services, state.step), Pace()
+    supply, recorder, pace = Supply(services, state), TokenRecorder(services, state.step), Pace()
     first = last = start(services, state)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
-    supply.admit(StepRecord())
     while state.step < services.total_steps:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)

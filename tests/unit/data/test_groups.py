@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, GroupSample, GroupScores, completions, joined_samples, pack, unpack
+from verl_rc.data.groups import Group, GroupSample, Scores, completions, joined_samples, pack, unpack
 from verl_rc.data.parts import Answer, Part, parts_of
 from verl_rc.rollout.response import build_rollout_batch
 
@@ -48,7 +48,12 @@ def make_group(number: int, *, ended: bool = True) -> Group:
 
 
 def scored(group: Group, *values: float) -> Group:
-    return group.scored(GroupScores(torch.tensor(values), {"acc": [value > 0 for value in values]}), "kept")
+    return group.scored(
+        Scores(
+            torch.tensor(values), [f"{value}" for value in values], {"acc": [value > 0 for value in values]}
+        ),
+        "kept",
+    )
 
 
 def test_parts_and_answers_become_rows() -> None:
@@ -87,14 +92,15 @@ def test_groups_become_the_samples_of_a_step() -> None:
     rollouts = build_rollout_batch(
         [list(s.prompt) for s in samples], [0, 0, 1, 1], completions(samples, with_tools=True), PAD
     )
-    joined = joined_samples(groups, rollouts, ["a", "b", "c", "d"])
+    joined = joined_samples(groups, rollouts)
     assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
     assert joined.scores.tolist() == [1.0, 0.0, 0.5, 0.25]
+    assert joined.texts == ["1.0", "0.0", "0.5", "0.25"]
     assert joined.extras == {"acc": [True, False, True, True]}
     assert joined.num_tokens == 2 * 6 == sum(group.num_sampled for group in groups)
     assert rollouts.tokens.prompts.tolist() == [[1, 2, 7], [1, 2, 7], [1, 2, 9], [1, 2, 9]]
     with pytest.raises(ValueError, match=r"every group must be scored, \[7\] are not"):
-        joined_samples([make_group(7)], rollouts[:2], ["a", "b"])
+        joined_samples([make_group(7)], rollouts[:2])
 
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:

@@ -24,10 +24,8 @@ from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver import train
 from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
-from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.ppo.admission import Admission, NumberRanges
@@ -438,7 +436,7 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             super().__init__(seed)
             self.submitted_in_updates = 0
 
-        def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+        def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options)
 
@@ -536,28 +534,19 @@ def test_too_few_groups_that_tell_anything_end_the_run(tmp_path: Path) -> None:
 # Greedy baselines
 
 
-def test_greedy_responses_are_sampled_with_their_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a lead they give what the synchronous run has, accounts included."""
-    expected = run(tmp_path / "sync", REMAX)
-    monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
-    asked: Counter[float] = Counter()
+def test_greedy_responses_are_sampled_with_their_groups(tmp_path: Path) -> None:
+    """Also without a lead."""
+    for name, mode in (("synchronous", {}), ("ahead", LEAD)):
+        asked: Counter[float] = Counter()
 
-    class Asked(Slow):
-        def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
-            asked[options.temperature] += len(requests)
-            return super().submit(requests, options)
+        class Asked(Slow):
+            def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
+                asked[options.temperature] += len(requests)  # noqa: B023
+                return super().submit(requests, options)
 
-    found = run(tmp_path / "groups", REMAX, world=Asked(1))
-    assert asked == {1.0: 16, 0.0: 8}  # four steps of two prompts: two samples and a greedy response each
-    assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    of_all_sampled = ("async/", "fully_async/", "training/off_policy/", "reward/", "rollout_corr/by_age")
-    for one, two in zip(lines(tmp_path / "groups"), lines(tmp_path / "sync"), strict=True):
-        assert {k: v for k, v in one.items() if not k.startswith(of_all_sampled)} == {
-            k: v for k, v in two.items() if not k.startswith(of_all_sampled)
-        }
-        assert one["ledger/baseline_tokens"] > 0
+        run(tmp_path / name, OWN_DEVICES, REMAX, world=Asked(1), **mode)
+        assert asked == {1.0: 16, 0.0: 8}  # four steps of two prompts: two samples and a greedy response each
+        assert all(tokens > 0 for tokens in of_column(tmp_path / name, "ledger/baseline_tokens"))
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -677,7 +666,7 @@ class Hanging(Slow):
 
     hung: int | None = None
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         numbers = super().submit(requests, options)
         self.hung = numbers[1] if self.hung is None else self.hung
         return numbers

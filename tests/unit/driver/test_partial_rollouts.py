@@ -50,7 +50,7 @@ class Cutting(World):
         self.waited: list[int] = []
         """Tokens that were still missing when a sample was waited for."""
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         numbers = list(range(self.numbers, self.numbers + len(requests)))
         self.numbers += len(requests)
         for number, request in zip(numbers, requests, strict=True):
@@ -83,10 +83,11 @@ class Cutting(World):
         for number in self.grown:
             self.grow(number, PACE)
 
-    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> None:
+    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
         for number in numbers:
             self.waited.append(self.missing(number))
             self.grow(number, WIDTH)
+        return 0.5
 
     def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
         self.told = {number: list(parts) for number, parts in self.grown.items()}
@@ -262,7 +263,7 @@ def test_a_run_that_forgets_the_parts_trains_on_other_samples(tmp_path: Path) ->
     state = SavedRun.load(checkpoint).state
     forgetful = Cutting()
     submit = forgetful.submit
-    forgetful.submit = lambda requests, options: submit(  # type: ignore[method-assign]
+    forgetful.submit = lambda requests, options, **_: submit(  # type: ignore[method-assign]
         [dataclasses.replace(request, parts=()) for request in requests], options
     )
     found = run(tmp_path / "again", *partial(2), state=state, checkpoint=checkpoint, world=forgetful)

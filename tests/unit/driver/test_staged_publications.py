@@ -48,7 +48,7 @@ class OneAtATime(World):
         """The publication, from 1, in which the engine is lost; -1: none."""
         self.proofs: list[int] = []
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         """What comes behind staged weights is sampled by them."""
         held = self.engine, self.version
         if self.older is not None:

@@ -1,11 +1,8 @@
-"""Sampling ahead, with formulas for processes: ages, order, versions, resumed runs, and that k = 0 is the
-synchronous run."""
+"""Sampling ahead, with formulas for processes: ages, order, versions and resumed runs."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +16,11 @@ from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Completions
-from verl_rc.driver import checkpoints, train, weights
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import AsynchronousSupply
+from verl_rc.driver import checkpoints, weights
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError
 
 CANARIES = "actor_rollout_ref.rollout.sync_proof.canary_freq"
-ASYNCHRONY = ("async/", "fully_async/", "training/off_policy/")
 OWN_DEVICES = ("actor_rollout_ref.hybrid_engine=False", "async_training.partial_rollout=False")
 
 
@@ -46,7 +40,7 @@ class ReadWorld(World):
         super().__init__()
         self.asked: list[tuple[int, list[int]]] = []
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         self.asked.append((self.version, [request.seed for request in requests]))
         return super().submit(requests, options)
 
@@ -75,33 +69,11 @@ def run(
     return live(folder, state or RunState(), None, dump, *overrides, world=world, **options)
 
 
-def resume(whole: Path, folder: Path, step: int, *overrides: str, **forgotten: Any) -> World:
+def resume(whole: Path, folder: Path, step: int, *overrides: str) -> World:
     checkpoint = whole / f"global_step_{step}"
-    state = dataclasses.replace(SavedRun.load(checkpoint).state, **forgotten)
+    state = SavedRun.load(checkpoint).state
     folder.mkdir(exist_ok=True)
     return live(folder, state, checkpoint, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
-
-
-def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """T17: not the switch alone, but the groups' way through the supply changes no bit."""
-    expected = run(tmp_path / "sync")
-    monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
-    found = run(tmp_path / "ahead")
-    assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    one, two = lines(tmp_path / "sync"), lines(tmp_path / "ahead")
-    for step in range(1, STEPS + 1):
-        assert {name: value for name, value in two[step].items() if not name.startswith(ASYNCHRONY)} == one[
-            step
-        ]
-        assert samples(tmp_path / "sync", step) == samples(tmp_path / "ahead", step)
-        states = [SavedRun.load(tmp_path / name / f"global_step_{step}").state for name in ("sync", "ahead")]
-        assert str(dataclasses.replace(states[1], supply=None, prompts={})) == str(
-            dataclasses.replace(states[0], prompts={})
-        )
-        assert two[step]["async/group_age/max"] == 0
-    assert all(one[step]["actor/grad_norm"] > 0 for step in (1, 4))  # in the others the world has none
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -145,13 +117,6 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k:
             without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
         ]
         assert str(states[0]) == str(states[1])
-
-
-def test_a_run_that_forgets_its_supply_trains_on_other_samples(tmp_path: Path) -> None:
-    expected = run(tmp_path / "whole", *ahead(1))
-    assert (
-        resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply=None).trained != expected.trained
-    )
 
 
 def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
@@ -286,7 +251,7 @@ class Losing(World):
         super().__init__()
         self.call, self.calls, self.asked = call, 0, {}  # type: ignore[var-annotated]
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         numbers = super().submit(requests, options)
         self.asked |= dict(zip(numbers, requests, strict=True))
         return numbers
@@ -335,10 +300,47 @@ def test_engines_on_shared_devices_sleep_before_a_step_also_when_nothing_is_unde
     tmp_path: Path, hybrid: bool
 ) -> None:
     """All that a step needs may have ended before, or come from a checkpoint."""
-    slept: list[int] = []
-    config = small_run_config(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}")
-    supply: Any = AsynchronousSupply.__new__(AsynchronousSupply)
-    supply._services = SimpleNamespace(config=config, engines=SimpleNamespace(sleep=lambda: slept.append(1)))
-    supply._requests = []
-    supply._empty_shared_devices(StepRecord())
-    assert len(slept) == hybrid
+
+    class Sleeping(World):
+        slept = 0
+
+        def sleep(self) -> None:
+            self.slept += 1
+
+    world = Sleeping()
+    run(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}", world=world)
+    assert world.slept == hybrid * STEPS
+
+
+class Asked(World):
+    """Notes what was asked of the engines, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def submit(self, requests: Sequence[GenerationRequest], options: Any, *, evenly: bool) -> list[int]:
+        assert evenly
+        self.calls.append(f"submit {len(requests)}")
+        return super().submit(requests, options)
+
+    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
+        self.calls.append(f"wait for {len(numbers)}")
+        return super().wait_for(numbers, on_loss)
+
+    def deliver(self, version: int) -> tuple[None, None]:
+        self.calls.append(f"publish {version}")
+        return super().deliver(version)
+
+
+def test_without_a_lead_a_step_samples_all_of_its_own_and_nothing_else(tmp_path: Path) -> None:
+    """Nothing is under way while weights are published or a checkpoint is written."""
+    world = Asked()
+    run(tmp_path, f"{CANARIES}=0", world=world, steps=2)
+    step = ["submit 4", "wait for 4"]
+    assert world.calls == ["publish 0", *step, "publish 1", *step, "publish 2"]
+    for number in (1, 2):
+        supply = SavedRun.load(tmp_path / f"global_step_{number}").state.supply
+        assert supply is not None
+        assert (supply.num_groups, supply.ledger.balance, supply.admission.admitted) == (0, 0, 2 * number)
+    assert not [name for name in lines(tmp_path)[1] if name.startswith("async/group_age")]

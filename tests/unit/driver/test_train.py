@@ -61,12 +61,9 @@ def resumed(whole: Path, folder: Path, **forgotten: Any) -> tuple[Any, ...]:
 
 def test_the_scenario_moves_every_field(undisturbed: tuple[Any, ...], whole: Path) -> None:
     beginning, state = RunState(), SavedRun.load(whole / f"global_step_{INTERRUPTED}").state
-    others = {"nonfinite_critic_updates", "supply"}  # there is no critic, and nothing is sampled ahead
-    assert {
-        one.name
-        for one in dataclasses.fields(state)
-        if getattr(state, one.name) == getattr(beginning, one.name)
-    } == others
+    names = [one.name for one in dataclasses.fields(state)]
+    unmoved = [name for name in names if getattr(state, name) == getattr(beginning, name)]
+    assert unmoved == ["nonfinite_critic_updates"]  # there is no critic
     assert [line.get("alerts/reward_collapse") for line in undisturbed[3]][:2] == [1.0, 1.0]
 
 
@@ -76,13 +73,16 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(
     assert resumed(whole, tmp_path) == undisturbed
 
 
-FIELDS = [
-    one.name for one in dataclasses.fields(RunState) if one.name not in ("nonfinite_critic_updates", "supply")
-]
+FIELDS = [one.name for one in dataclasses.fields(RunState) if one.name != "nonfinite_critic_updates"]
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_run_that_forgets_a_field_leaves_something_else(
     undisturbed: tuple[Any, ...], whole: Path, tmp_path: Path, field: str
 ) -> None:
-    assert resumed(whole, tmp_path, **{field: getattr(RunState(), field)}) != undisturbed
+    try:
+        found = resumed(whole, tmp_path, **{field: getattr(RunState(), field)})
+    except RuntimeError:  # steps done and groups trained on do not belong together
+        assert field in ("step", "supply")
+    else:
+        assert found != undisturbed

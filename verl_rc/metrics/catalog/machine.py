@@ -4,7 +4,6 @@ from verl_rc.metrics.catalog.spec import MetricSpec
 
 _STAGES = {
     "gen": "sampling the responses",
-    "gen_max": "sampling one greedy response per prompt (remax)",
     "admit": "drawing prompts and handing them to the engines (asynchronous training)",
     "reward": "scoring the responses",
     "old_log_prob": "log-probs under the proximal policy",
@@ -21,7 +20,7 @@ _STAGES = {
     "dump_rollout_generations": "writing rollouts to disk",
     "token_records": "writing what was computed for the tokens of some rows",
 }
-_BUSY = ("gen", "gen_max", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+_BUSY = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 """Stages in which workers compute."""
 _PER_TOKEN = {
     "gen": "response tokens",

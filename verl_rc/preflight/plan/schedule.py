@@ -159,14 +159,12 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 
 def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     trainer, rows = config.trainer, sizes.rows
-    resampled = config.algorithm.filter_groups.enable
-    yield Phase(
-        "gen",
-        "engines",
-        every="and reward, until enough prompts have samples that differ" if resampled else "",
-    )
+    facts = []
     if config.algorithm.estimator_reads("reward_baselines"):
-        yield Phase("gen_max", "engines", every="one greedy response for each prompt")
+        facts.append("with one greedy response for each prompt")
+    if config.algorithm.filter_groups.enable:
+        facts.append("and reward, until enough prompts have samples that differ")
+    yield Phase("gen", "engines", every="; ".join(facts))
     yield Phase("reward", "driver")
     if policy.interpolates:
         yield Phase("old_log_prob", "actor", every="every 50 steps, to compare interpolated log-probs with")

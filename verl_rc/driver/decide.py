@@ -1,0 +1,215 @@
+"""Whole groups are scored and decided; decided groups become what a step trains on."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from verl_rc.advantage.group_relative import informative_groups
+from verl_rc.advantage.reward_shaping import overlong_penalty
+from verl_rc.config.algorithm import REWARD_METRICS
+from verl_rc.config.run import RunConfig
+from verl_rc.config.task import RewardKwargsConfig
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.groups import Group, Scores, completions, joined_samples
+from verl_rc.data.samples import Samples
+from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.services import Services
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.rewards import RewardError, RewardOutput
+from verl_rc.rollout.response import build_rollout_batch
+
+_OVERLONG_COLUMNS = ("overlong_reward", "overlong")
+"""What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
+
+
+# whole groups
+
+
+def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> Scores:
+    """Decode responses without their special tokens and have them scored; ``rows`` are their prompts.
+
+    Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``.
+    """
+    texts: list[str] = services.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+    outputs = services.scorer.score(rows, texts)
+    names = sorted({name for output in outputs for name in output.extras})
+    extras = {name: [output.extras.get(name) for output in outputs] for name in names}
+    return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
+
+
+def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
+    """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
+    score."""
+    return [
+        scores
+        if isinstance(scores, RewardError)
+        else group.scored(scores, "kept" if _is_informative(services, scores) else "filtered")
+        for group, scores in zip(groups, _score_groups(services, groups), strict=True)
+    ]
+
+
+def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | RewardError]:
+    samples = [sample for group in groups for sample in group.samples]
+    rows = [group.row for group in groups for _ in group.samples]
+    token_ids = [sample.response for sample in samples]
+    try:
+        scores = score(services, rows, token_ids)
+    except RewardError as error:
+        if len(groups) == 1:
+            return [error]
+        return [scores for group in groups for scores in _score_groups(services, [group])]
+    lengths = torch.tensor([len(response) for response in token_ids])
+    scores = _with_overlong_penalty(scores, lengths, services.config.reward.reward_kwargs)
+    ends = torch.tensor([len(group.samples) for group in groups]).cumsum(0).tolist()
+    return [scores.part(end - len(group.samples), end) for group, end in zip(groups, ends, strict=True)]
+
+
+def _with_overlong_penalty(scores: Scores, lengths: Tensor, kwargs: RewardKwargsConfig) -> Scores:
+    """Subtract the penalty on responses of ``lengths`` ``[n]`` tokens, where the run has one."""
+    buffer = kwargs.overlong_buffer_cfg
+    if not buffer.enable:
+        return scores
+    penalties = _overlong_penalties(lengths, kwargs)
+    columns = dict(zip(_OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
+    extras = {**scores.extras, **(columns if buffer.log else {})}
+    return replace(scores, values=scores.values + penalties, extras=extras, unpenalised=scores.values)
+
+
+def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
+    buffer = kwargs.overlong_buffer_cfg
+    assert buffer.len is not None
+    return overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+
+
+def _is_informative(services: Services, scores: Scores) -> bool:
+    """Whether a group is to be trained on: with ``algorithm.filter_groups`` its samples must differ."""
+    options, count = services.config.algorithm.filter_groups, services.config.actor_rollout_ref.rollout.n
+    if not options.enable:
+        return True
+    sampled = scores.part(0, count)
+    unpenalised = options.metric == "score" and sampled.unpenalised is not None
+    values = sampled.unpenalised if unpenalised else sampled.values
+    assert values is not None
+    compared = _numbers(values, sampled.extras, options.metric, "algorithm.filter_groups.metric")
+    return bool(informative_groups(compared, [0] * len(compared)))
+
+
+def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
+    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found``
+    prompts."""
+    groups, data = config.algorithm.filter_groups, config.data
+    return ValueError(
+        f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
+        f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
+        f"batches of {data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; "
+        "raise the limit (0: none), or data.gen_batch_size."
+    )
+
+
+def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str) -> list[float]:
+    """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column
+    has none."""
+    if name in ("score", *REWARD_METRICS):
+        scores: list[float] = values.tolist()
+        return scores
+    column = extras.get(name, [])
+    numbers = [float(value) for value in column if isinstance(value, Real) and math.isfinite(value)]
+    if len(numbers) != len(values):
+        raise ValueError(
+            f"{key} must name the score or a column of finite numbers that the reward function returns for "
+            f"every sample, got {name!r}; it returned the columns {sorted(extras)}."
+        )
+    return numbers
+
+
+# decided groups
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """The greedy responses of a batch (``remax``), which are no part of it."""
+
+    scores: Tensor
+    """float32 ``[prompts]``."""
+    num_tokens: int
+
+
+def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baselines | None]:
+    """Decided groups as what a step trains on, and their greedy responses where the estimator reads those.
+
+    Raises ``ValueError`` when ``algorithm.gdpo_reward_keys`` names a column that a group lacks.
+    """
+    config = services.config
+    count, synchronous = config.actor_rollout_ref.rollout.n, config.async_training.is_synchronous
+    sampled = [group.first(count) for group in groups]
+    samples = [sample for group in sampled for sample in group.samples]
+    given = completions(samples, with_tools=config.actor_rollout_ref.rollout.multi_turn.enable)
+    if synchronous and None not in (engines := [sample.engine for sample in samples]):
+        given.engines = torch.tensor(engines)
+    rollouts = build_rollout_batch(
+        [list(sample.prompt) for sample in samples],
+        [place for place, group in enumerate(sampled) for _ in group.samples],
+        given,
+        services.tokenizer.pad_token_id,
+    )
+    joined = joined_samples(sampled, rollouts)
+    if config.algorithm.gdpo_reward_keys is not None:
+        columns = _component_scores(joined, config.algorithm.gdpo_reward_keys)
+        joined = replace(joined, component_scores=columns)
+    if not config.algorithm.estimator_reads("reward_baselines"):
+        return joined, None
+    scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
+    tokens = sum(group.num_sampled for group in groups) - sum(group.num_sampled for group in sampled)
+    return replace(joined, reward_baselines=scores[rollouts.group_ids]), Baselines(scores, tokens)
+
+
+def _component_scores(samples: Samples, keys: Sequence[str]) -> Tensor:
+    """float32 ``[B, K]``: the columns that ``gdpo`` normalises one by one."""
+    values = [_numbers(samples.scores, samples.extras, key, "algorithm.gdpo_reward_keys") for key in keys]
+    return torch.tensor(values, dtype=torch.float32).T.contiguous()
+
+
+def record_batch_of_groups(
+    config: RunConfig, samples: Samples, baselines: Baselines | None, record: StepRecord
+) -> None:
+    """Book and count the batch that a step trains on, and report what the reward function said of it."""
+    tokens = samples.num_tokens
+    record.ledger.sampled(tokens, prompts=len(samples.prompts))
+    record.ledger.book_prompts({"in_batch": len(samples.prompts)})
+    lengths = samples.rollouts.tokens
+    record.count_tokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
+    record.add_records(reward_metrics(_reward_outputs(samples)))
+    if baselines is not None:
+        record.ledger.sampled(baselines.num_tokens)
+        record.ledger.book({"baseline": baselines.num_tokens})
+        record.add({"critic/reward_baselines/mean": float(baselines.scores.double().mean())})
+    if samples.component_scores is not None:
+        for key, column in zip(
+            config.algorithm.gdpo_reward_keys or (), samples.component_scores.T.double(), strict=True
+        ):
+            record.add({f"gdpo/{key}/{name}": value for name, value in _spread(column).items()})
+            record.add({f"gdpo/{key}/std": float(column.std(correction=0))})
+    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        penalties = _overlong_penalties(lengths.response_lengths, config.reward.reward_kwargs).double()
+        record.add({f"critic/overlong_reward/{name}": value for name, value in _spread(penalties).items()})
+        record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
+
+
+def _spread(values: Tensor) -> dict[str, float]:
+    return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min())}
+
+
+def _reward_outputs(samples: Samples) -> list[RewardOutput]:
+    """What the reward function said of every sample, from the columns that are kept of it; None is what it
+    did not say."""
+    columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
+    return [
+        RewardOutput(
+            score, {name: column[row] for name, column in columns.items() if column[row] is not None}
+        )
+        for row, score in enumerate(samples.scores.tolist())
+    ]
