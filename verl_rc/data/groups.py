@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_rc.data.batches import Completions, RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.parts import Answer, Part
+from verl_rc.data.parts import Answer, Part, num_sampled, num_turns
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
@@ -58,15 +58,7 @@ class GroupSample:
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled so far."""
-        return sum(len(turn.token_ids) for turn in self.turns if isinstance(turn, Part))
-
-    @property
-    def num_turns(self) -> int:
-        """Messages of the conversation: the prompt, the policy's turns, the tools' answers. Parts in a row
-        are one turn."""
-        kinds = [isinstance(turn, Part) for turn in self.turns]
-        begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
-        return 1 + begun + kinds.count(False)
+        return num_sampled(self.turns)
 
     @property
     def versions(self) -> list[int]:
@@ -187,7 +179,7 @@ def completions(
         policy_versions=versions,
         finished=torch.tensor([sample.finished for sample in samples], dtype=torch.bool),
         response_mask=versions != _ANSWER if with_tools else None,
-        num_turns=torch.tensor([sample.num_turns for sample in samples]) if with_tools else None,
+        num_turns=torch.tensor([num_turns(sample.turns) for sample in samples]) if with_tools else None,
         tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
         batch_size=[rows],
     )

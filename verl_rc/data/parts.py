@@ -1,7 +1,9 @@
 """The pieces of a response: what one request sampled under one version of the weights, and what tools
-answered in between."""
+answered in between; and samples, which are made of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from verl_rc.data.batches import Completions
 
 _NO_VERSION = -2
 """Version of tokens that no policy sampled; -1 is a version that is not known."""
+UNKNOWN = -1
+"""The version of weights that no update brought."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +25,21 @@ class Part:
     log_probs: Tensor
     """float32 ``[T]``: of each token under the distribution it was sampled from, nats."""
     version: int
-    """Training steps done when those weights were published."""
+    """Training steps done when those weights were published; ``UNKNOWN`` where no update has come yet."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
         _check_tokens("Part.token_ids", self.token_ids, torch.int32)
         _check_tokens("Part.log_probs", self.log_probs, torch.float32)
-        if len(self.token_ids) != len(self.log_probs) or self.version < 0:
+        if len(self.token_ids) != len(self.log_probs) or self.version < UNKNOWN:
             raise ValueError(
-                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} "
-                f"tokens, {len(self.log_probs)} log-probs and version {self.version}."
+                f"a Part must have a log-prob for every token and a version >= {UNKNOWN}, got "
+                f"{len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and version {self.version}."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as bytes: pickle takes 0.5 ms for a tensor, and a step has thousands of parts."""
+        return _part_from_bytes, (_as_bytes(self.token_ids), _as_bytes(self.log_probs), self.version)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,44 @@ class Answer:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
         _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See ``Part``."""
+        return _answer_from_bytes, (_as_bytes(self.token_ids),)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What an engine returns for a request: a response that has ended, or one that is still growing."""
+
+    number: int
+    """Number of the request."""
+    parts: Sequence[Part | Answer] = ()
+    """The response, in order."""
+    finished: bool = False
+    """Ended by a stop token (False: cut off at a limit, or still growing)."""
+    tool_calls: int = 0
+    """Calls that tools answered."""
+    engine: int | None = None
+    """Number of the engine; None: the run has one engine, or several have sampled it."""
+
+
+def num_tokens(parts: Sequence[Part | Answer]) -> int:
+    """Tokens of a response, with those of tools' answers."""
+    return sum(len(part.token_ids) for part in parts)
+
+
+def num_sampled(parts: Sequence[Part | Answer]) -> int:
+    """Tokens of a response that the policy sampled."""
+    return sum(len(part.token_ids) for part in parts if isinstance(part, Part))
+
+
+def num_turns(parts: Sequence[Part | Answer]) -> int:
+    """Messages of a conversation: the prompt, the policy's turns, the tools' answers. Parts in a row are one
+    turn."""
+    kinds = [isinstance(part, Part) for part in parts]
+    begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
+    return 1 + begun + kinds.count(False)
 
 
 def parts_of(
@@ -87,6 +133,22 @@ def row_parts(completions: Completions, row: int) -> "list[Part | Answer]":
         versions[row, span],
         None if mask is None else mask[row, span],
     )
+
+
+def _as_bytes(values: Tensor) -> bytes:
+    return values.numpy().tobytes()
+
+
+def _part_from_bytes(token_ids: bytes, log_probs: bytes, version: int) -> Part:
+    return Part(
+        torch.frombuffer(bytearray(token_ids), dtype=torch.int32),
+        torch.frombuffer(bytearray(log_probs), dtype=torch.float32),
+        version,
+    )
+
+
+def _answer_from_bytes(token_ids: bytes) -> Answer:
+    return Answer(torch.frombuffer(bytearray(token_ids), dtype=torch.int32))
 
 
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
