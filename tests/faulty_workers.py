@@ -3,22 +3,22 @@ guards."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
+from verl_rc.data.batches import TokenBatch, TrainBatch
+from verl_rc.data.parts import Part, Sample
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.rollout.conversation import Conversations, OpenResponses, ToolCall
-from verl_rc.rollout.response import Collected
+from verl_rc.rollout.conversation import Conversations, OpenSamples, ToolCall
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, QueuedSample
-from verl_rc.rollout.vllm import engine
+from verl_rc.rollout.vllm import engine, sampler
 from verl_rc.rollout.vllm.engine import RolloutEngine
 from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.sampler import VllmSampler
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
@@ -27,7 +27,8 @@ from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 
 BAD_ROW = 9
-"""Whose log-probs are made bad; a canary has fewer rows, so that a step's own are meant."""
+"""Last digit of the numbers of samples whose log-probs are made bad; a canary has fewer rows, so that a
+step's own are meant."""
 HALF_LOADED = "gate_proj.weight"
 """End of the name of the tensors whose second half stays as it was."""
 
@@ -41,12 +42,13 @@ class FaultyEngine(RolloutEngine):
     def __init__(self, options: EngineOptions) -> None:
         reset = engine._reset_prefix_cache
 
-        def reset_unless_stale(sampler: VllmSampler) -> None:
+        def reset_unless_stale(of_engine: VllmSampler) -> None:
             if self.fault != "stale_prefix_cache":
-                reset(sampler)
+                reset(of_engine)
                 self.cache_resets += 1
 
         engine._reset_prefix_cache = reset_unless_stale
+        sampler.parts_of_output = self._parts_of_output
         super().__init__(options)
 
     def plant(self, fault: str | None) -> None:
@@ -61,7 +63,7 @@ class FaultyEngine(RolloutEngine):
             conversations = Conversations.open(options)
             conversations._parse = lambda text: [ToolCall("calculator", {"expression": f"{len(text)}+1"})]
         self._options = replace(self._options, conversation=options)
-        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenResponses(conversations)))
+        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
 
     def count_cache_resets(self) -> int:
         return self.cache_resets
@@ -106,21 +108,21 @@ class FaultyEngine(RolloutEngine):
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         return super().generate(requests, self._options_of(options))
 
     def _options_of(self, options: SamplingOptions) -> SamplingOptions:
         factor = 1.5 if self.fault == "other_temperature" else 1.0
         return replace(options, temperature=factor * options.temperature)
 
-    def _as_collected(self, ended: Box) -> Collected:
-        ended = sorted(ended, key=itemgetter(0))
-        if self.fault == "missing_log_prob" and len(ended) > BAD_ROW:
-            ended[BAD_ROW][1].output.logprobs = None
-        collected = super()._as_collected(ended)
-        if self.fault == "nan_log_prob" and len(ended) > BAD_ROW:
-            collected.completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
-        return collected
+    def _parts_of_output(self, output: Any, held: tuple[int, int], number: int) -> list[Part]:
+        bad = number % (BAD_ROW + 1) == BAD_ROW
+        if self.fault == "missing_log_prob" and bad:
+            output.logprobs = None
+        parts = parts_of_output(output, held, number)
+        if self.fault == "nan_log_prob" and bad:
+            parts[0].log_probs[0] = torch.nan
+        return parts
 
 
 class FaultyPolicyWorker(PolicyWorker):

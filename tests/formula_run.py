@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from made_samples import part
 from small_models import small_run_config
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint import CheckpointStore, RunState
-from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, TrainBatch
+from verl_rc.data.batches import Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
-from verl_rc.data.parts import Part
+from verl_rc.data.parts import Part, Sample
 from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.train import train
@@ -32,7 +33,7 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 STEPS = 4
 WIDTH = 7
-"""``data.max_response_length``: what engines pad to."""
+"""``data.max_response_length``."""
 OVERRIDES = (
     "algorithm.use_kl_in_reward=True",
     "algorithm.kl_ctrl.type=adaptive",
@@ -63,11 +64,11 @@ class World:
         self.updates = 0
         self.engine = 0.0
         self.version = 0
-        self.submitted: list[Completions] = []
-        """A row for each request that was submitted, sampled at once; its number is its place."""
+        self.submitted: list[Sample] = []
+        """Of each request that was submitted, sampled at once; its number is its place."""
         self.under_way: set[int] = set()
         self.failure: Exception | None = None
-        self.canaries: list[Completions] = []
+        self.canaries: list[list[Sample]] = []
         """Of each publication whose canary tokens are generated beside other samples."""
 
     @property
@@ -80,9 +81,8 @@ class World:
     # the engines
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
-        rows = self.sample(requests)
         numbers = list(range(len(self.submitted), len(self.submitted) + len(requests)))
-        self.submitted += [rows[place : place + 1] for place in range(len(requests))]
+        self.submitted += self.sample(requests)
         self.under_way |= set(numbers)
         return numbers
 
@@ -110,10 +110,10 @@ class World:
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}
 
-    def take(self, numbers: Sequence[int]) -> Completions:
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
         assert self.under_way >= set(numbers)
         self.under_way -= set(numbers)
-        return Completions.cat([self.submitted[number] for number in numbers])
+        return [self.submitted[number] for number in numbers]
 
     def cancel(self, numbers: Sequence[int]) -> None:
         assert self.under_way >= set(numbers)
@@ -121,41 +121,34 @@ class World:
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
-    ) -> Timed[Completions]:
+    ) -> Timed[list[Sample]]:
         assert not self.under_way, "validation and canaries sample alone"
         return Timed(self.sample(requests), 0.5)
 
-    def sample(self, requests: Sequence[GenerationRequest]) -> Completions:
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
         """By the version that the engines hold."""
-        lengths = torch.tensor([2 + request.seed % 3 for request in requests])
-        mask = torch.arange(WIDTH) < lengths[:, None]
-        shifts = range(0, 3 * WIDTH, 3)
-        tokens = torch.tensor(
-            [[1 + (40503 * request.seed + 977 >> shift) % 7 for shift in shifts] for request in requests]
-        )
-        log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
-        return Completions(
-            responses=torch.where(mask, tokens, 0),
-            response_lengths=lengths,
-            rollout_log_probs=torch.where(mask, log_probs, 0.0),
-            policy_versions=torch.where(mask, self.version, -1),
-            finished=torch.ones(len(requests), dtype=torch.bool),
-            batch_size=[len(requests)],
-        )
+        samples = []
+        for number, request in enumerate(requests):
+            shifts = range(0, 3 * (2 + request.seed % 3), 3)
+            tokens = torch.tensor([1 + (40503 * request.seed + 977 >> shift) % 7 for shift in shifts])
+            log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
+            grown = part(tokens.tolist(), self.version, log_probs.tolist())
+            samples.append(Sample(number, [grown], finished=True))
+        return samples
 
     def generate_on_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> list[Completions]:
+    ) -> list[list[Sample]]:
         return [self.generate(requests, options).result]
 
     def submit_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> list[list[int]]:
-        """A row for each at the end of a list of their own; their numbers count down."""
+        """A sample for each at the end of a list of their own; their numbers count down."""
         self.canaries.append(self.sample(requests))
         return [[-len(self.canaries)]]
 
-    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[list[Sample]]:
         (number,) = numbers
         return Timed(self.canaries[-number - 1], 0.5)
 

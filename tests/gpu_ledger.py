@@ -8,7 +8,7 @@ that run at the same time add up. Sizes are those of a 7B model on 8 ranks, GiB.
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +32,7 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.driver import setup, weights
 from verl_rc.driver.train import train
 from verl_rc.preflight.memory import ModelShape
-from verl_rc.rollout.response import Collected
-from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.engine import Collected, QueuedSample
 from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync import sender
 from verl_rc.weight_sync.sender import WeightSender
@@ -352,8 +351,9 @@ class LedgerEngine:
 
     def collect(self, at_least: int, wait_seconds: float | None) -> Collected:
         taken, self.samples = self.samples[:at_least], self.samples[at_least:]
+        sampled = self.sample([one.request for one in taken])
         return Collected(
-            [sample.number for sample in taken], self.sample([sample.request for sample in taken]), {}
+            [replace(sample, number=one.number) for one, sample in zip(taken, sampled, strict=True)]
         )
 
     def generate(self, requests: Any, options: Any) -> Any:

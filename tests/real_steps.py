@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.checkpoint import RunState
@@ -16,7 +17,8 @@ from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.load import load_run_config
-from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.batches import Timed
+from verl_rc.data.parts import Part, Sample, token_ids
 from verl_rc.driver import train, weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -113,14 +115,15 @@ class RetokenisingEngines(EngineGroup):
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
-    ) -> Timed[Completions]:
+    ) -> Timed[list[Sample]]:
         answer = super().generate(requests, options, on_loss)
-        completions = answer.result
-        for row, length in enumerate(completions.response_lengths.tolist()):
-            text = self._run.services.tokenizer.decode(
-                completions.responses[row, :length], skip_special_tokens=True
-            )
-            again = self._run.services.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
-            completions.responses[row, : len(again)] = completions.responses.new_tensor(again)
-            completions.response_lengths[row] = len(again)
-        return answer
+        return replace(answer, result=[self._retokenised(sample) for sample in answer.result])
+
+    def _retokenised(self, sample: Sample) -> Sample:
+        """No longer than it was, with the log-probs that its first tokens had."""
+        tokenizer, (part,) = self._run.services.tokenizer, sample.parts
+        assert isinstance(part, Part)
+        text = tokenizer.decode(token_ids(sample.parts), skip_special_tokens=True)
+        again = tokenizer.encode(text, add_special_tokens=False)[: len(part.token_ids)] or [0]
+        tokens = torch.tensor(again, dtype=torch.int32)
+        return replace(sample, parts=[Part(tokens, part.log_probs[: len(again)], part.version)])

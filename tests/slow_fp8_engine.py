@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_rc.data.parts import Part
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm import fp8_products
 from verl_rc.rollout.vllm.engine import RolloutEngine
@@ -45,7 +46,9 @@ class SlowFp8Engine(RolloutEngine):
     def log_probs(self, requests: list[GenerationRequest], options: SamplingOptions) -> tuple[Tensor, int]:
         """Rollout log-probs, and how many slow products they took."""
         before = len(slow_calls)
-        return self.generate(requests, options).rollout_log_probs, len(slow_calls) - before
+        samples = self.generate(requests, options)
+        log_probs = [part.log_probs for sample in samples for part in sample.parts if isinstance(part, Part)]
+        return torch.stack(log_probs), len(slow_calls) - before
 
     def become_fast(self) -> None:
         """From now on: a CPU on which PyTorch's choice is fast, and taken."""

@@ -5,12 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
+from made_samples import sample as made_sample
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import Completions
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -35,7 +35,7 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
         self.asleep, self.version = False, 0
-        self.submitted: list[Completions] = []
+        self.submitted: list[Sample] = []
         """A row for each request; its number is its place."""
 
     def submit(
@@ -45,7 +45,7 @@ class Engines:
         self.calls.append((len(requests), options.temperature))
         rows = self.sample(requests, options)
         first = len(self.submitted)
-        self.submitted += [rows[place : place + 1] for place in range(len(requests))]
+        self.submitted += rows
         return list(range(first, len(self.submitted)))
 
     def begin_steps(self) -> None:
@@ -57,22 +57,16 @@ class Engines:
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}
 
-    def take(self, numbers: Sequence[int]) -> Completions:
-        return Completions.cat([self.submitted[number] for number in numbers])
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self.submitted[number] for number in numbers]
 
-    def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         greedy = options.temperature == 0
-        lengths = torch.tensor([6 if greedy else index % 2 + 1 for index in range(len(requests))])
-        numbers = torch.tensor([request.prompt_token_ids[0] for request in requests])
-        mask = torch.arange(7) < lengths[:, None]
-        return Completions(
-            responses=torch.where(mask, numbers[:, None], 0),
-            response_lengths=lengths,
-            rollout_log_probs=torch.zeros(mask.shape),
-            policy_versions=torch.where(mask, self.version, -1),
-            finished=torch.ones(len(requests), dtype=torch.bool),
-            batch_size=[len(requests)],
-        )
+        lengths = [6 if greedy else index % 2 + 1 for index in range(len(requests))]
+        return [
+            made_sample(index, [request.prompt_token_ids[0]] * length, self.version)
+            for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
+        ]
 
     def sleep(self) -> list[Any]:
         self.asleep = True

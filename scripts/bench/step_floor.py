@@ -50,11 +50,10 @@ def engine_alone(folder: Path, results: Any) -> None:
     requests = [GenerationRequest(row.prompt_token_ids, seed) for row in prompts for seed in range(rollout.n)]
     engine = RolloutEngine(engine_options(config, "cpu"))
     options = SamplingOptions.for_training(rollout, (tokenizer.eos_token_id,))
-    completions = engine.generate(requests, options)
+    samples = engine.generate(requests, options)
     seconds = median_seconds(lambda: engine.generate(requests, options))
-    results.put(
-        (seconds, pickle.dumps((requests, completions)))
-    )  # bytes outlive the process, shared tensors do not
+    # Bytes outlive the process, shared tensors do not.
+    results.put((seconds, pickle.dumps((requests, samples))))
 
 
 def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None:
@@ -72,10 +71,10 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     from verl_rc.workers.updates import UpdateRequest
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
-    requests, completions = pickle.loads(rollouts_of_engine)
+    requests, samples = pickle.loads(rollouts_of_engine)
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", 29_731), total_steps=10)
     prompts = [request.prompt_token_ids for request in requests]
-    rollouts = build_rollout_batch(prompts, [0] * len(prompts), completions, pad_token_id=0)
+    rollouts = build_rollout_batch(prompts, [0] * len(prompts), samples, pad_token_id=0)
     lengths = rollouts.tokens.sequence_lengths.tolist()
     [micro] = assign_rows(
         lengths, 1, MicroBatchLimit(max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)

@@ -17,9 +17,10 @@ from planted_faults.held_out_hooks import (
 from planted_faults.workers import PlantedEngine, PlantedPolicyWorker
 from torch import Tensor
 
-from verl_rc.data.batches import Completions, TokenBatch
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.parts import Part, Sample
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.vllm import sampler
 from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.tensor_ops import logprobs
@@ -49,7 +50,7 @@ class HeldOutEngine(PlantedEngine):
             [replace(sample, request=with_prefix(sample.request, self._planted)) for sample in samples]
         )
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """Sample for other prompts."""
         return super().generate([with_prefix(request, self._planted) for request in requests], options)
 
@@ -65,12 +66,14 @@ class HeldOutEngine(PlantedEngine):
                 loaded = in_int8(tensor)
             yield name, loaded
 
-    def _misreport(self, completions: Completions) -> None:
-        super()._misreport(completions)
-        if "stop_token_at_0" in self._planted:
-            places = torch.arange(completions.responses.shape[1])
-            is_stop = completions.finished[:, None] & (places == completions.response_lengths[:, None] - 1)
-            completions.rollout_log_probs = completions.rollout_log_probs.masked_fill(is_stop, 0.0)
+    def _misreported(self, sample: Sample) -> Sample:
+        sample = super()._misreported(sample)
+        last = sample.parts[-1]
+        if "stop_token_at_0" in self._planted and sample.finished and isinstance(last, Part):
+            log_probs = last.log_probs.clone()
+            log_probs[-1] = 0.0
+            sample = replace(sample, parts=[*sample.parts[:-1], replace(last, log_probs=log_probs)])
+        return sample
 
 
 class HeldOutPolicyWorker(PlantedPolicyWorker):

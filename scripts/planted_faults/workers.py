@@ -9,10 +9,10 @@ from planted_faults.faults import planted
 from planted_faults.held_out_hooks import in_fp8
 from torch import Tensor
 
-from verl_rc.data.batches import Completions, TokenBatch, TokenScores, TrainBatch
-from verl_rc.rollout.response import Collected
+from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.data.parts import Part, Sample
+from verl_rc.rollout.engine import Collected, QueuedSample
 from verl_rc.rollout.sampling import SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.vllm import sampler
 from verl_rc.rollout.vllm.engine import RolloutEngine
 from verl_rc.rollout.vllm.options import EngineOptions
@@ -75,17 +75,15 @@ class PlantedEngine(RolloutEngine):
         self.reset_prefix_cache()
         self._holds_first = first
 
-    def generate(self, requests: Any, options: SamplingOptions) -> Completions:
+    def generate(self, requests: Any, options: SamplingOptions) -> list[Sample]:
         """Sample with other options."""
-        completions = super().generate(requests, self._other(options))
-        self._misreport(completions)
-        return completions
+        samples = super().generate(requests, self._other(options))
+        return [self._misreported(sample) for sample in samples]
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
         """Report other numbers."""
         collected = super().collect(at_least, wait_seconds)
-        self._misreport(collected.completions)
-        return collected
+        return replace(collected, samples=[self._misreported(sample) for sample in collected.samples])
 
     def _other(self, options: SamplingOptions) -> SamplingOptions:
         factor, top_p = (
@@ -125,18 +123,28 @@ class PlantedEngine(RolloutEngine):
             self._held[name] = loaded.clone()
             yield name, loaded
 
-    def _misreport(self, completions: Completions) -> None:
-        log_probs, lengths = completions.rollout_log_probs, completions.response_lengths
-        real = torch.arange(log_probs.shape[1]) < lengths[:, None]
+    def _misreported(self, sample: Sample) -> Sample:
+        """The sample with other numbers in its parts; the faults are for runs without tools."""
+        parts = [part for part in sample.parts if isinstance(part, Part)]
+        log_probs = torch.cat([part.log_probs for part in parts])
+        token_ids = torch.cat([part.token_ids for part in parts])
         if "shifted_log_probs" in self._planted:
-            completions.rollout_log_probs = torch.where(real, log_probs.roll(1, dims=-1), 0.0)
+            log_probs = log_probs.roll(1)
+            log_probs[0] = 0.0
         if "rounded_log_probs" in self._planted:
-            completions.rollout_log_probs = log_probs.bfloat16().float()
+            log_probs = log_probs.bfloat16().float()
         if "changed_tokens" in self._planted:
-            struck = real & (torch.rand(real.shape, generator=self._chance) < CHANGED)
-            responses = completions.responses
-            others = torch.where(responses == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
-            completions.responses = torch.where(struck, others, responses)
+            struck = torch.rand(token_ids.shape, generator=self._chance) < CHANGED
+            others = torch.where(token_ids == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
+            token_ids = torch.where(struck, others, token_ids).to(torch.int32)
+        return replace(sample, parts=_as_long_as(parts, token_ids, log_probs))
+
+
+def _as_long_as(parts: Sequence[Part], token_ids: Tensor, log_probs: Tensor) -> list[Part]:
+    """Parts of the same lengths and versions."""
+    lengths = [len(part.token_ids) for part in parts]
+    pieces = zip(token_ids.split(lengths), log_probs.split(lengths), parts, strict=True)
+    return [Part(tokens, numbers, part.version) for tokens, numbers, part in pieces]
 
 
 def _round_cache() -> None:

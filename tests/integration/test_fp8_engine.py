@@ -17,9 +17,7 @@ ARGUMENTS = {
 
 
 def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
-    options = EngineOptions(
-        str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS
-    )
+    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     environment = engine_environment(1, "cpu", one_node=True)
     engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
     try:
@@ -40,9 +38,7 @@ def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> N
 def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> None:
     """C3: not the scales that quantisation derives, also those with another name: a block's is
     ``weight_scale_inv``."""
-    options = EngineOptions(
-        str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS
-    )
+    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     engine = OtherProcess(
         "slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options
     )

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import of_parts
 from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
 from two_processes import free_port
 
-from verl_rc.data.batches import Completions
-from verl_rc.data.parts import row_parts
+from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
@@ -49,9 +49,7 @@ def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
     }
     # As on every CPU, see driver/setup.py: a prompt that is cut in two cannot be sampled from with a seed.
     arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    options = EngineOptions(
-        str(task["model"]), "float32", max_model_len=96, response_width=WIDTH, arguments=arguments
-    )
+    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, arguments=arguments)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
     yield process
@@ -107,15 +105,16 @@ def change(model: Any, seed: int) -> None:
 
 def gap_to_model(model: Any, engine: OtherProcess, version: int) -> float:
     """Largest |log-prob of the engine - log-prob of transformers| over greedily generated tokens, nats."""
-    completions: Completions = engine.call("generate", [GenerationRequest(PROMPT, seed=0)], GREEDY)
-    assert set(completions.policy_versions[0, : GREEDY.max_tokens].tolist()) == {version}
-    sampled = completions.responses[0, : GREEDY.max_tokens]
+    (sample,) = engine.call("generate", [GenerationRequest(PROMPT, seed=0)], GREEDY)
+    (part,) = sample.parts
+    assert (part.version, len(part.token_ids)) == (version, GREEDY.max_tokens)
+    sampled = part.token_ids.long()
     tokens = torch.tensor([PROMPT + sampled.tolist()])
     with torch.no_grad():
         log_probs = model(tokens).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     assert torch.equal(log_probs.argmax(-1), sampled)
     expected = log_probs.gather(-1, sampled[:, None])[:, 0]
-    return float((expected - completions.rollout_log_probs[0, : GREEDY.max_tokens]).abs().max())
+    return float((expected - part.log_probs).abs().max())
 
 
 def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
@@ -154,7 +153,7 @@ def test_a_staged_update_pauses_nothing_while_it_is_received(
     change(model, seed=9)
     engine.call("receive_beside", sender.manifest.to_plain(), BUCKET_BYTES, 9)
     ended = collect(engine, 6)
-    assert {version for row in ended.values() for version in row.policy_versions.unique().tolist()} == {-1, 8}
+    assert {version for one in ended.values() for version in versions_of(one)} == {8}
     sent = sender.send()
     check_receipts(sender.manifest, sent, [receipts(engine.call("received"))], 9)
     assert gap_to_model(model, engine, 9) < 1e-4
@@ -178,7 +177,7 @@ def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
     engine.call("cancel", [0])
     engine.call("submit", [replace(one, number=one.number + 10) for one in samples(2)])
     ended = collect(engine, 7)
-    versions = {number: set(row.policy_versions[0].tolist()) - {-1} for number, row in ended.items()}
+    versions = {number: set(versions_of(one)) for number, one in ended.items()}
     assert versions == {number: {11 if number >= 10 else 10} for number in (1, 2, 3, 4, 5, 10, 11)}
     check_receipts(sender.manifest, sent, [receipts(engine.call("loaded"))], 11)
     assert gap_to_model(model, engine, 11) < 1e-4
@@ -193,7 +192,7 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     sender.release()
     engine.call("abandon_update")  # as when another engine is lost
     engine.call("submit", samples(2))
-    assert engine.call("collect", 1, 0.3)[0] == []
+    assert engine.call("collect", 1, 0.3).samples == []
     engine.call("begin_update")
     engine.call("load_bucket", sender.offer(0, True))
     engine.call("load_bucket", sender.offer(1, True))
@@ -207,13 +206,11 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     sender.release()
     with pytest.raises(RuntimeError, match="No such file"):
         engine.call("load_bucket", vanished)
-    assert engine.call("collect", 1, 0.3)[0] == []  # no sample comes from a mixture of weights
+    assert engine.call("collect", 1, 0.3).samples == []  # no sample comes from a mixture of weights
     change(model, seed=4)
     publish(sender, engine, 4)
     assert gap_to_model(model, engine, 4) < 1e-4
-    assert {
-        version for row in collect(engine, 2).values() for version in row.policy_versions.unique().tolist()
-    } <= {-1, 4}
+    assert {version for one in collect(engine, 2).values() for version in versions_of(one)} == {4}
 
 
 def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
@@ -239,13 +236,22 @@ def samples(count: int, first: int = 0) -> list[QueuedSample]:
     return [QueuedSample(number, request(number), sampling) for number in range(first, first + count)]
 
 
-def collect(engine: OtherProcess, count: int) -> dict[int, Completions]:
-    """The next so many that end, one row for each number."""
-    rows: dict[int, Completions] = {}
-    while len(rows) < count:
-        numbers, completions, _ = engine.call("collect", 1, 60.0)
-        rows |= {number: completions[row : row + 1] for row, number in enumerate(numbers)}
-    return rows
+def collect(engine: OtherProcess, count: int) -> dict[int, Sample]:
+    """The next so many that end, by number."""
+    ended: dict[int, Sample] = {}
+    while len(ended) < count:
+        ended |= {one.number: one for one in engine.call("collect", 1, 60.0).samples}
+    return ended
+
+
+def versions_of(sample: Sample) -> list[int]:
+    """The version of every token."""
+    return [version for _, _, version in of_parts(sample.parts)]
+
+
+def plain(sample: Sample) -> tuple[Any, ...]:
+    """Everything that was sampled, to compare to the bit."""
+    return of_parts(sample.parts), sample.finished
 
 
 def test_when_samples_come_and_with_which_others_changes_no_bit(
@@ -254,15 +260,14 @@ def test_when_samples_come_and_with_which_others_changes_no_bit(
     change(model, seed=8)
     publish(sender, engine, 8)
     wanted = samples(48)
-    whole: Completions = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
+    whole = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
     for start in range(0, 48, 7):
         engine.call("submit", wanted[start : start + 7])
         time.sleep(0.02)
-    apart = Completions.cat([row for _, row in sorted(collect(engine, 48).items())])
-    assert whole.policy_versions.unique().tolist() == [-1, 8]
-    assert len(set(map(tuple, whole.responses.tolist()))) == 48
-    for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
-        assert torch.equal(getattr(whole, field), getattr(apart, field)), field
+    apart = [one for _, one in sorted(collect(engine, 48).items())]
+    assert {version for one in whole for version in versions_of(one)} == {8}
+    assert len({tuple(token_ids(one.parts)) for one in whole}) == 48
+    assert list(map(plain, whole)) == list(map(plain, apart))
 
 
 def test_validation_beside_samples_equals_validation_alone(
@@ -273,16 +278,14 @@ def test_validation_beside_samples_equals_validation_alone(
     publish(sender, engine, 12)
     wanted, questions = samples(32), [GenerationRequest(PROMPT[: 8 + place], seed=0) for place in range(6)]
     undisturbed = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
-    alone: Completions = engine.call("generate", questions, GREEDY)
+    alone = engine.call("generate", questions, GREEDY)
     engine.call("submit", wanted)
-    beside: Completions = engine.call("generate", questions, GREEDY)
-    early, _, _ = engine.call("collect", 0, 0.0)
+    beside = engine.call("generate", questions, GREEDY)
+    early = engine.call("collect", 0, 0.0).samples
     assert len(early) < 32, "the samples ended before the validation did: it was not beside them"
     ended = collect(engine, 32 - len(early))
-    for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
-        assert torch.equal(getattr(alone, field), getattr(beside, field)), field
-        for number, row in ended.items():
-            assert torch.equal(getattr(row, field)[0], getattr(undisturbed, field)[number]), (number, field)
+    assert list(map(plain, alone)) == list(map(plain, beside))
+    assert all(plain(one) == plain(undisturbed[number]) for number, one in ended.items())
 
 
 def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_version(
@@ -296,11 +299,8 @@ def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_versio
     engine.call("submit", samples(8, first=16))
     change(model, seed=12)
     publish(sender, engine, 12)
-    rows = collect(engine, 24)
-    for number, row in rows.items():
-        length = int(row.response_lengths)
-        assert length == WIDTH - number % 11
-        assert set(row.policy_versions[0, :length].tolist()) == {10 if number < 16 else 11}, number
+    for number, one in collect(engine, 24).items():
+        assert versions_of(one) == [10 if number < 16 else 11] * (WIDTH - number % 11), number
 
 
 def log_probs_by(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
@@ -308,6 +308,11 @@ def log_probs_by(model: Any, prompt: list[int], response: list[int]) -> torch.Te
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def log_probs_of(sample: Sample) -> torch.Tensor:
+    """Of each token, as the engine reported them."""
+    return torch.cat([part.log_probs for part in sample.parts if isinstance(part, Part)])
 
 
 @pytest.fixture
@@ -334,41 +339,34 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
     change(model, seed=21)
     publish(sender, engine, 21)
     interrupted = engine.call("interrupted")
-    parts = interrupted.completions
-    assert interrupted.numbers == list(range(16))
+    so_far = {one.number: one for one in interrupted.samples}
+    assert sorted(so_far) == list(range(16))
     assert interrupted.recomputed_tokens == sum(
         len(sample.request.prompt_token_ids) + 12 for sample in wanted
     )
     assert interrupted.pause_seconds > 0
-    assert parts.response_lengths.unique().tolist() == [12]
-    assert parts.policy_versions[:, :12].unique().tolist() == [20]
+    assert all(versions_of(one) == [20] * 12 for one in so_far.values())
     engine.call("after_steps", 100)
-    rows = collect(engine, 16)
+    ended = collect(engine, 16)
     for sample in wanted:
-        row, number = rows[sample.number], sample.number
-        length = int(row.response_lengths)
-        assert length == sample.request.max_tokens
-        assert row.policy_versions[0, :length].tolist() == [20] * 12 + [21] * (length - 12)
-        assert torch.equal(row.responses[0, :12], parts.responses[number, :12])
-        response = row.responses[0, :length].tolist()
+        one, number = ended[sample.number], sample.number
+        response = token_ids(one.parts)
+        assert len(response) == sample.request.max_tokens
+        assert versions_of(one) == [20] * 12 + [21] * (len(response) - 12)
+        assert of_parts(one.parts)[:12] == of_parts(so_far[number].parts)
         gaps = [
-            (
-                log_probs_by(weights, sample.request.prompt_token_ids, response)
-                - row.rollout_log_probs[0, :length]
-            ).abs()
+            (log_probs_by(weights, sample.request.prompt_token_ids, response) - log_probs_of(one)).abs()
             for weights in (before, model)
         ]
         assert max(gaps[0][:12].max(), gaps[1][12:].max()) < 1e-4
         assert min(gaps[0][12:].max(), gaps[1][:12].max()) > 0.01
     again = [
-        replace(sample, request=replace(sample.request, parts=row_parts(parts, sample.number)))
+        replace(sample, request=replace(sample.request, parts=so_far[sample.number].parts))
         for sample in wanted
     ]
     engine.call("submit", again)  # as after a loss or in a resumed run: the same tokens, to the bit
     engine.call("after_steps", 100)
-    for number, row in collect(engine, 16).items():
-        for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
-            assert torch.equal(getattr(row, field), getattr(rows[number], field)), (number, field)
+    assert all(plain(one) == plain(ended[number]) for number, one in collect(engine, 16).items())
 
 
 @pytest.mark.slow
@@ -389,19 +387,16 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
         gap_to_model(model, engine, 31) < 1e-4
     )  # its prompt is in the cache, with keys and values of version 30
     interrupted = engine.call("interrupted")
-    parts = interrupted.completions
-    assert interrupted.numbers == list(range(8))
+    so_far = {one.number: one for one in interrupted.samples}
+    assert sorted(so_far) == list(range(8))
     assert interrupted.recomputed_tokens == 0
-    assert parts.policy_versions[:, :12].unique().tolist() == [30]
     engine.call("after_steps", 100)
-    for number, row in collect(engine, 8).items():
-        length = int(row.response_lengths)
+    for number, one in collect(engine, 8).items():
         # The step of a validation decodes what runs beside it.
-        assert row.policy_versions[0, :length].tolist() == [30] * 12 + [31] * (length - 12)
-        assert torch.equal(row.responses[0, :12], parts.responses[number, :12])
-        response = row.responses[0, :length].tolist()
-        new = log_probs_by(model, wanted[number].request.prompt_token_ids, response)
-        assert (new - row.rollout_log_probs[0, :length]).abs()[13:].max() > 1e-3
+        assert versions_of(one) == [30] * 12 + [31] * (num_tokens(one.parts) - 12)
+        assert of_parts(one.parts)[:12] == of_parts(so_far[number].parts)
+        new = log_probs_by(model, wanted[number].request.prompt_token_ids, token_ids(one.parts))
+        assert (new - log_probs_of(one)).abs()[13:].max() > 1e-3
 
 
 @pytest.mark.slow
@@ -416,11 +411,9 @@ def test_thirty_updates_under_running_samples(
         engine.call("after_steps", 1 + version % 3)
         publish(sender, engine, version)
     engine.call("after_steps", 10_000)
-    rows = collect(engine, 200)
-    for number, row in rows.items():
-        length = int(row.response_lengths)
-        versions = row.policy_versions[0, :length].tolist()
-        assert length == WIDTH - number % 11
+    for number, one in collect(engine, 200).items():
+        versions = versions_of(one)
+        assert len(versions) == WIDTH - number % 11
         assert versions == sorted(versions)
         assert versions[0] >= 100
 

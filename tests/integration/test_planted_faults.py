@@ -73,12 +73,12 @@ def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: RealRun) -> 
         (
             "nan_log_prob",
             ValueError,
-            r"the log-prob of a sampled token must be a number <= 0, .* rows \[9\] of the rollouts",
+            r"the log-prob of a sampled token must be a number <= 0, .* rows \[[0-9, ]+\] of the rollouts",
         ),
         (
             "missing_log_prob",
             RemoteError,
-            r"every one of the [0-9]+ tokens of request 9 needs a log-prob, .* returned none",
+            r"every one of the [0-9]+ tokens of request [0-9]*9 needs a log-prob, .* returned none",
         ),
         ("shifted_log_probs", SyncProofError, CANARY),
         ("nan_log_probs", NonFiniteLogProbError, r"may have a log-prob that is NaN or infinite, got 100.00%"),

@@ -1,4 +1,4 @@
-"""The group of all engines: distributes requests and returns completions in the order of the requests."""
+"""The group of all engines: distributes requests and returns samples in the order of the requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +16,11 @@ from verl_rc.cluster.remote import (
     longest_busy,
     wait_for_all,
 )
-from verl_rc.data.batches import Completions, Timed
-from verl_rc.data.parts import Answer, Part
+from verl_rc.data.batches import Timed
+from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.metrics.trace import TRACE
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.engine import Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -318,9 +317,8 @@ class EngineGroup:
         """Which of these collected samples failed, and why; they cannot be taken."""
         return self._work.take_failures(numbers)
 
-    def take(self, numbers: Sequence[int]) -> Completions:
-        """The completions of these numbers, in this order, once all have been collected; each can be taken
-        once.
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of these numbers, in this order, once all have been collected; each can be taken once.
 
         Raises ``ToolFailedError`` when one failed.
         """
@@ -328,8 +326,8 @@ class EngineGroup:
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
-    ) -> Timed[Completions]:
-        """One completion per request, in order; the requests are shared out evenly.
+    ) -> Timed[list[Sample]]:
+        """One sample per request, in order; the requests are shared out evenly.
 
         When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is
         raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
@@ -339,8 +337,8 @@ class EngineGroup:
         self._hand_over(of_engines)
         return self.finish(numbers, on_loss)
 
-    def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
-        """The completions of these numbers, in this order, once all have ended; each can be taken once. See
+    def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
+        """The samples of these numbers, in this order, once all have ended; each can be taken once. See
         ``generate``.
 
         Raises ``ToolFailedError`` when one failed.
@@ -423,7 +421,7 @@ class EngineGroup:
 
     def generate_on_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> list[Completions]:
+    ) -> list[list[Sample]]:
         """Send all requests to every engine, to compare each engine with the trainer. Raises
         ``EnginesLostError``."""
         return self._call_all("generate", list(requests), options)

@@ -5,13 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, groupby
 
-import torch
-
-from verl_rc.data.batches import Completions
-from verl_rc.data.parts import Answer, Part, row_parts
-from verl_rc.rollout.response import Collected, Interrupted
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample
+from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
 
 
@@ -52,10 +48,10 @@ class EngineWork:
         self._by_seed = by_seed
         self._numbers = count()
         self._unfinished: list[dict[int, QueuedSample]] = [{} for _ in range(num_engines)]
-        self._batches: list[Completions] = []
-        """Finished samples in order of arrival."""
-        self._rows: dict[int, int] = {}
-        """The row of each number in the concatenated batches."""
+        self._discarded: set[int] = set()
+        """Numbers of samples without a reader any more, which their engine may still return."""
+        self._ended: dict[int, Sample] = {}
+        """Samples that have ended, by number."""
         self._failures: dict[int, str] = {}
         """Why samples that have ended have no response, by number."""
 
@@ -117,31 +113,46 @@ class EngineWork:
         return {engine: missing for engine, missing in counts.items() if missing}
 
     def record(self, answers: Mapping[int, Collected]) -> None:
-        """Store the finished samples of each engine, without discarded ones."""
-        for engine, (numbers, completions, failures) in answers.items():
+        """Store the finished samples of each engine, without discarded ones.
+
+        Raises ``RuntimeError`` when an engine returns a sample that it does not have, or one that cannot be;
+        all others are stored.
+        """
+        problems = []
+        for engine, collected in answers.items():
             mine = self._unfinished[engine]
-            self._failures |= {
-                number: why for number, why in failures.items() if mine.pop(number, None) is not None
-            }
-            known = [row for row, number in enumerate(numbers) if mine.pop(number, None) is not None]
-            if known:
-                first = len(self._rows)
-                self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
-                if len(self._unfinished) > 1:
-                    completions.engines = torch.full((len(numbers),), engine)
-                self._batches.append(completions if len(known) == len(numbers) else completions[known])
+            outcomes: list[tuple[int, Sample | str]] = [(one.number, one) for one in collected.samples]
+            outcomes += collected.failures.items()
+            for number, outcome in outcomes:
+                if number in self._discarded:
+                    self._discarded.remove(number)
+                elif number not in mine:
+                    problems.append(
+                        f"rollout engine {engine} must return each of its samples once, but sample {number} "
+                        "is none of those that it still has"
+                    )
+                elif isinstance(outcome, str):
+                    self._failures[number] = outcome
+                    del mine[number]
+                elif problem := _problem(outcome, engine):
+                    problems.append(problem)
+                else:
+                    several = len(self._unfinished) > 1
+                    self._ended[number] = replace(outcome, engine=engine) if several else outcome
+                    del mine[number]
+        if problems:
+            raise RuntimeError(f"{problems[0]}. Its samples cannot be trained on.")
 
     def record_parts(self, answers: Mapping[int, Interrupted]) -> None:
         """Note how far each engine had come with unfinished samples at its last update: another engine
         continues from there."""
-        for engine, answer in answers.items():
-            mine, completions = self._unfinished[engine], answer.completions
-            for row, number in enumerate(answer.numbers):
-                if number in mine:
-                    request = replace(mine[number].request, parts=row_parts(completions, row))
-                    if completions.tool_calls is not None:
-                        request = replace(request, tool_calls=int(completions.tool_calls[row]))
-                    mine[number] = replace(mine[number], request=request)
+        for engine, interrupted in answers.items():
+            mine = self._unfinished[engine]
+            for sample in interrupted.samples:
+                if sample.number in mine:
+                    request = mine[sample.number].request
+                    request = replace(request, parts=sample.parts, tool_calls=sample.tool_calls)
+                    mine[sample.number] = replace(mine[sample.number], request=request)
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
         """Return what is known of an unfinished sample's response, and the number of its calls that tools
@@ -151,30 +162,34 @@ class EngineWork:
 
     def finished(self) -> list[int]:
         """The numbers of finished samples that were not taken, in ascending order."""
-        return sorted([*self._rows, *self._failures])
+        return sorted([*self._ended, *self._failures])
 
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         """Remove those of these samples that failed; returns why, by number."""
         return {number: self._failures.pop(number) for number in numbers if number in self._failures}
 
-    def take(self, numbers: Sequence[int]) -> Completions:
-        """Remove finished samples and return their completions in this order. Raises ``ToolFailedError`` when
-        one failed."""
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        """Remove finished samples and return them in this order. Raises ``ToolFailedError`` when one
+        failed."""
         for why in self.take_failures(numbers).values():
             raise ToolFailedError(why)
-        rows = [self._rows.pop(number) for number in numbers]
-        everything = Completions.cat(self._batches)
-        others = sorted(self._rows, key=self._rows.__getitem__)
-        self._batches = [everything[[self._rows[number] for number in others]]] if others else []
-        self._rows = {number: row for row, number in enumerate(others)}
-        return everything if rows == list(range(len(everything))) else everything[rows]
+        return [self._ended.pop(number) for number in numbers]
 
     def discard(self, numbers: Sequence[int]) -> None:
         """Drop samples, finished or not."""
         self.take_failures(numbers)
-        there = [number for number in numbers if number in self._rows]
-        if there:
-            self.take(there)
-        for mine in self._unfinished:
-            for number in numbers:
-                mine.pop(number, None)
+        for number in numbers:
+            self._ended.pop(number, None)
+            if any(mine.pop(number, None) is not None for mine in self._unfinished):
+                self._discarded.add(number)
+
+
+def _problem(sample: Sample, engine: int) -> str | None:
+    """Why a sample cannot be, if it cannot."""
+    who = f"rollout engine {engine} returned sample {sample.number}"
+    if not sample.parts:
+        return f"a response must have at least one token, but {who} without one"
+    versions = [part.version for part in sample.parts if isinstance(part, Part)]
+    if UNKNOWN in versions:
+        return f"every token must come from a known version of the weights, but {who} with tokens of none"
+    return None

@@ -95,35 +95,6 @@ class TokenBatch(TensorClass):
         return self.prompt_lengths + self.response_lengths
 
 
-class Completions(TensorClass):
-    """The output of an engine for its share of the requests, in the order of the requests."""
-
-    responses: Tensor
-    """int64 ``[B, R]``, padding on the right."""
-    response_lengths: Tensor
-    """int64 ``[B]``."""
-    rollout_log_probs: Tensor
-    """float32 ``[B, R]``: log-prob of each sampled token under the sampling distribution, 0 on padding."""
-    policy_versions: Tensor
-    """int64 ``[B, R]``: version of the weights that sampled each token, -1 on padding."""
-    finished: Tensor
-    """bool ``[B]``: ended by a stop token (False: cut off at a limit)."""
-    response_mask: Tensor | None = None
-    """bool ``[B, R]``: tokens the policy sampled; False at tool tokens and padding. None: it sampled every
-    response token."""
-    num_turns: Tensor | None = None
-    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None:
-    no tools."""
-    tool_calls: Tensor | None = None
-    """int64 ``[B]``: calls that tools answered. None: no tools."""
-    engines: Tensor | None = None
-    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one engine."""
-
-    def __post_init__(self) -> None:
-        """Check dtypes and shapes."""
-        _check(self)
-
-
 class RolloutBatch(TensorClass):
     """All samples of one step. Rows of one prompt are adjacent."""
 
@@ -279,7 +250,6 @@ def unpadded(token_ids: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 __all__ = [
-    "Completions",
     "CriticBatch",
     "PolicyEvaluations",
     "RolloutBatch",

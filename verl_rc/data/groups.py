@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import Completions, RolloutBatch
+from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.parts import Answer, Part, num_sampled, num_turns
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 SampleState = Literal["waiting", "sampling", "calling", "ended"]
-_ANSWER = -1
-"""Version of tokens that no weights sampled."""
+_ANSWER = UNKNOWN
+"""Stands in a checkpoint for the version of tokens that no weights sampled."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class GroupSample:
     @property
     def response(self) -> list[int]:
         """Token ids of the response so far, with those of tool answers."""
-        return [token for turn in self.turns for token in turn.token_ids.tolist()]
+        return token_ids(self.turns)
 
     @property
     def token_ids(self) -> list[int]:
@@ -145,44 +145,14 @@ class Group:
         return replace(self, samples=self.samples[:count], scores=scores)
 
 
-def completions(
-    samples: Sequence[GroupSample], *, with_tools: bool = False, width: int | None = None
-) -> Completions:
-    """Ended samples as an engine returns them, in order, padded to ``width`` or to the longest.
-
-    The columns about tools are None unless the run has tools. Raises ``ValueError`` when a sample has not
-    ended.
-    """
+def ended_samples(samples: Sequence[GroupSample]) -> list[Sample]:
+    """The same as an engine returns them, in order. Raises ``ValueError`` when one has not ended."""
     open_samples = [(sample.number, sample.index) for sample in samples if sample.state != "ended"]
     if open_samples:
         raise ValueError(
             f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
         )
-    lengths = [sum(len(turn.token_ids) for turn in sample.turns) for sample in samples]
-    rows, width = len(samples), max(lengths, default=0) if width is None else width
-    responses = torch.zeros(rows, width, dtype=torch.int64)
-    log_probs = torch.zeros(rows, width, dtype=torch.float32)
-    versions = torch.full((rows, width), _ANSWER, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        start = 0
-        for turn in sample.turns:
-            span = slice(start, start + len(turn.token_ids))
-            responses[row, span] = turn.token_ids.long()
-            if isinstance(turn, Part):
-                log_probs[row, span] = turn.log_probs
-                versions[row, span] = turn.version
-            start = span.stop
-    return Completions(
-        responses=responses,
-        response_lengths=torch.tensor(lengths, dtype=torch.int64),
-        rollout_log_probs=log_probs,
-        policy_versions=versions,
-        finished=torch.tensor([sample.finished for sample in samples], dtype=torch.bool),
-        response_mask=versions != _ANSWER if with_tools else None,
-        num_turns=torch.tensor([num_turns(sample.turns) for sample in samples]) if with_tools else None,
-        tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
-        batch_size=[rows],
-    )
+    return [Sample(one.index, one.turns, one.finished, one.tool_calls, one.engine) for one in samples]
 
 
 def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:

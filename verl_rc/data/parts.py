@@ -3,15 +3,12 @@ answered in between; and samples, which are made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import Completions
-
-_NO_VERSION = -2
-"""Version of tokens that no policy sampled; -1 is a version that is not known."""
 UNKNOWN = -1
 """The version of weights that no update brought."""
 
@@ -84,55 +81,28 @@ def num_sampled(parts: Sequence[Part | Answer]) -> int:
     return sum(len(part.token_ids) for part in parts if isinstance(part, Part))
 
 
+def token_ids(parts: Sequence[Part | Answer]) -> list[int]:
+    """The tokens of a response."""
+    return [token for part in parts for token in part.token_ids.tolist()]
+
+
+def tool_turns(parts: Sequence[Part | Answer]) -> int:
+    """Answers of tools: one for all calls of a turn."""
+    return sum(isinstance(part, Answer) for part in parts)
+
+
+def last_turn(parts: Sequence[Part | Answer]) -> list[Part]:
+    """What the policy sampled behind the last answer of a tool."""
+    turn = list(takewhile(lambda part: isinstance(part, Part), reversed(parts)))
+    return [part for part in reversed(turn) if isinstance(part, Part)]
+
+
 def num_turns(parts: Sequence[Part | Answer]) -> int:
     """Messages of a conversation: the prompt, the policy's turns, the tools' answers. Parts in a row are one
     turn."""
     kinds = [isinstance(part, Part) for part in parts]
     begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
     return 1 + begun + kinds.count(False)
-
-
-def parts_of(
-    token_ids: Tensor, log_probs: Tensor, versions: Tensor, sampled: Tensor | None = None
-) -> "list[Part | Answer]":
-    """A response as parts, each as long as the version stays the same, and the answers of tools between them.
-
-    Args:
-        token_ids: Integers ``[T]``.
-        log_probs: float32 ``[T]``, of each token, nats.
-        versions: int64 ``[T]``, of the weights that sampled each token.
-        sampled: bool ``[T]``; False at tokens of tools' answers. None: the policy sampled all.
-
-    Raises:
-        ValueError: The version of a sampled token is negative, which means that none is known.
-    """
-    kinds = versions if sampled is None else torch.where(sampled, versions, _NO_VERSION)
-    ends = [*((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1).tolist(), len(kinds)]
-    parts: list[Part | Answer] = []
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        tokens = token_ids[start:end].to(torch.int32)
-        if end > start and int(kinds[start]) == _NO_VERSION:
-            parts.append(Answer(tokens))
-        elif end > start:
-            parts.append(Part(tokens, log_probs[start:end].clone(), int(kinds[start])))
-    return parts
-
-
-def row_parts(completions: Completions, row: int) -> "list[Part | Answer]":
-    """``parts_of`` a row of what an engine returned."""
-    span = slice(int(completions.response_lengths[row]))
-    tokens, log_probs, versions = (
-        completions.responses,
-        completions.rollout_log_probs,
-        completions.policy_versions,
-    )
-    mask = completions.response_mask
-    return parts_of(
-        tokens[row, span],
-        log_probs[row, span],
-        versions[row, span],
-        None if mask is None else mask[row, span],
-    )
 
 
 def _as_bytes(values: Tensor) -> bytes:

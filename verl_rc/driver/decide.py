@@ -14,7 +14,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, Scores, completions, joined_samples
+from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
@@ -144,18 +144,18 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     Raises ``ValueError`` when ``algorithm.gdpo_reward_keys`` names a column that a group lacks.
     """
     config = services.config
-    count, synchronous = config.actor_rollout_ref.rollout.n, config.async_training.is_synchronous
+    count = config.actor_rollout_ref.rollout.n
     sampled = [group.first(count) for group in groups]
     samples = [sample for group in sampled for sample in group.samples]
-    given = completions(samples, with_tools=config.actor_rollout_ref.rollout.multi_turn.enable)
-    if synchronous and None not in (engines := [sample.engine for sample in samples]):
-        given.engines = torch.tensor(engines)
     rollouts = build_rollout_batch(
         [list(sample.prompt) for sample in samples],
         [place for place, group in enumerate(sampled) for _ in group.samples],
-        given,
+        ended_samples(samples),
         services.tokenizer.pad_token_id,
+        with_tools=config.actor_rollout_ref.rollout.multi_turn.enable,
     )
+    if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
+        rollouts.engines = None
     joined = joined_samples(sampled, rollouts)
     if config.algorithm.gdpo_reward_keys is not None:
         columns = _component_scores(joined, config.algorithm.gdpo_reward_keys)

@@ -98,12 +98,13 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
     parts = []
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
-        completions = weights.generate(services, state, batch, sampling, step, record).result
+        samples = weights.generate(services, state, batch, sampling, step, record).result
         rollouts = build_rollout_batch(
             [request.prompt_token_ids for request in batch],
             range(len(batch)),
-            completions,
+            samples,
             services.tokenizer.pad_token_id,
+            with_tools=services.config.actor_rollout_ref.rollout.multi_turn.enable,
         )
         check_versions(rollouts, expected_version=step)
         responses = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from verl_rc.data.batches import Completions
 from verl_rc.data.groups import Group, GroupSample
-from verl_rc.data.parts import row_parts
+from verl_rc.data.parts import Part, Sample
 from verl_rc.driver.services import Services
-from verl_rc.rollout.response import sampled_mask
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
@@ -84,12 +83,10 @@ class GroupRequests:
         failed = self._services.engines.take_failures(numbers)
         touched = frozenset(self._places[number][0] for number in numbers)
         ended, num_tokens = [number for number in numbers if number not in failed], 0
-        given = self._services.engines.take(ended) if ended else None
-        for row, number in enumerate(ended):
-            assert given is not None
+        for number, returned in zip(ended, self._services.engines.take(ended), strict=True):
             sample = self._sample(number, groups)
             known = sample.num_sampled
-            end_sample(sample, given, row, one_version=self._one_version)
+            end_sample(sample, returned, one_version=self._one_version)
             num_tokens += sample.num_sampled - known
         failures: dict[int, str] = {}
         for number, why in failed.items():
@@ -133,27 +130,26 @@ class GroupRequests:
             self._services.engines.cancel(requests)
 
 
-def end_sample(sample: GroupSample, given: Completions, row: int, *, one_version: bool) -> None:
-    """Put a row of what the engines returned into its sample: the whole response, one part for each version
-    that sampled it.
+def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> None:
+    """Put what an engine returned into the group's sample: the whole response.
 
-    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have
-    sampled all tokens that the sample lacks and did not. It lacks none when an update came while its tools
-    were at work, and their answers left no room.
+    Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
+    lacks and did not. It lacks none when an update came while its tools were at work, and their answers left
+    no room.
     """
-    versions = given.policy_versions[row][sampled_mask(given)[row]]
-    found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
-    if min(found) < 0 or (one_version and len(lacking) > 1) or not (lacking or given.tool_calls is not None):
-        wanted = "one version of the weights" if one_version else "known versions of the weights"
+    parts = [part for part in returned.parts if isinstance(part, Part)]
+    ends = accumulate(len(part.token_ids) for part in parts)
+    lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > sample.num_sampled}
+    if (one_version and len(lacking) > 1) or not (lacking or returned.tool_calls):
+        versions = sorted({part.version for part in parts})
+        wanted = "one version of the weights" if one_version else "the weights that the engine holds"
         raise RuntimeError(
             f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has "
-            f"tokens of {sorted(found)} (-1: none is known): an engine took an update under a running "
-            "response."
+            f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
+            "update under a running response."
         )
-    sample.turns = row_parts(given, row)
-    sample.tool_calls = 0 if given.tool_calls is None else int(given.tool_calls[row])
-    sample.state, sample.finished = "ended", bool(given.finished[row])
-    sample.engine = None if given.engines is None else int(given.engines[row])
+    sample.turns, sample.tool_calls = list(returned.parts), returned.tool_calls
+    sample.state, sample.finished, sample.engine = "ended", returned.finished, returned.engine
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:

@@ -8,14 +8,16 @@ from typing import Literal
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import RemoteError, wait_for_all
-from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.batches import Timed
+from verl_rc.data.parts import Sample
 from verl_rc.driver import guards
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
-from verl_rc.rollout.response import Interrupted, build_rollout_batch, check_versions
+from verl_rc.rollout.engine import Interrupted
+from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
@@ -132,9 +134,9 @@ def generate(
     options: SamplingOptions,
     version: int,
     record: StepRecord,
-) -> Timed[Completions]:
-    """One completion per request, by engines that hold ``version`` of the weights, with tools where the run
-    has them.
+) -> Timed[list[Sample]]:
+    """One sample per request, in order, by engines that hold ``version`` of the weights, with tools where the
+    run has them.
 
     Engines that are lost meanwhile are replaced; all get the weights again that they had, with proof.
     """
@@ -248,7 +250,11 @@ def judge_canary(services: Services, limit: float | None, version: int, record: 
 
 
 def _judge_answers(
-    services: Services, answers: Sequence[Completions], limit: float | None, version: int, record: StepRecord
+    services: Services,
+    answers: Sequence[Sequence[Sample]],
+    limit: float | None,
+    version: int,
+    record: StepRecord,
 ) -> float | None:
     """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the
     trainer's.
@@ -259,10 +265,8 @@ def _judge_answers(
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
     gaps, calibrated = [], limit
-    for engine, completions in enumerate(answers):
-        rollouts = build_rollout_batch(
-            prompts, range(len(prompts)), completions, services.tokenizer.pad_token_id
-        )
+    for engine, samples in enumerate(answers):
+        rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
         scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)

@@ -12,11 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.data.parts import Answer, Part, Sample, last_turn, num_tokens, token_ids, tool_turns
 from verl_rc.data.tokenize import ToolTurnEncoder, load_tokenizer
-from verl_rc.rollout.response import Ended, Response
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import ConversationOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import Tool, ToolCaller, ToolFailedError, find_tools
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -121,7 +123,7 @@ class Conversations:
     A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by
     the chat template, and by another turn. The prompt of that turn is the token ids of the one before, those
     sampled, and those of the answers. Sampled and tool tokens share the limit ``max_tokens``. A conversation
-    ends when a turn calls no tool. It is cut off (``stopped`` False) when a turn reaches the limit, when the
+    ends when a turn calls no tool. It is cut off (``finished`` False) when a turn reaches the limit, when the
     answers would leave no room for another token (they are then left out), or when a call is left at
     ``max_assistant_turns`` or ``max_user_turns``.
     """
@@ -147,41 +149,36 @@ class Conversations:
             tokenizer, options.config, template_arguments(options.config, options.chat_template_kwargs)
         )
 
-    def after_turn(self, response: Response) -> "Future[list[str]] | None":
-        """The answers to the calls of a turn that has ended, one text for each; None: the conversation has
-        ended.
+    def after_turn(self, sample: Sample) -> "Future[list[str]] | Sample":
+        """The answers to the calls of a turn that has ended, one text for each; or the sample, where the
+        conversation has ended.
 
         The future raises ``ToolFailedError`` when a tool fails or hangs.
         """
-        calls = self._calls(response)
+        calls, turns = self._calls(sample), tool_turns(sample.parts)
         if not calls:
-            return None
-        if (
-            response.tool_turns + 1 == self._config.max_assistant_turns
-            or response.tool_turns == self._config.max_user_turns
-        ):
-            response.stopped = False
-            return None
+            return sample
+        if turns + 1 == self._config.max_assistant_turns or turns == self._config.max_user_turns:
+            return replace(sample, finished=False)
         return self._pool.submit(self._answer, calls)
 
-    def with_answers(
-        self, response: Response, answers: Sequence[str], max_tokens: int
-    ) -> tuple[Response, bool]:
-        """The response with the answers, and whether another turn follows; it has ended when they leave no
-        room for one."""
-        response = replace(response, stopped=False, tool_calls=response.tool_calls + len(answers))
-        token_ids = self._encoder.encode(answers)
+    def with_answers(self, sample: Sample, answers: Sequence[str], max_tokens: int) -> tuple[Sample, bool]:
+        """The sample with the answers, and whether another turn follows; it has ended when they leave no room
+        for one."""
+        sample = replace(sample, finished=False, tool_calls=sample.tool_calls + len(answers))
+        answer = Answer(torch.tensor(self._encoder.encode(answers), dtype=torch.int32))
+        parts = [*sample.parts, answer]
         # At least one token must fit after the answers: vLLM refuses a request without room for any.
-        if len(response.token_ids) + len(token_ids) >= max_tokens:
-            return response, False
-        return response.with_answer(token_ids), True
+        if num_tokens(parts) >= max_tokens:
+            return sample, False
+        return replace(sample, parts=parts), True
 
-    def _calls(self, response: Response) -> list[ParsedCall]:
+    def _calls(self, sample: Sample) -> list[ParsedCall]:
         """The calls of the last turn that are to be answered."""
-        if not response.stopped:
+        if not sample.finished:
             return []
         # In many chat templates the tags of a tool call are special tokens.
-        text = self._tokenizer.decode(response.token_ids[response.turn_start :], skip_special_tokens=False)
+        text = self._tokenizer.decode(token_ids(last_turn(sample.parts)), skip_special_tokens=False)
         return self._parse(text)[: self._config.max_parallel_calls]
 
     def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
@@ -211,63 +208,72 @@ def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dic
     return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
 
 
-class OpenResponses:
-    """The book of a sampler, by the step loop's keys."""
+class OpenSamples:
+    """The book of a sampler, by the step loop's keys: what was submitted, and what there is of it."""
 
     def __init__(self, conversations: Conversations | None) -> None:
         """``conversations`` answers tool calls; None: samples call no tools."""
         self._conversations = conversations
-        self._open: dict[str, tuple[QueuedSample, Response]] = {}
+        self._open: dict[str, tuple[QueuedSample, Sample]] = {}
 
-    def begin(self, key: str, sample: QueuedSample) -> "tuple[Response, Future[list[str]] | None]":
-        """What there is of a response that begins or goes on, and the answers of tools that it waits for, if
+    def begin(self, key: str, queued: QueuedSample) -> "tuple[Sample, Future[list[str]] | None]":
+        """What there is of a sample that begins or goes on, and the answers of tools that it waits for, if
         there are any."""
         if key in self._open:
             return self[key], None
-        response = Response.from_parts(sample.request)
-        self._open[key] = sample, response
-        if self._conversations is None or not response.ends_with(sample.options.stop_token_ids):
-            return response, None
-        response.stopped = True  # the engine that sampled it was lost while its tools were at work
-        return response, self._conversations.after_turn(response)
+        request = queued.request
+        sample = Sample(queued.number, request.parts, tool_calls=request.tool_calls)
+        self._open[key] = queued, sample
+        if self._conversations is None or not _ends_with(sample, queued.options.stop_token_ids):
+            return sample, None
+        # The engine that sampled it was lost while its tools were at work.
+        self._open[key] = queued, replace(sample, finished=True)
+        answers = self._conversations.after_turn(self[key])
+        return self[key], None if isinstance(answers, Sample) else answers
 
-    def __getitem__(self, key: str) -> Response:
-        """What there is of a response that has begun."""
+    def __getitem__(self, key: str) -> Sample:
+        """What there is of a sample that has begun."""
         return self._open[key][1]
 
-    def get(self, key: str) -> Response | None:
+    def get(self, key: str) -> Sample | None:
         """Return the same; None: it has not begun."""
         return self[key] if key in self._open else None
 
-    def replace(self, key: str, response: Response) -> None:
-        """Keep what there is of a response now."""
-        self._open[key] = self._open[key][0], response
+    def grown(self, key: str, parts: Sequence[Part]) -> Sample:
+        """A sample that has begun, with what was sampled since."""
+        return replace(self[key], parts=[*self[key].parts, *parts])
+
+    def grow(self, key: str, parts: Sequence[Part]) -> None:
+        """Keep what was sampled."""
+        self._open[key] = self._open[key][0], self.grown(key, parts)
 
     def drop(self, key: str) -> None:
-        """Forget a response, if it has begun."""
+        """Forget a sample, if it has begun."""
         self._open.pop(key, None)
 
-    def end_turn(self, key: str, turn: Ended) -> "Ended | Response | Future[list[str]]":
-        """The response if it has ended with its turn, else the answers of tools that it waits for.
+    def end_turn(self, key: str, parts: Sequence[Part], stopped: bool) -> "Sample | Future[list[str]]":
+        """The sample if it has ended with this turn, else the answers of tools that it waits for.
 
-        Without tools ``turn`` itself: its reader checks it. Raises like ``Ended.whole``.
+        ``stopped``: a stop token has ended the turn (False: a limit).
         """
-        if self._conversations is None:
-            del self._open[key]
-            return turn
-        response = turn.whole(int(key))
-        self.replace(key, response)
-        return self._conversations.after_turn(response) or self._end(key)
+        queued, sample = self._open[key][0], replace(self.grown(key, parts), finished=stopped)
+        self._open[key] = queued, sample
+        outcome = sample if self._conversations is None else self._conversations.after_turn(sample)
+        if isinstance(outcome, Sample):
+            self.drop(key)
+        return outcome
 
-    def proceed(self, key: str, answers: Sequence[str]) -> Response | None:
-        """Take the tools' answers; returns the response if they have ended it."""
+    def proceed(self, key: str, answers: Sequence[str]) -> Sample | None:
+        """Take the tools' answers; returns the sample if they have ended it."""
         assert self._conversations is not None
-        sample, response = self._open[key]
-        response, goes_on = self._conversations.with_answers(
-            response, answers, sample.request.limit(sample.options)
-        )
-        self.replace(key, response)
-        return None if goes_on else self._end(key)
+        queued, sample = self._open[key]
+        limit = queued.request.limit(queued.options)
+        sample, goes_on = self._conversations.with_answers(sample, answers, limit)
+        self._open[key] = queued, sample
+        return None if goes_on else self._open.pop(key)[1]
 
-    def _end(self, key: str) -> Response:
-        return self._open.pop(key)[1]
+
+def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:
+    """Whether the policy's last token is one of these."""
+    turn = last_turn(sample.parts)
+    return bool(turn) and int(turn[-1].token_ids[-1]) in stop_token_ids

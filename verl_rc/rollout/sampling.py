@@ -10,7 +10,7 @@ from verl_rc.config.rollout import (
     RolloutConfig,
     ValKwargsConfig,
 )
-from verl_rc.data.parts import Answer, Part
+from verl_rc.data.parts import Answer, Part, last_turn, num_tokens, tool_turns
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     seed: int
-    """Seed of the first part; see ``Response.seed``."""
+    """Seed of the first part; see ``next_seed``."""
     max_tokens: int | None = None
     """Limit of the whole response, tokens; None: that of the sampling options."""
     parts: Sequence[Part | Answer] = ()
@@ -89,6 +89,14 @@ def request_seed(identity: Mapping[str, int]) -> int:
     # that it fits a signed 64-bit integer.
     text = ",".join(f"{name}={identity[name]}" for name in sorted(identity))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def next_seed(first: int, parts: Sequence[Part | Answer]) -> int:
+    """The seed of the request that continues a response; ``first`` is that of the response's first one.
+
+    So a part is the same on every engine, and two parts of a response share no random numbers.
+    """
+    return part_seed(turn_seed(first, tool_turns(parts)), num_tokens(last_turn(parts)))
 
 
 def turn_seed(first: int, turn: int) -> int:

@@ -24,21 +24,8 @@ from enum import IntEnum
 from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
-
-
-@dataclass(frozen=True)
-class QueuedSample:
-    """One response to sample, in the queue of an engine."""
-
-    number: int
-    """Waiting samples begin in ascending order of this number."""
-    request: GenerationRequest
-    options: SamplingOptions
-    ahead: bool = False
-    """Priority: the sample begins before those without, and no other one begins until it has ended. Running
-    samples continue."""
 
 
 class Sampler(Protocol):
@@ -57,7 +44,7 @@ class Sampler(Protocol):
         """Decode one token of each running sample; returns key and response of those that ended.
 
         A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the
-        answer of a tool.
+        answer of a tool. An exception in its place is for the reader of the box.
         """
 
     def proceed(self, key: str, answer: Any) -> Any:

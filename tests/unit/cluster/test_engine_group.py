@@ -4,15 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from seed_completions import completions
+from made_samples import first_tokens, sample
 
 from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
-from verl_rc.rollout.response import Collected, Interrupted
+from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
@@ -45,7 +44,7 @@ class Engine:
         """Seeds of samples that fail."""
         self.failure: RemoteError | None = None
         self.replaced = 0
-        self.cut = Interrupted([], completions([]))
+        self.cut = Interrupted([])
         self.told: list[Any] = []
         self.parts: list[list[int]] = []
         """Tokens that each submitted sample came with."""
@@ -74,10 +73,9 @@ class Engine:
         assert (method, what) == ("collect", "generate")
         at_least, _ = arguments
         taken, self.ended = self.ended[:at_least], self.ended[at_least:]
-        failures = {sample.number: "the tool failed" for sample in taken if sample.request.seed in self.fails}
-        taken = [sample for sample in taken if sample.number not in failures]
-        rows = completions([sample.request.seed for sample in taken])
-        return Call(Collected([sample.number for sample in taken], rows, failures))
+        failures = {one.number: "the tool failed" for one in taken if one.request.seed in self.fails}
+        taken = [one for one in taken if one.number not in failures]
+        return Call(Collected([sample(one.number, [one.request.seed]) for one in taken], failures))
 
     def replace(self) -> None:
         """Another one, that knows nothing of what this one was asked."""
@@ -98,9 +96,7 @@ def group_of(
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
-    vars(group).update(
-        _options=EngineOptions("model", "float32", 8, 4, deterministic_steps=deterministic_steps)
-    )
+    vars(group).update(_options=EngineOptions("model", "float32", 8, deterministic_steps=deterministic_steps))
     vars(group).update(_submitting=[])
     return group, engines
 
@@ -124,7 +120,7 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
 
     engines[1].failure = failure
     answer = group.generate(requests(*range(8)), OPTIONS, on_loss)
-    assert answer.result.responses[:, 0].tolist() == list(range(8))
+    assert first_tokens(answer.result) == list(range(8))
     assert answer.busy_seconds == 0.25
     assert [engine.asked for engine in engines] == [[[0, 1, 6]], [[2, 3, 7]], [[4, 5]]]
     assert losses == [([1], 3), ([1], 3)]
@@ -138,7 +134,7 @@ def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPa
         group.generate(requests(0), OPTIONS)
     assert group._work.busy_engines() == []  # nobody waits for it any more
     engines[0].failure = None
-    assert group.generate(requests(5), OPTIONS).result.responses.tolist() == [[5]]
+    assert first_tokens(group.generate(requests(5), OPTIONS).result) == [5]
 
 
 def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
@@ -149,9 +145,9 @@ def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
     second = group.submit(requests(12, 13), OPTIONS)
     assert [engine.asked for engine in engines] == [[[10, 11]], [[12, 13]]]
     assert group.collect(0.1) == [first[0], second[0]]
-    assert group.generate(requests(0, 1), OPTIONS).result.responses[:, 0].tolist() == [0, 1]
+    assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
     assert group.collect(0.1) == [*first, *second]
-    assert group.take([*second, *first]).responses[:, 0].tolist() == [12, 13, 10, 11]
+    assert first_tokens(group.take([*second, *first])) == [12, 13, 10, 11]
     assert group.collect(0.1) == []
 
 
@@ -168,7 +164,7 @@ def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in
     collected = [group.collect(0.1) for _ in range(3)]
     assert engines[1].asked == [[12, 13]]
     assert collected == [[0, 1, 2], numbers, numbers]
-    assert group.take(numbers).responses[:, 0].tolist() == [10, 11, 12, 13]
+    assert first_tokens(group.take(numbers)) == [10, 11, 12, 13]
 
 
 def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_there(
@@ -179,12 +175,12 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
     for engine, (number, token) in zip(engines, [(1, 51), (3, 53)], strict=True):
         engine.ended = engine.ended[:1]  # the other one still runs
-        engine.cut = Interrupted([number], completions([token]), pause_seconds=number, recomputed_tokens=10)
+        engine.cut = Interrupted([sample(number, [token])], pause_seconds=number, recomputed_tokens=10)
     monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
     ended, interrupted = group.collect_parts()
     assert ended == [0, 2]
     assert {engine: one.pause_seconds for engine, one in interrupted.items()} == {0: 1, 1: 3}
-    assert group.take([0, 2]).responses[:, 0].tolist() == [10, 12]
+    assert first_tokens(group.take([0, 2])) == [10, 12]
     assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [
         [[51]],
         [[53]],
@@ -216,7 +212,7 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     numbers = group.submit(requests(10, 11, 12), OPTIONS)
     group.begin_steps()
     assert not group._submitting  # they were waited for, so that the steps begin with them
-    assert group.finish(numbers).result.responses[:, 0].tolist() == [10, 11, 12]
+    assert first_tokens(group.finish(numbers).result) == [10, 11, 12]
     assert [engine.told for engine in engines] == [[("begin_steps",), ("require", numbers)]] * 2
     group.submit(requests(14, 15), OPTIONS)
     group.replace([1])
@@ -250,7 +246,7 @@ def test_a_sample_that_failed_is_collected_and_cannot_be_taken(monkeypatch: pyte
     collected = [group.collect(0.1) for _ in range(3)]
     assert collected == [[0], [0, 1], numbers]
     assert group.take_failures(numbers[:2]) == {1: "the tool failed"}
-    assert group.take(numbers[:1]).responses.tolist() == [[10]]
+    assert first_tokens(group.take(numbers[:1])) == [10]
     group.cancel(numbers)
     assert group.collect(0.1) == []
     with pytest.raises(ToolFailedError, match=r"^the tool failed$"):

@@ -2,13 +2,13 @@
 for."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from seed_completions import completions
+from made_samples import first_tokens, of_parts, part, sample
 
 from verl_rc.cluster.engine_work import EngineWork, assign
-from verl_rc.rollout.response import Collected, Interrupted
+from verl_rc.data.parts import Sample
+from verl_rc.rollout.engine import Collected, Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
@@ -16,7 +16,9 @@ OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, st
 
 def collected(numbers: list[int], tokens: list[int] | None = None) -> Collected:
     """One token each, its number if not given."""
-    return Collected(numbers, completions(tokens or numbers), {})
+    return Collected(
+        [sample(number, [token]) for number, token in zip(numbers, tokens or numbers, strict=True)]
+    )
 
 
 def groups(*sizes: int) -> list[list[int]]:
@@ -82,14 +84,14 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     assert work.finished() == [3, 5, 7]
     assert work.num_unfinished(numbers) == {0: 3, 1: 2}
     assert [sample.number for sample in work.unfinished(0)] == [0, 1, 4]
-    assert work.take([7, 5]).responses[:, 0].tolist() == [7, 5]
+    assert first_tokens(work.take([7, 5])) == [7, 5]
     work.record({0: collected([0, 1, 4]), 1: collected([2, 6])})
     assert work.finished() == [0, 1, 2, 3, 4, 6]
     assert work.busy_engines() == []
     first = work.take([0, 1, 2, 3])
-    assert first.responses[:, 0].tolist() == [0, 1, 2, 3]
-    assert first.engines.tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
-    assert work.take([6, 4]).responses[:, 0].tolist() == [6, 4]
+    assert first_tokens(first) == [0, 1, 2, 3]
+    assert [one.engine for one in first] == [0, 0, 1, 1]
+    assert first_tokens(work.take([6, 4])) == [6, 4]
     with pytest.raises(KeyError):
         work.take([6])
 
@@ -98,7 +100,7 @@ def test_a_single_engine_is_not_named() -> None:
     work = EngineWork(1)
     work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True, evenly=True)
     work.record({0: collected([0])})
-    assert work.take([0]).engines is None
+    assert work.take([0])[0].engine is None
 
 
 def test_new_work_goes_where_the_least_is_left() -> None:
@@ -122,7 +124,7 @@ def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_e
     assert [[one.number for one in handed[engine]] for engine in (0, 1)] == numbers
     assert not any(one.ahead for samples in handed.values() for one in samples)
     work.record({1: collected(numbers[1], [71, 72])})
-    assert work.take(numbers[1]).responses[:, 0].tolist() == [71, 72]
+    assert first_tokens(work.take(numbers[1])) == [71, 72]
     assert work.num_unfinished(numbers[0]) == {0: 2}
     assert work.busy_engines() == [0]
 
@@ -137,10 +139,10 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
     assert work.busy_engines() == []
     second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True, evenly=True)
     assert second == [3]
-    work.record({0: collected([1, 2, 3], [1, 2, 33])})
-    work.record({0: collected([2])})
+    work.record({0: collected([1, 3], [1, 33])})
+    work.record({0: collected([2])})  # its engine had ended it before it was told
     assert work.finished() == [3]
-    assert work.take(second).responses.tolist() == [[33]]
+    assert first_tokens(work.take(second)) == [33]
 
 
 def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is_not() -> None:
@@ -149,12 +151,11 @@ def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is
         [GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False, evenly=False
     )
     work.record({0: collected([0])})
-    rows = completions([70, 71, 99])
-    rows.policy_versions = torch.tensor([[4], [4], [4]])
-    work.record_parts({0: Interrupted([0, 1, 99], rows), 1: Interrupted([], completions([]))})
+    so_far = [sample(number, [token], version=4) for number, token in ((0, 70), (1, 71), (99, 99))]
+    work.record_parts({0: Interrupted(so_far), 1: Interrupted([])})
     (continued,) = work.unfinished(0)
     assert continued.request.seed == 1
-    assert [(part.token_ids.tolist(), part.version) for part in continued.request.parts] == [([71], 4)]
+    assert of_parts(continued.request.parts) == [(71, 0.0, 4)]
     assert [sample.request.parts for sample in work.unfinished(1)] == [(), ()]
     assert work.parts(1) == (list(continued.request.parts), 0)
     assert work.parts(3) == ([], 0)
@@ -174,3 +175,34 @@ def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_
         0: [4],
         1: [3, 5],
     }
+
+
+TWICE = (
+    "rollout engine 1 must return each of its samples once, but sample {} is none of those that it still has"
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (collected([2, 3]), TWICE.format(2)),  # again
+        (collected([3, 3]), TWICE.format(3)),
+        (collected([0, 3]), TWICE.format(0)),  # another engine's
+        (collected([9, 3]), TWICE.format(9)),  # nobody asked for it
+        (Collected([sample(3, [3])], {2: "the tool failed"}), TWICE.format(2)),
+        (Collected([sample(3, [3]), Sample(7, ())]), "engine 1 returned sample 7 without one"),
+        (
+            Collected([sample(3, [3]), Sample(7, [part([7], 4), part([8], -1)])]),
+            "known version of the weights, but rollout engine 1 returned sample 7 with tokens of none",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_and_all_others_are_kept(second: Collected, message: str) -> None:
+    work = EngineWork(2)
+    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    work.record({1: collected([2])})
+    with pytest.raises(RuntimeError, match=message):
+        work.record({0: collected([4]), 1: second})
+    assert work.finished() == [2, 3, 4]
+    assert first_tokens(work.take([3, 2, 4])) == [3, 2, 4]
+    assert work.num_unfinished(range(8)) == {0: 3, 1: 2}

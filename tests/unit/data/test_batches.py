@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from verl_rc.data.batches import (
     _FIELDS,
-    Completions,
     CriticBatch,
     PolicyEvaluations,
     RolloutBatch,
@@ -73,7 +72,7 @@ WRONG = {
     torch.bool: torch.zeros(ROWS, WIDTH, dtype=torch.int64),
     torch.float32: torch.zeros(ROWS, WIDTH, dtype=torch.float64),
 }
-RECORDS = (Completions, RolloutBatch, PolicyEvaluations, TrainBatch, CriticBatch, TokenScores)
+RECORDS = (RolloutBatch, PolicyEvaluations, TrainBatch, CriticBatch, TokenScores)
 
 
 def sound_fields(record: type) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, GroupSample, Scores, completions, joined_samples, pack, unpack
-from verl_rc.data.parts import Answer, Part, parts_of
+from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
+from verl_rc.data.parts import Answer, Part
 from verl_rc.rollout.response import build_rollout_batch
 
 PAD = 0
@@ -56,41 +56,16 @@ def scored(group: Group, *values: float) -> Group:
     )
 
 
-def test_parts_and_answers_become_rows() -> None:
-    found = completions(make_group(7).samples, with_tools=True)
-    assert found.responses.tolist() == [[11, 12, 90, 13, 14, 15], [16, 0, 0, 0, 0, 0]]
-    assert found.response_lengths.tolist() == [6, 1]
-    assert found.policy_versions.tolist() == [[3, 3, -1, 3, 5, 5], [5, -1, -1, -1, -1, -1]]
-    torch.testing.assert_close(
-        found.rollout_log_probs[0], torch.tensor([-0.11, -0.12, 0.0, -0.13, -0.14, -0.15])
-    )
-    assert found.response_mask is not None
-    assert found.response_mask[0].tolist() == [True, True, False, True, True, True]
-    assert found.num_turns is not None
-    assert found.tool_calls is not None
-    assert (found.num_turns.tolist(), found.tool_calls.tolist()) == (
-        [4, 2],
-        [1, 0],
-    )  # prompt, turn, answer, turn cut in two
-    assert found.finished.tolist() == [True, True]
-    assert completions(make_group(7).samples, width=9).responses.shape == (2, 9)
-
-
-def test_a_run_without_tools_has_no_columns_about_them() -> None:
-    found = completions([GroupSample(0, 0, [1], [part([5, 6], 2)], "ended", finished=True)])
-    assert found.response_mask is found.num_turns is found.tool_calls is None
-
-
 def test_a_sample_that_goes_on_is_not_trained_on() -> None:
     with pytest.raises(ValueError, match=r"\[\(7, 0\)\] \(number, index\) have not"):
-        completions(make_group(7, ended=False).samples)
+        ended_samples(make_group(7, ended=False).samples)
 
 
 def test_groups_become_the_samples_of_a_step() -> None:
     groups = [scored(make_group(7), 1.0, 0.0), scored(make_group(9), 0.5, 0.25)]
     samples = [sample for group in groups for sample in group.samples]
     rollouts = build_rollout_batch(
-        [list(s.prompt) for s in samples], [0, 0, 1, 1], completions(samples, with_tools=True), PAD
+        [list(s.prompt) for s in samples], [0, 0, 1, 1], ended_samples(samples), PAD
     )
     joined = joined_samples(groups, rollouts)
     assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
@@ -138,25 +113,6 @@ def test_a_group_is_scored_when_it_is_whole_sample_by_sample() -> None:
 def test_a_part_that_is_none_is_refused(tokens: torch.Tensor, log_probs: torch.Tensor, version: int) -> None:
     with pytest.raises(ValueError, match="Part"):
         Part(tokens, log_probs, version)
-
-
-def test_tokens_are_parts_as_long_as_their_version_stays_the_same() -> None:
-    tokens, log_probs = torch.arange(6), torch.arange(6, dtype=torch.float32) / -4
-    found = parts_of(tokens, log_probs, torch.tensor([3, 3, 4, 6, 6, 6]))
-    assert [(one.token_ids.tolist(), one.log_probs.tolist(), one.version) for one in found] == [
-        ([0, 1], [0.0, -0.25], 3),
-        ([2], [-0.5], 4),
-        ([3, 4, 5], [-0.75, -1.0, -1.25], 6),
-    ]
-    sampled = torch.tensor([True, True, False, False, True, True])
-    with_answer = parts_of(tokens, log_probs, torch.tensor([3, 3, -1, -1, 3, 4]), sampled)
-    assert [(type(one).__name__, one.token_ids.tolist()) for one in with_answer] == [
-        ("Part", [0, 1]),
-        ("Answer", [2, 3]),
-        ("Part", [4]),
-        ("Part", [5]),
-    ]
-    assert parts_of(tokens[:0], log_probs[:0], torch.zeros(0, dtype=torch.int64)) == []
 
 
 def saved(groups: list[Group]) -> tuple[list[Group], int]:

@@ -22,8 +22,9 @@ from verl_rc.cluster import remote
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
-from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores
+from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.parts import Sample
 from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply_progress import SupplyProgress
@@ -619,7 +620,7 @@ class Unlucky(Slow):
         self.under_way -= set(found)
         return found
 
-    def take(self, numbers: Sequence[int]) -> Completions:
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
         assert not self.failed & set(numbers)
         return super().take(numbers)
 

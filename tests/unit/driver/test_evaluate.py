@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches_of_ones import ones_rollouts
+from made_samples import sample
 
 from verl_rc.checkpoint import RunState
 from verl_rc.config.rollout import ValKwargsConfig
-from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.batches import Timed
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validate, validation_metrics
@@ -38,18 +39,10 @@ class ScriptedEngines:
         tokens = []
         for request in requests:
             first = request.prompt_token_ids[0]
-            sample = self._drawn[first] = self._drawn.get(first, -1) + 1
-            tokens.append([100 + 10 * (first - 10) + sample])
-        rows = len(tokens)
-        completions = Completions(
-            responses=torch.tensor(tokens),
-            response_lengths=torch.ones(rows, dtype=torch.int64),
-            rollout_log_probs=torch.zeros(rows, 1),
-            policy_versions=torch.full((rows, 1), self.version),
-            finished=torch.ones(rows, dtype=torch.bool),
-            batch_size=[rows],
-        )
-        return Timed(completions, 0.5)
+            drawn = self._drawn[first] = self._drawn.get(first, -1) + 1
+            tokens.append([100 + 10 * (first - 10) + drawn])
+        samples = [sample(row, given, self.version) for row, given in enumerate(tokens)]
+        return Timed(samples, 0.5)
 
 
 class Tables:
@@ -74,7 +67,9 @@ def scripted_run(samples, prompts=3, **changes):
     assert not changes
     return SimpleNamespace(
         config=SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(val_kwargs=val_kwargs)),
+            actor_rollout_ref=SimpleNamespace(
+                rollout=SimpleNamespace(val_kwargs=val_kwargs, multi_turn=SimpleNamespace(enable=False))
+            ),
             trainer=SimpleNamespace(**sections[0]),
             data=SimpleNamespace(**sections[1]),
         ),

@@ -107,7 +107,6 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{R}.dtype=float16", lambda c: engine_options(c, "cuda").dtype, "float16"),
     (f"{R}.max_model_len=4000", lambda c: engine_options(c, "cuda").max_model_len, 4000),
     ("data.max_prompt_length=100", lambda c: engine_options(c, "cuda").max_model_len, 612),
-    ("data.max_response_length=100", lambda c: engine_options(c, "cuda").response_width, 100),
     (
         f"{R}.temperature=0.7",
         lambda c: SamplingOptions.for_training(c.actor_rollout_ref.rollout, ()).temperature,

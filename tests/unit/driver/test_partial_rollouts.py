@@ -15,8 +15,8 @@ from formula_run import STEPS, WIDTH, World, live, log_probs_of, without_process
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
-from verl_rc.data.batches import Completions, Timed
-from verl_rc.data.parts import Part
+from verl_rc.data.batches import Timed
+from verl_rc.data.parts import Part, Sample
 from verl_rc.driver import weights
 from verl_rc.rollout.sampling import GenerationRequest, part_seed
 
@@ -102,39 +102,14 @@ class Cutting(World):
             self.grow(number, 1)
         return [number for number in self.grown if not self.missing(number)]
 
-    def take(self, numbers: Sequence[int]) -> Completions:
-        rows = []
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
         for number in numbers:
-            parts = self.grown.pop(number)
             del self.told[number]
-            columns = [
-                torch.cat([part.token_ids for part in parts]).long(),
-                torch.cat([part.log_probs for part in parts]),
-                torch.cat([torch.full((len(part.token_ids),), part.version) for part in parts]),
-            ]
-            length = len(columns[0])
-            tokens, log_probs, versions = (
-                torch.nn.functional.pad(column, (0, WIDTH - length), value=value)
-                for column, value in zip(columns, (0, 0.0, -1), strict=True)
-            )
-            facts = {
-                "response_lengths": torch.tensor([length]),
-                "finished": torch.tensor([True]),
-                "batch_size": [1],
-            }
-            rows.append(
-                Completions(
-                    responses=tokens[None],
-                    rollout_log_probs=log_probs[None],
-                    policy_versions=versions[None],
-                    **facts,
-                )
-            )
-        return Completions.cat(rows)
+        return [Sample(number, self.grown.pop(number), finished=True) for number in numbers]
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
-    ) -> Timed[Completions]:
+    ) -> Timed[list[Sample]]:
         return Timed(self.sample(requests), 0.5)
 
     def deliver(self, version: int) -> tuple[None, None]:

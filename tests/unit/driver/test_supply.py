@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
-from verl_rc.data.batches import Completions
+from verl_rc.data.parts import Part, Sample
 from verl_rc.driver import checkpoints, weights
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError
@@ -161,7 +162,7 @@ def test_canary_tokens_come_with_the_batch_after_their_publication(tmp_path: Pat
     waited: list[int] = []
 
     class Waited(World):
-        def generate_on_each(self, requests: Sequence[GenerationRequest], options: Any) -> list[Completions]:
+        def generate_on_each(self, requests: Sequence[GenerationRequest], options: Any) -> list[list[Sample]]:
             waited.append(self.version)
             return super().generate_on_each(requests, options)
 
@@ -172,14 +173,13 @@ def test_canary_tokens_come_with_the_batch_after_their_publication(tmp_path: Pat
     found = canary_gaps(tmp_path)
     assert set(found) == {0, 3, 4}
     (canaries,) = world.canaries
-    assert set(canaries.policy_versions[canaries.policy_versions >= 0].tolist()) == {2}
-    mask = canaries.policy_versions == 2
+    parts = [one for sample in canaries for one in sample.parts if isinstance(one, Part)]
+    assert {one.version for one in parts} == {2}
     trained = SavedRun.load(tmp_path / "global_step_2")  # the weights then
     assert trained.state.step == 2
     weight = json.loads((tmp_path / "global_step_2" / "actor" / "weights").read_text())[0]
-    expected = (
-        (log_probs_of(canaries.responses, weight) - canaries.rollout_log_probs)[mask].abs().double().mean()
-    )
+    gaps = torch.cat([log_probs_of(one.token_ids, weight) - one.log_probs for one in parts])
+    expected = gaps.abs().double().mean()
     assert found[3] == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -202,22 +202,21 @@ def test_canary_tokens_of_other_weights_end_the_run(tmp_path: Path) -> None:
 class Mixed(World):
     """The last token of every response comes from another version."""
 
-    wrong = 1
-
-    def take(self, numbers: Sequence[int]) -> Completions:
-        given = super().take(numbers)
-        last = given.response_lengths - 1
-        given.policy_versions[torch.arange(len(last)), last] = self.wrong
-        return given
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        return [replace(one, parts=_mixed(one)) for one in super().take(numbers)]
 
 
-@pytest.mark.parametrize("wrong", [1, -1])
-def test_a_response_of_two_versions_or_of_an_unknown_one_ends_the_run(tmp_path: Path, wrong: int) -> None:
+def _mixed(sample: Sample) -> list[Part]:
+    (whole,) = sample.parts
+    assert isinstance(whole, Part)
+    last = Part(whole.token_ids[-1:], whole.log_probs[-1:], version=1)
+    return [Part(whole.token_ids[:-1], whole.log_probs[:-1], whole.version), last]
+
+
+def test_a_response_of_two_versions_ends_the_run(tmp_path: Path) -> None:
     """T16."""
-    world = Mixed()
-    world.wrong = wrong
     with pytest.raises(RuntimeError, match="every response must come from one version"):
-        run(tmp_path, *ahead(1), world=world)
+        run(tmp_path, *ahead(1), world=Mixed())
 
 
 class Lagging(World):
@@ -262,7 +261,7 @@ class Losing(World):
             owed, self.under_way = self.under_way, set()
             on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
             for number in owed:
-                self.submitted[number] = self.sample([self.asked[number]])
+                (self.submitted[number],) = self.sample([self.asked[number]])
             self.under_way = owed
         return super().collect(wait_seconds, on_loss)
 

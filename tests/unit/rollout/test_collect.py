@@ -1,55 +1,78 @@
-"""Collecting completions: alignment, masks, and refusal of what must not reach the loss."""
+"""From samples to the batch: alignment, masks, columns about tools, and refusal of what must not reach the
+loss."""
 
 import pytest
 import torch
+from made_samples import answer, part
 
-from verl_rc.data.batches import Completions, RolloutBatch
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 
-
-def make_completions(**changes: torch.Tensor) -> Completions:
-    fields = {
-        "responses": torch.tensor([[7, 2, 0], [8, 9, 2]]),
-        "response_lengths": torch.tensor([2, 3]),
-        "rollout_log_probs": torch.tensor([[-0.5, -0.1, 0.0], [-1.0, -2.0, 0.0]]),
-        "policy_versions": torch.tensor([[4, 4, -1], [4, 4, 4]]),
-        "finished": torch.tensor([True, False]),
-    }
-    return Completions(**{**fields, **changes}, batch_size=[2])
+SHORT = Sample(0, [part([7, 2], 4, [-0.5, -0.25])], finished=True)
+CUT_AND_ANSWERED = Sample(
+    1, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], finished=True, tool_calls=1
+)
+"""An update has cut its second turn, which follows a tool's answer."""
 
 
-def build(completions: Completions) -> RolloutBatch:
-    return build_rollout_batch([[1], [1, 3]], [0, 0], completions, pad_token_id=5)
+def build(*samples: Sample, with_tools: bool = False) -> RolloutBatch:
+    prompts = [[1], [1, 3]][: len(samples)]
+    return build_rollout_batch(prompts, [0] * len(samples), samples, pad_token_id=9, with_tools=with_tools)
 
 
-def test_prompts_left_and_responses_right_padded() -> None:
-    rollouts = build(make_completions())
-    assert rollouts.tokens.prompts.tolist() == [[5, 1], [1, 3]]
-    assert rollouts.tokens.responses.tolist() == [[7, 2, 5], [8, 9, 2]]
-    assert rollouts.response_mask.tolist() == [[True, True, False], [True, True, True]]
+def test_rows_are_padded_to_the_longest_of_their_batch_prompts_on_the_left() -> None:
+    rollouts = build(SHORT, CUT_AND_ANSWERED)
+    assert rollouts.tokens.prompts.tolist() == [[9, 1], [1, 3]]
+    assert rollouts.tokens.responses.tolist() == [[7, 2, 9, 9, 9, 9], [11, 12, 90, 13, 14, 15]]
+    assert rollouts.tokens.response_lengths.tolist() == [2, 6]
+    assert rollouts.policy_versions.tolist() == [[4, 4, -1, -1, -1, -1], [3, 3, -1, 3, 5, 5]]
+    assert rollouts.rollout_log_probs.tolist() == [
+        [-0.5, -0.25, 0, 0, 0, 0],
+        [-0.5, -0.5, 0, -0.5, -0.5, -0.5],
+    ]
+    assert rollouts.response_mask.int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1]]
+    assert rollouts.finished.tolist() == [True, True]
+    assert build(SHORT).tokens.responses.shape == (1, 2)
 
 
-def test_a_missing_completion_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 requests, 2 completions"):
-        build_rollout_batch([[1]], [0], make_completions(), pad_token_id=5)
+def test_the_columns_about_tools_are_there_where_the_run_has_tools() -> None:
+    rollouts = build(SHORT, CUT_AND_ANSWERED, with_tools=True)
+    assert rollouts.num_turns is not None
+    assert rollouts.tool_calls is not None
+    assert (rollouts.num_turns.tolist(), rollouts.tool_calls.tolist()) == ([2, 4], [0, 1])
+    without = build(SHORT)
+    assert without.num_turns is without.tool_calls is without.engines is None
+
+
+def test_the_engine_of_each_row_is_known_where_every_sample_has_one() -> None:
+    of_one, of_two = Sample(0, SHORT.parts, engine=1), Sample(1, SHORT.parts, engine=0)
+    engines = build(of_one, of_two).engines
+    assert engines is not None
+    assert engines.tolist() == [1, 0]
+    assert build(of_one, SHORT).engines is None
+
+
+def test_a_missing_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 requests, 2 samples"):
+        build_rollout_batch([[1]], [0], [SHORT, SHORT], pad_token_id=9)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.7])
 def test_a_log_prob_that_is_none_names_its_row(bad: float) -> None:
-    log_probs = torch.tensor([[-0.5, -0.1, bad], [-1.0, bad, 0.0]])
     with pytest.raises(ValueError, match=r"rows \[1\]"):
-        build(make_completions(rollout_log_probs=log_probs))
-
-
-def test_an_empty_response_names_its_row() -> None:
-    with pytest.raises(ValueError, match=r"at least one token, which does not hold for rows \[0\]"):
-        build(make_completions(response_lengths=torch.tensor([0, 3])))
+        build(SHORT, Sample(1, [part([8, 9], 4, [-1.0, bad])]))
 
 
 def test_a_token_of_other_weights_is_refused() -> None:
-    rollouts = build(make_completions(policy_versions=torch.tensor([[4, 4, -1], [4, 3, 3]])))
+    def of_versions(*versions: int) -> Sample:
+        parts: list[Part] = [part([8], version) for version in versions]
+        return Sample(1, parts)
+
+    rollouts = build(SHORT, of_versions(4, 3, 3))
     with pytest.raises(
         RuntimeError, match=r"version 4, but 2 tokens come from version \[3\] \(first in row 1\)"
     ):
         check_versions(rollouts, expected_version=4)
-    check_versions(build(make_completions()), expected_version=4)
+    check_versions(build(SHORT, of_versions(4, 4)), expected_version=4)
+    assert torch.equal(rollouts.fingerprints, build(SHORT, of_versions(4, 4, 4)).fingerprints)

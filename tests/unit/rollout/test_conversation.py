@@ -4,21 +4,23 @@ where they end."""
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from made_samples import of_parts, part
 from make_tiny_model import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.parts import Answer, Part
-from verl_rc.rollout.conversation import Conversations, OpenResponses, template_arguments
-from verl_rc.rollout.response import Ended, Response
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
+from verl_rc.data.parts import Answer, Sample, last_turn, num_tokens, token_ids, tool_turns
+from verl_rc.rollout.conversation import Conversations, OpenSamples, template_arguments
+from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
+from verl_rc.rollout.step_loop import Box, StepLoop
 from verl_rc.rollout.tools import Tool, ToolFailedError
 
 # A tool's thread shows what it raises, too, whenever the thread ends.
@@ -47,13 +49,6 @@ def ids(tokenizer: Any, *pieces: str) -> list[int]:
     return [token for piece in pieces for token in tokenizer(piece)["input_ids"]]
 
 
-class Flat(SimpleNamespace):
-    """vLLM's ``FlatLogprobs`` of sampled tokens alone."""
-
-    def __len__(self) -> int:
-        return len(self.start_indices)
-
-
 class ScriptedSampler:
     """Each step ends a turn of every running conversation, with the next token ids of its script.
 
@@ -66,46 +61,38 @@ class ScriptedSampler:
     def __init__(self, scripts: dict[int, list[list[int]]], conversations: Conversations, end: int) -> None:
         self.scripts, self.end = scripts, end
         self.calls: list[SimpleNamespace] = []
-        self._open = OpenResponses(conversations)
+        self._open = OpenSamples(conversations)
         self._running: dict[str, SimpleNamespace] = {}
 
     def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
-        response, answers = self._open.begin(key, sample)
+        so_far, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers
         request = sample.request
         asked = SimpleNamespace(
             number=sample.number,
-            turn=response.tool_turns,
-            prompt_token_ids=[*request.prompt_token_ids, *response.token_ids],
-            seed=response.seed(request.seed),
-            max_tokens=request.limit(sample.options) - len(response.token_ids),
+            turn=tool_turns(so_far.parts),
+            prompt_token_ids=[*request.prompt_token_ids, *token_ids(so_far.parts)],
+            seed=next_seed(request.seed, so_far.parts),
+            max_tokens=request.limit(sample.options) - num_tokens(so_far.parts),
         )
         self.calls.append(asked)
         self._running[key] = asked
         return None
 
     def step(self) -> list[tuple[str, Any]]:
+        running, self._running = self._running, {}
         ended = []
-        for key, asked in list(self._running.items()):
-            del self._running[key]
+        for key, asked in running.items():
             row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
-            log_probs = Flat(
-                start_indices=range(len(row)), token_ids=row, logprobs=[-(asked.turn + 1) / 8] * len(row)
-            )
-            version = 10 + asked.turn
-            span = SimpleNamespace(version=str(version), start=0, end=len(row))
-            reason = "stop" if row[-1] == self.end else "length"
-            output = SimpleNamespace(
-                token_ids=row, logprobs=log_probs, weight_versions=[span], finish_reason=reason
-            )
-            ended.append((key, self._open.end_turn(key, Ended(self._open[key], output, (version, version)))))
+            turn = [part(row, 10 + asked.turn, -(asked.turn + 1) / 8)]
+            ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
         return ended
 
-    def proceed(self, key: str, answer: Sequence[str]) -> Response | None:
+    def proceed(self, key: str, answer: Sequence[str]) -> Sample | None:
         return self._open.proceed(key, answer)
 
-    def so_far(self, key: str) -> Response | None:
+    def so_far(self, key: str) -> Sample | None:
         return self._open.get(key)
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -155,10 +142,10 @@ def talk(
 
 def converse(tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, **config: Any) -> Any:
     """Conversations whose prompt is one token, their number; returns what the sampler was asked, and the
-    responses."""
+    samples."""
     sampler, loop, box = talk(tokenizer, scripts, max_tokens, **config)
     responses = dict(loop.take(box, len(scripts), PATIENCE))
-    return sampler.calls, [responses[number].whole(number) for number in range(len(scripts))]
+    return sampler.calls, [responses[number] for number in range(len(scripts))]
 
 
 def test_a_call_its_answer_and_the_turn_after_it(tokenizer: Any) -> None:
@@ -170,11 +157,13 @@ def test_a_call_its_answer_and_the_turn_after_it(tokenizer: Any) -> None:
     calls, (response,) = converse(tokenizer, [[call, said]])
     answer = ids(tokenizer, "15=")
     assert [asked.prompt_token_ids for asked in calls] == [[0], [0, *call, *answer]]
-    assert response.token_ids == call + answer + said
-    assert response.sampled == [True] * len(call) + [False] * len(answer) + [True] * len(said)
-    assert response.log_probs == [-1 / 8] * len(call) + [0.0] * len(answer) + [-2 / 8] * len(said)
-    assert response.versions == [10] * len(call) + [-1] * len(answer) + [11] * len(said)
-    assert (response.tool_turns, response.tool_calls, response.stopped) == (1, 1, True)
+    assert [type(one).__name__ for one in response.parts] == ["Part", "Answer", "Part"]
+    assert of_parts(response.parts) == [
+        *((token, -1 / 8, 10) for token in call),
+        *((token, 0.0, -1) for token in answer),
+        *((token, -2 / 8, 11) for token in said),
+    ]
+    assert (response.tool_calls, response.finished) == (1, True)
 
 
 def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> None:
@@ -193,7 +182,7 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
         tokenizer, [[slow_call, said], [call, call, call, said]], 200, tools={"calculator": tool}
     )
     ((first, response),) = loop.take(box, 1, PATIENCE)
-    assert (first, response.tool_turns) == (1, 3)
+    assert (first, tool_turns(response.parts)) == (1, 3)
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
 
@@ -217,7 +206,7 @@ def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: 
     tool, called, go_on = waiting_tool("2")
     _, loop, box = talk(tokenizer, [[call, said]], tools={"calculator": tool})
     assert called.wait(PATIENCE)
-    assert loop.call(loop.so_far)[0][1].token_ids == call  # what is kept of it when the engine is lost now
+    assert token_ids(loop.call(loop.so_far)[0][1].parts) == call  # kept if the engine is lost
     update: Future[int] = Future()
     threading.Thread(target=lambda: update.set_result(loop.call(lambda _: len(box), after="all"))).start()
     go_on.set()
@@ -244,28 +233,24 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
     answer = ids(tokenizer, "15=")
     calls, _ = converse(tokenizer, [[call, said]])
 
-    def part(token_ids: list[int]) -> Part:
-        return Part(torch.tensor(token_ids, dtype=torch.int32), torch.full((len(token_ids),), -1 / 8), 10)
-
+    told, sampled = Answer(torch.tensor(answer, dtype=torch.int32)), partial(part, version=10)
     for parts in (
-        [part(call), Answer(torch.tensor(answer, dtype=torch.int32))],
-        [part(call[:3]), part(call[3:])],
+        [sampled(call), told],
+        [sampled(call[:3]), sampled(call[3:])],
     ):
         sampler, loop, box = talk(tokenizer, [])
         sampler.scripts = {0: [call, said]}
-        request = GenerationRequest(
-            [0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0
-        )
+        request = GenerationRequest([0], 100, parts=parts, tool_calls=int(parts[1] is told))
         loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
-        assert response.token_ids == call + answer + said
-        assert (response.tool_turns, response.tool_calls) == (1, 1)
+        assert token_ids(response.parts) == call + answer + said
+        assert (tool_turns(response.parts), response.tool_calls) == (1, 1)
         assert [(asked.prompt_token_ids, asked.seed) for asked in sampler.calls] == [
             (asked.prompt_token_ids, asked.seed) for asked in calls[1:]
         ]
-    behind_the_answer = [part(call), Answer(torch.tensor(answer, dtype=torch.int32)), part(said[:1])]
-    inside = Response.from_parts(GenerationRequest([0], 100, parts=behind_the_answer))
-    assert inside.seed(100) not in {asked.seed for asked in calls}
+    inside = next_seed(100, [sampled(call), told, sampled(said[:1])])
+    assert inside not in {asked.seed for asked in calls}
+    assert token_ids(last_turn([sampled(call), told, sampled(said[:1]), sampled(said[1:])])) == said
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
@@ -291,7 +276,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
         assert str(ended[number]).startswith(
             "the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with"
         )
-    assert ended[2].whole(2).tool_calls == 1
+    assert ended[2].tool_calls == 1
     assert sampler._open.get("0") is None  # nothing is kept of it
     loop.submit([QueuedSample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
     ((_, response),) = loop.take(box, 1, PATIENCE)
@@ -324,7 +309,7 @@ def test_what_follows_an_answer_has_what_is_left_of_the_limit(tokenizer: Any) ->
     call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
     calls, (response,) = converse(tokenizer, [[call, said * 20]], max_tokens=len(call) + 2 + 3)
     assert [asked.max_tokens for asked in calls] == [len(call) + 5, 3]
-    assert (len(response.token_ids), response.stopped) == (len(call) + 5, False)
+    assert (num_tokens(response.parts), response.finished) == (len(call) + 5, False)
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
@@ -333,15 +318,15 @@ def test_an_answer_that_leaves_no_room_is_left_out(room: int, tokenizer: Any) ->
     call = ids(tokenizer, "<tool>1+1</tool>", END)
     calls, (response,) = converse(tokenizer, [[call]], max_tokens=len(call) + room)
     assert len(calls) == 1
-    assert response.token_ids == call
-    assert (response.sampled, response.stopped, response.tool_turns) == ([True] * len(call), False, 0)
+    assert token_ids(response.parts) == call
+    assert (response.finished, tool_turns(response.parts)) == (False, 0)
 
 
 def test_a_turn_cut_off_inside_or_behind_a_call_is_not_answered(tokenizer: Any) -> None:
     whole = ids(tokenizer, "<tool>1+1</tool>")
     calls, responses = converse(tokenizer, [[whole[:5]], [whole]], max_tokens=len(whole))
     assert len(calls) == 2
-    assert [(response.tool_calls, response.stopped) for response in responses] == [(0, False), (0, False)]
+    assert [(response.tool_calls, response.finished) for response in responses] == [(0, False), (0, False)]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +336,7 @@ def test_limits_of_turns(limit: dict[str, int], turns: int, tokenizer: Any) -> N
     call, said = ids(tokenizer, "<tool>1</tool>", END), ids(tokenizer, "2", END)
     calls, (response,) = converse(tokenizer, [[call, call, call, said]], max_tokens=200, **limit)
     assert len(calls) == turns
-    assert (response.tool_turns + 1, response.stopped) == (turns, turns == 4)
+    assert (tool_turns(response.parts) + 1, response.finished) == (turns, turns == 4)
 
 
 def test_calls_of_one_turn_are_answered_up_to_their_limit(tokenizer: Any) -> None:

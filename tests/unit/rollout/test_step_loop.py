@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
+from verl_rc.rollout.step_loop import Box, StepLoop
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, stop_token_ids=())
 PATIENCE = 10.0

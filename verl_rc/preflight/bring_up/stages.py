@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
+from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.choices import actor_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
+from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import engine_options
 from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, check_receipts
@@ -259,18 +260,13 @@ class Stages:
             self._shape().vocabulary, (_SAMPLES, width), generator=torch.Generator().manual_seed(0)
         )
         requests = [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts.tolist())]
-        completions, numbers["sample_seconds"] = _timed(lambda: engine.call("generate", requests, sampling))
-        tokens = TokenBatch(
-            prompts=prompts,
-            prompt_lengths=torch.full((_SAMPLES,), width),
-            responses=completions.responses,
-            response_lengths=completions.response_lengths,
-            batch_size=[_SAMPLES],
-        )
-        numbers["sampled_tokens"] = int(completions.response_lengths.sum())
-        log_probs = _all(ranks, "compute_log_probs", tokens, [[row] for row in range(_SAMPLES)])[0][0]
-        mask = positions_mask(completions.response_lengths, completions.responses.shape[1])
-        gap = LogProbGap.between(log_probs, completions.rollout_log_probs, mask)
+        samples, numbers["sample_seconds"] = _timed(lambda: engine.call("generate", requests, sampling))
+        rollouts = build_rollout_batch(prompts.tolist(), range(_SAMPLES), samples, pad_token_id=0)
+        numbers["sampled_tokens"] = int(rollouts.response_mask.sum())
+        log_probs = _all(ranks, "compute_log_probs", rollouts.tokens, [[row] for row in range(_SAMPLES)])[0][
+            0
+        ]
+        gap = LogProbGap.between(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         return numbers | {"gap": asdict(gap)}, gap
 
     def _shape(self) -> ModelShape:

@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Literal
 
-import torch
-
-from verl_rc.data.batches import Completions
-from verl_rc.rollout.response import UNKNOWN, Collected, Interrupted, Response
+from verl_rc.data.parts import UNKNOWN, Sample, num_tokens
+from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import After, Box, QueuedSample, StepLoop
+from verl_rc.rollout.step_loop import After, Box, StepLoop
 from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm import receiver
 from verl_rc.rollout.vllm.options import EngineOptions
@@ -40,7 +38,7 @@ class RolloutEngine:
         self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._box: Box = []
         self._on_update = options.on_update
-        self._interrupted = Interrupted([], self._as_completions([]))
+        self._interrupted = Interrupted([])
         """What the last update interrupted."""
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
@@ -210,9 +208,9 @@ class RolloutEngine:
 
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
-        return self._as_collected(self._loop.take(self._box, at_least, wait_seconds))
+        return _collected(self._loop.take(self._box, at_least, wait_seconds))
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """Sample one response per request, in order, with priority over submitted samples that have not
         begun.
 
@@ -222,47 +220,10 @@ class RolloutEngine:
         self._loop.submit(
             [QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box
         )
-        collected = self._as_collected(self._loop.take(box, at_least=len(requests)))
+        collected = _collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
             raise ToolFailedError(why)
-        return collected.completions
-
-    def _as_collected(self, ended: Box) -> Collected:
-        failures = {number: str(one) for number, one in ended if isinstance(one, ToolFailedError)}
-        whole = sorted((one for one in ended if one[0] not in failures), key=itemgetter(0))
-        completions = self._as_completions([one.whole(row) for row, (_, one) in enumerate(whole)])
-        return Collected([number for number, _ in whole], completions, failures)
-
-    def _as_completions(self, given: Sequence[Response]) -> Completions:
-        rows, width = len(given), self._options.response_width
-        responses = torch.zeros(rows, width, dtype=torch.int64)
-        log_probs = torch.zeros(rows, width)
-        versions = torch.full((rows, width), UNKNOWN)
-        sampled = torch.zeros(rows, width, dtype=torch.bool)
-        for row, response in enumerate(given):
-            count = len(response.token_ids)
-            responses[row, :count] = torch.tensor(response.token_ids)
-            log_probs[row, :count] = torch.tensor(response.log_probs)
-            versions[row, :count] = torch.tensor(response.versions)
-            sampled[row, :count] = torch.tensor(response.sampled)
-        tools = self._options.conversation is not None
-        return Completions(
-            responses=responses,
-            response_lengths=torch.tensor([len(response.token_ids) for response in given], dtype=torch.int64),
-            rollout_log_probs=log_probs,
-            policy_versions=versions,
-            finished=torch.tensor([response.stopped for response in given], dtype=torch.bool),
-            response_mask=sampled if tools else None,
-            # The prompt, the answers of tools, and the policy's turns: one before each answer, and the last
-            # one.
-            num_turns=torch.tensor([2 * (1 + response.tool_turns) for response in given], dtype=torch.int64)
-            if tools
-            else None,
-            tool_calls=torch.tensor([response.tool_calls for response in given], dtype=torch.int64)
-            if tools
-            else None,
-            batch_size=[rows],
-        )
+        return sorted(collected.samples, key=attrgetter("number"))
 
     # in the thread of the loop
 
@@ -271,11 +232,9 @@ class RolloutEngine:
         if self._options.deterministic_steps is not None:
             self._loop.limit(0)
         cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
-        so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
-        again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
-        self._interrupted = Interrupted(
-            list(so_far), self._as_completions(list(so_far.values())), recomputed_tokens=again
-        )
+        so_far: dict[int, Sample] = dict(self._loop.so_far(sampler))
+        again = sum(len(one.request.prompt_token_ids) + num_tokens(so_far[one.number].parts) for one in cut)
+        self._interrupted = Interrupted(list(so_far.values()), recomputed_tokens=again)
         sampler.llm.start_weight_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[dict[str, Any]]:
@@ -289,6 +248,19 @@ class RolloutEngine:
         # While the update still holds sampling back: no request may find blocks of the old weights.
         if self._on_update != "keep":
             _reset_prefix_cache(sampler)
+
+
+def _collected(ended: Box) -> Collected:
+    """Raise what came in the place of a sample, but for tools that failed."""
+    samples, failures = list[Sample](), dict[int, str]()
+    for number, outcome in ended:
+        if isinstance(outcome, ToolFailedError):
+            failures[number] = str(outcome)
+        elif isinstance(outcome, Exception):
+            raise outcome
+        else:
+            samples.append(outcome)
+    return Collected(samples, failures)
 
 
 def _reset_prefix_cache(sampler: VllmSampler) -> None:

@@ -21,8 +21,6 @@ class EngineOptions:
     dtype: str
     max_model_len: int
     """Tokens of prompt and response together."""
-    response_width: int
-    """Padded width R of returned responses, tokens."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of ``vllm.LLM``."""
     on_update: OnUpdate = "finish"
@@ -71,7 +69,6 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         model_path=config.actor_rollout_ref.model.path,
         dtype=rollout.dtype,
         max_model_len=max_model_length(config),
-        response_width=config.data.max_response_length,
         arguments=arguments,
         on_update=on_update,
         deterministic_steps=config.async_training.deterministic_steps,

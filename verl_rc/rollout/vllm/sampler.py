@@ -10,13 +10,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from verl_rc.rollout.conversation import Conversations, OpenResponses
-from verl_rc.rollout.response import UNKNOWN, Ended, Response
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
+from verl_rc.rollout.conversation import Conversations, OpenSamples
+from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
 from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
 
 
@@ -31,10 +32,10 @@ class VllmSampler:
         self.version = UNKNOWN
         """Version of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
-        self._open = OpenResponses(
+        self._open = OpenSamples(
             None if options.conversation is None else Conversations.open(options.conversation)
         )
-        """Responses without the tokens of the requests in vLLM."""
+        """Samples without the tokens of the requests in vLLM."""
         self._requests: dict[str, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
         self.llm = LLM(
@@ -58,36 +59,42 @@ class VllmSampler:
 
     def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
-        response, answers = self._open.begin(key, sample)
+        so_far, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers
         request = sample.request
         # With another salt a prompt does not find the blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
-        prompt = tokens_input([*request.prompt_token_ids, *response.token_ids], cache_salt=salt)
-        parameters = sampling_parameters(request, sample.options, response)
+        prompt = tokens_input([*request.prompt_token_ids, *token_ids(so_far.parts)], cache_salt=salt)
+        parameters = sampling_parameters(request, sample.options, so_far)
         self._requests[key] = self.llm.llm_engine.add_request(key, prompt, parameters), self.version
         return None
 
-    def step(self) -> "list[tuple[str, Ended | Response | Future[list[str]]]]":
-        """See ``Sampler``."""
-        ended = []
-        for output in self.llm.llm_engine.step():
-            if output.finished:
-                key = output.request_id
-                _, version = self._requests.pop(key)
-                turn = Ended(self._open[key], output.outputs[0], (version, self.version))
-                ended.append((key, self._open.end_turn(key, turn)))
+    def step(self) -> "list[tuple[str, Sample | Exception | Future[list[str]]]]":
+        """See ``Sampler``. What is wrong with vLLM's output takes the place of its sample."""
+        ended: list[tuple[str, Sample | Exception | Future[list[str]]]] = []
+        for request in self.llm.llm_engine.step():
+            if not request.finished:
+                continue
+            key, output = request.request_id, request.outputs[0]
+            _, version = self._requests.pop(key)
+            try:
+                parts = parts_of_output(output, (version, self.version), self._open[key].number)
+            except (ValueError, RuntimeError) as error:
+                self._open.drop(key)
+                ended.append((key, error))
+            else:  # the other reason is "length"
+                ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
         return ended
 
-    def proceed(self, key: str, answer: Sequence[str]) -> Response | None:
+    def proceed(self, key: str, answer: Sequence[str]) -> Sample | None:
         """See ``Sampler``: ``answer`` has the tools' answers."""
         return self._open.proceed(key, answer)
 
     def cut(self, keys: Sequence[str]) -> None:
-        """See ``Sampler``. Raises like ``Response.with_output``."""
-        for key, response in {key: self._response_now(key) for key in keys}.items():
-            self._open.replace(key, response)
+        """See ``Sampler``. Raises like ``parts_of_output``."""
+        for key, parts in {key: self._parts_now(key) for key in keys}.items():
+            self._open.grow(key, parts)
         self.llm.llm_engine.abort_request(list(keys))
         for key in keys:
             del self._requests[key]
@@ -99,19 +106,19 @@ class VllmSampler:
             self._requests.pop(key, None)
             self._open.drop(key)
 
-    def so_far(self, key: str) -> Response | None:
-        """See ``Sampler``. Raises like ``Response.with_output``."""
-        return self._response_now(key) if key in self._requests else self._open.get(key)
+    def so_far(self, key: str) -> Sample | None:
+        """See ``Sampler``. Raises like ``parts_of_output``."""
+        return self._open.grown(key, self._parts_now(key)) if key in self._requests else self._open.get(key)
 
-    def _response_now(self, key: str) -> Response:
-        """Return the response with the tokens of the request that is in vLLM."""
+    def _parts_now(self, key: str) -> list[Part]:
+        """Return what the request that is in vLLM has sampled."""
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
         # no queue.
         name, version = self._requests[key]
         state = self.llm.llm_engine.output_processor.request_states[name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return self._open[key].with_output(output.outputs[0], (version, self.version), int(key))
+        return parts_of_output(output.outputs[0], (version, self.version), self._open[key].number)
 
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiving end of weight updates; only an engine without tensor parallelism has it in this
@@ -127,16 +134,16 @@ class VllmSampler:
 
 
 def sampling_parameters(
-    request: GenerationRequest, options: SamplingOptions, so_far: Response
+    request: GenerationRequest, options: SamplingOptions, so_far: Sample
 ) -> SamplingParams:
     """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its
     end."""
     return SamplingParams(
-        seed=so_far.seed(request.seed),
+        seed=next_seed(request.seed, so_far.parts),
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=request.limit(options) - len(so_far.token_ids),
+        max_tokens=request.limit(options) - num_tokens(so_far.parts),
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,

@@ -52,7 +52,7 @@ from verl_rc.ppo.ledger import RunningLedger
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.engine import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.workers.critic_worker import CriticWorker
@@ -566,7 +566,7 @@ def groups_that_left_untrained():
 @example
 def an_update_under_running_responses():
     """Of two engines: one was held up for half a second, and computes 30 tokens again."""
-    found = pause_metrics([Interrupted([3], None, 0.5, 30), Interrupted([], None, 0.25, 0)])
+    found = pause_metrics([Interrupted([], 0.5, 30), Interrupted([], 0.25, 0)])
     return found, under(
         "async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5, "recomputed_tokens": 30}
     )

@@ -1,0 +1,73 @@
+"""What vLLM says of a request that has ended or was cut, as parts of a response."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from verl_rc.data.parts import UNKNOWN, Part
+
+
+class Output(Protocol):
+    """What is read of vLLM's ``CompletionOutput``."""
+
+    token_ids: Sequence[int]
+    logprobs: Any
+    """``FlatLogprobs``, or None."""
+    weight_versions: Any
+    """Spans of tokens, each with the label of the weights that sampled it; or None."""
+
+
+def parts_of_output(output: Output, held: tuple[int, int], number: int) -> list[Part]:
+    """A part for each version of the weights.
+
+    Args:
+        output: What one request sampled, or no token yet.
+        held: Versions of the weights that the engine held when the request began and at its end.
+        number: That of the sample, for messages.
+
+    Raises:
+        ValueError: A token has no log-prob.
+        RuntimeError: vLLM says that other weights sampled a token.
+    """
+    count = len(output.token_ids)
+    if not count:
+        return []
+    spans = output.weight_versions or ()
+    # Before the first update vLLM's version is the word "default".
+    versions = [int(span.version) if span.version.isdigit() else UNKNOWN for span in spans]
+    borders = [(span.start, span.end) for span in spans]
+    first, last = held
+    whole = [start for start, _ in borders] + [count] == [0, *(end for _, end in borders)]
+    if not whole or versions != sorted(set(versions)) or versions[0] < first or versions[-1] != last:
+        raise RuntimeError(
+            f"the tokens of request {number} must come from versions {first} to {last} of the weights, which "
+            f"the engine held, the last from {last}, but vLLM says that they come from {versions}, by the "
+            f"spans {borders} of {count} tokens: an update or its version went astray."
+        )
+    token_ids = torch.tensor(output.token_ids, dtype=torch.int32)
+    log_probs = torch.tensor(sampled_log_probs(output, number), dtype=torch.float32)
+    return [
+        Part(token_ids[start:end], log_probs[start:end], version)
+        for version, (start, end) in zip(versions, borders, strict=True)
+    ]
+
+
+def sampled_log_probs(output: Output, number: int) -> list[float]:
+    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another
+    token."""
+    flat = output.logprobs
+    count = len(output.token_ids)
+    if flat is None or len(flat) != count:
+        found = "none" if flat is None else str(len(flat))
+        raise ValueError(
+            f"every one of the {count} tokens of request {number} needs a log-prob, the engine returned "
+            f"{found}."
+        )
+    first = flat.start_indices
+    if [flat.token_ids[start] for start in first] != list(output.token_ids):
+        raise ValueError(
+            f"the log-probs of request {number} must belong to its sampled tokens, the engine returned "
+            "others."
+        )
+    return [flat.logprobs[start] for start in first]
