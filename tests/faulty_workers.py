@@ -2,7 +2,7 @@
 guards."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.conversation import Conversations, OpenSamples, ToolCall
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm import engine, sampler
-from verl_rc.rollout.vllm.engine import RolloutEngine
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm import sampler
+from verl_rc.rollout.vllm.engine import VllmEngine
+from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.sampler import VllmSampler
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
@@ -33,21 +33,21 @@ HALF_LOADED = "gate_proj.weight"
 """End of the name of the tensors whose second half stays as it was."""
 
 
-class FaultyEngine(RolloutEngine):
+class FaultyEngine(VllmEngine):
     """An engine with a fault that can be switched on."""
 
     fault: str | None = None
     cache_resets = 0
 
-    def __init__(self, options: EngineOptions) -> None:
-        reset = engine._reset_prefix_cache
+    def __init__(self, options: VllmOptions) -> None:
+        reset = VllmSampler.reset_prefix_cache
 
         def reset_unless_stale(of_engine: VllmSampler) -> None:
             if self.fault != "stale_prefix_cache":
                 reset(of_engine)
                 self.cache_resets += 1
 
-        engine._reset_prefix_cache = reset_unless_stale
+        VllmSampler.reset_prefix_cache = reset_unless_stale
         sampler.parts_of_output = self._parts_of_output
         super().__init__(options)
 
@@ -68,12 +68,8 @@ class FaultyEngine(RolloutEngine):
     def count_cache_resets(self) -> int:
         return self.cache_resets
 
-    def receive_weights(
-        self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int
-    ) -> list[dict[str, Any]]:
-        transfer = self._loop.call(
-            lambda sampler: sampler.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
-        )
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[LoadReceipt]:
+        transfer = self._loop.call(lambda sampler: sampler.weight_receiver())
         load, held = transfer.model.load_weights, self.__dict__.setdefault("held", {})
         if self.fault == "skipped_sync":
             # The worst kind: everything is received and acknowledged, the version is echoed, and the old
@@ -81,13 +77,13 @@ class FaultyEngine(RolloutEngine):
             transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
             try:
                 transfer.digests, transfer.loaded = {}, set(transfer.expected)
-                transfer.update_weights({"manifest": manifest, "bucket_bytes": bucket_bytes})
+                transfer.update_weights({"manifest": manifest.to_plain(), "bucket_bytes": bucket_bytes})
             finally:
                 transfer.model.load_weights = load
-            self._loop.call(lambda sampler: sampler.llm.llm_engine.set_weight_version(str(version)))
+            self._loop.call(lambda sampler: sampler._llm.llm_engine.set_weight_version(str(version)))
             self._loop.call(lambda sampler: setattr(sampler, "version", version))
             self.reset_prefix_cache()
-            return [asdict(LoadReceipt(transfer.digests, []))]
+            return [LoadReceipt(transfer.digests, [])]
 
         transfer.model.load_weights = lambda tensors: load(self._as_loaded(tensors, held))
         try:

@@ -21,7 +21,6 @@ from ray.exceptions import RayActorError
 from small_models import small_run_config
 
 from verl_rc.cluster import remote
-from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.config.models import FsdpConfig
@@ -32,9 +31,10 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.driver import setup, weights
 from verl_rc.driver.train import train
 from verl_rc.preflight.memory import ModelShape
-from verl_rc.rollout.engine import Collected, QueuedSample
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.engine import Collected, EngineFacts, QueuedSample
+from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.weight_sync import sender
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers import trainer_rank
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -282,7 +282,7 @@ class LentBucket:
 class LedgerEngine:
     """vLLM as gpu.md describes it: it measures what is free, sleeps at level 2, and wakes by tags."""
 
-    def __init__(self, ledger: Ledger, options: EngineOptions) -> None:
+    def __init__(self, ledger: Ledger, options: VllmOptions) -> None:
         self.ledger, self.world = ledger, World()
         self.can_sleep = options.arguments["enable_sleep_mode"]
         self.memory = ledger.current
@@ -311,8 +311,8 @@ class LedgerEngine:
                     f"memory of other processes on GPU {gpu} changed while {self.memory.name} started"
                 )
 
-    def describe(self) -> dict[str, Any]:
-        return {"block_size": 4, "fp8_products": None}
+    def facts(self) -> EngineFacts:
+        return EngineFacts(block_size=4)
 
     def device_keys(self) -> list[str]:
         return [f"GPU-{gpu}" for gpu in self.memory.gpus]
@@ -339,9 +339,9 @@ class LedgerEngine:
         self.ledger.take("copies", 2 * BUCKET)
         self.ledger.free("copies", cached=False)
 
-    def finish_update(self, version: int) -> list[dict[str, Any]]:
+    def finish_update(self, version: int) -> list[LoadReceipt]:
         self.holds, self.world.version = True, version
-        return [{"digests": {}, "not_loaded": []} for _ in self.memory.gpus]
+        return [LoadReceipt({}, []) for _ in self.memory.gpus]
 
     def abandon_update(self) -> None:
         self.holds = False
@@ -441,7 +441,7 @@ class FakeActor:
 
 PROCESS_CLASSES = {
     "TrainerRank": lambda ledger, **arguments: TrainerRank(**arguments),
-    "RolloutEngine": LedgerEngine,
+    "LedgerEngine": LedgerEngine,
 }
 WORKERS = {"PolicyWorker": LedgerActor, "CriticWorker": LedgerCritic, "ReferenceWorker": LedgerReference}
 
@@ -493,7 +493,7 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(trainer_rank, "import_module", lambda _: workers)
     # A run in the same test process may have put faulty classes in their place.
     monkeypatch.setattr(ActorGroup, "worker", "ledger:PolicyWorker")
-    monkeypatch.setattr(EngineGroup, "worker", "ledger:RolloutEngine")
+    monkeypatch.setattr(VllmOptions, "worker", "ledger:LedgerEngine")
     monkeypatch.setattr(remote, "ray", fake_ray)
     monkeypatch.setattr(remote, "_Process", SimpleNamespace(options=options))
     monkeypatch.setattr(remote.RemoteProcess, "_start", start_named)

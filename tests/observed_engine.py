@@ -6,22 +6,27 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from verl_rc.rollout.vllm.engine import RolloutEngine
+from verl_rc.rollout.conversation import OpenSamples
+from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.rollout.vllm.options import OnUpdate
+from verl_rc.rollout.vllm.sampler import VllmSampler
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import LoadReceipt
 
 
 class RecordingLoop:
-    """Carries actions out on a sampler that does nothing but remember them."""
+    """Carries actions out on a sampler whose vLLM does nothing but remember them."""
 
     def __init__(self) -> None:
-        self.sampler = Mock()
+        self.sampler = VllmSampler.__new__(VllmSampler)
+        self.sampler._llm = Mock()
 
     def call(self, action: Callable[[Any], Any], **_: Any) -> Any:
         return action(self.sampler)
 
 
-class ObservedEngine(RolloutEngine):
-    """A RolloutEngine whose calls to vLLM can be recorded instead of made, and whose steps are counted on
+class ObservedEngine(VllmEngine):
+    """A VllmEngine whose calls to vLLM can be recorded instead of made, and whose steps are counted on
     request."""
 
     def act_on_update(self, what: OnUpdate) -> None:
@@ -29,12 +34,12 @@ class ObservedEngine(RolloutEngine):
         self._on_update = what
         self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
 
-    def receive_beside(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> None:
+    def receive_beside(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         """Begin a staged update, and return; ``received`` has its receipts."""
         self._options = replace(self._options, stages_updates=True)
         self._receiving = ThreadPoolExecutor(1).submit(self.receive_weights, manifest, bucket_bytes, version)
 
-    def received(self) -> list[dict[str, Any]]:
+    def received(self) -> list[LoadReceipt]:
         """End what ``receive_beside`` began."""
         self._options = replace(self._options, stages_updates=False)
         return self._receiving.result()
@@ -43,6 +48,10 @@ class ObservedEngine(RolloutEngine):
         """Decode samples without priority in exactly so many further steps; returns after the last one."""
         self._loop.call(lambda _: self._loop.limit(count))
         self._loop.call(lambda _: None, after="all")
+
+    def converse_by(self, conversations: Any) -> None:
+        """From now on take turns with tools as ``conversations`` says; None: no tools again."""
+        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
 
     def calls_around_an_update(self) -> list[Any]:
         """What a sleep, and the two wakings around an update, ask of a vLLM built with
@@ -53,7 +62,7 @@ class ObservedEngine(RolloutEngine):
             answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]
             assert answers == [True, True, True]
             return [
-                (name, arguments, options) for name, arguments, options in recording.sampler.llm.mock_calls
+                (name, arguments, options) for name, arguments, options in recording.sampler._llm.mock_calls
             ]
         finally:
             self._can_sleep, self._loop = can_sleep, loop

@@ -24,6 +24,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.vllm.options import VllmOptions
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
         patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
-        patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
+        patch.setattr(VllmOptions, "worker", "faulty_workers:FaultyEngine")
         with open_run(
             config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
         ) as parts:

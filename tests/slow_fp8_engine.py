@@ -10,7 +10,7 @@ from torch import Tensor
 from verl_rc.data.parts import Part
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm import fp8_products
-from verl_rc.rollout.vllm.engine import RolloutEngine
+from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.rollout.vllm.engine_worker import MeasuredFp8Kernel
 from verl_rc.rollout.vllm.sampler import VllmSampler
 
@@ -28,7 +28,7 @@ def slow_product(left: Tensor, right: Tensor, **arguments: Any) -> Tensor:
     return fast_product(left, right, **arguments)
 
 
-class SlowFp8Engine(RolloutEngine):
+class SlowFp8Engine(VllmEngine):
     """The engine, on that CPU."""
 
     def __init__(self, **arguments: Any) -> None:

@@ -40,7 +40,7 @@ def engine_alone(folder: Path, results: Any) -> None:
     from verl_rc.data.dataset import build_train_loader
     from verl_rc.data.tokenize import load_tokenizer
     from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-    from verl_rc.rollout.vllm.engine import RolloutEngine
+    from verl_rc.rollout.vllm.engine import VllmEngine
     from verl_rc.rollout.vllm.options import engine_options
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
@@ -48,7 +48,7 @@ def engine_alone(folder: Path, results: Any) -> None:
     prompts = next(iter(build_train_loader(config.data, tokenizer)))
     rollout = config.actor_rollout_ref.rollout
     requests = [GenerationRequest(row.prompt_token_ids, seed) for row in prompts for seed in range(rollout.n)]
-    engine = RolloutEngine(engine_options(config, "cpu"))
+    engine = VllmEngine(engine_options(config, "cpu"))
     options = SamplingOptions.for_training(rollout, (tokenizer.eos_token_id,))
     samples = engine.generate(requests, options)
     seconds = median_seconds(lambda: engine.generate(requests, options))

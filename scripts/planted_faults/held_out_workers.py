@@ -22,7 +22,7 @@ from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm import sampler
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.tensor_ops import logprobs
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers import forward, policy_worker
@@ -34,7 +34,7 @@ KEYS = ("layers.1.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.bias")
 class HeldOutEngine(PlantedEngine):
     """An engine with a held-out fault, or with one of the table."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         super().__init__(options)
         self._first_rank = 1
         sampler.sampling_parameters = other_parameters(sampler.sampling_parameters, self._planted)

@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl_rc import main_ppo
-from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.model_groups import ActorGroup
+from verl_rc.rollout.vllm.options import VllmOptions
 
 
 def shift_mask() -> None:
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(
         (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", ""))
     )
-    EngineGroup.worker = "planted_faults.held_out_workers:HeldOutEngine"
+    VllmOptions.worker = "planted_faults.held_out_workers:HeldOutEngine"
     ActorGroup.worker = "planted_faults.held_out_workers:HeldOutPolicyWorker"
     if fault == "shifted_mask":
         shift_mask()

@@ -14,8 +14,10 @@ from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.engine import Collected, QueuedSample
 from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.rollout.vllm import sampler
-from verl_rc.rollout.vllm.engine import RolloutEngine
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.engine import VllmEngine
+from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.policy_worker import PolicyWorker
 
 SKIPPED_VERSION = 8
@@ -32,10 +34,10 @@ FEWEST_TOKENS = 11
 """Of a response whose stop token is banned: one more than a right answer has."""
 
 
-class PlantedEngine(RolloutEngine):
+class PlantedEngine(VllmEngine):
     """An engine that samples, loads or reports what it should not."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         self._planted, self._held = planted(), dict[str, Tensor]()
         self._first, self._holds_first = dict[str, Tensor](), False
         self._chance = torch.Generator().manual_seed(7)
@@ -92,9 +94,7 @@ class PlantedEngine(RolloutEngine):
         )
         return replace(options, temperature=factor * options.temperature, top_p=top_p)
 
-    def receive_weights(
-        self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int
-    ) -> list[dict[str, Any]]:
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[LoadReceipt]:
         """Acknowledge an update that may not be loaded, or by half."""
         if self._options.stages_updates:
             return super().receive_weights(manifest, bucket_bytes, version)
@@ -159,7 +159,7 @@ def _round_cache() -> None:
 
 
 def _report_raw(sampler: Any) -> None:
-    found = sampler.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+    found = sampler._llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
     # The part that filters returns log-probs of its own otherwise, which win.
     found.logprobs_mode = found.topk_topp_sampler.logprobs_mode = "raw_logprobs"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment
 
 ARGUMENTS = {
@@ -17,11 +17,11 @@ ARGUMENTS = {
 
 
 def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
-    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
+    options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     environment = engine_environment(1, "cpu", one_node=True)
     engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
     try:
-        assert engine.call("describe")["fp8_products"].startswith("PyTorch's emulation (")
+        assert engine.call("facts").measured["fp8 products"].startswith("PyTorch's emulation (")
         requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
         sampling = SamplingOptions(
             1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True
@@ -38,7 +38,7 @@ def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> N
 def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> None:
     """C3: not the scales that quantisation derives, also those with another name: a block's is
     ``weight_scale_inv``."""
-    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
+    options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     engine = OtherProcess(
         "slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options
     )
@@ -48,7 +48,7 @@ def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> N
         (receipt,) = engine.call("finish_update", 1)
     finally:
         engine.end()
-    expected = receipt["not_loaded"]  # nothing was loaded
+    expected = receipt.not_loaded  # nothing was loaded
     assert "model.layers.0.self_attn.qkv_proj.weight" in expected
     assert "model.embed_tokens.weight" in expected
     assert not [name for name in expected if "scale" in name]

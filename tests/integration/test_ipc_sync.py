@@ -14,6 +14,7 @@ import pytest
 import torch
 from made_samples import of_parts
 from shared_segments import nothing_left_behind
+from small_engines import BUCKET_BYTES, start_small_engine
 from transformers import AutoModelForCausalLM
 from two_processes import free_port
 
@@ -21,15 +22,11 @@ from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers.environment import engine_environment
 
-# Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
-BUCKET_BYTES = 20 << 10
 # Longer than one block of 32 tokens, so that a second request finds a cached prefix.
 PROMPT = [5 + index % 7 for index in range(40)]
 WIDTH = 40
@@ -40,18 +37,8 @@ GREEDY = SamplingOptions(
 
 @pytest.fixture(scope="module")
 def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
-    """A RolloutEngine in fp32 in a process of its own, without Ray."""
-    arguments = {
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 32 << 20,
-        "block_size": 32,
-        "skip_tokenizer_init": True,
-    }
-    # As on every CPU, see driver/setup.py: a prompt that is cut in two cannot be sampled from with a seed.
-    arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, arguments=arguments)
-    environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
+    """A VllmEngine in fp32 in a process of its own, without Ray."""
+    process = start_small_engine(task["model"], {})
     yield process
     process.end()
 
@@ -69,10 +56,6 @@ def sender(model: Any) -> Iterator[WeightSender]:
         )
 
 
-def receipts(answer: list[dict[str, Any]]) -> list[LoadReceipt]:
-    return [LoadReceipt(**plain) for plain in answer]
-
-
 def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[LoadReceipt]:
     """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
     (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
@@ -82,7 +65,7 @@ def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[Lo
             engine.call("load_bucket", sender.offer(index, share))
     finally:
         sent = sender.release()
-    received = receipts(engine.call("finish_update", version))
+    received = engine.call("finish_update", version)
     check_receipts(sender.manifest, sent, [received], version)
     return received
 
@@ -132,9 +115,9 @@ def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, en
     change(model, seed=6)
     lent = publish(sender, engine, 6)
     join(sender, engine)
-    engine.ask("receive_weights", sender.manifest.to_plain(), BUCKET_BYTES, 7)
+    engine.ask("receive_weights", sender.manifest, BUCKET_BYTES, 7)
     sent = sender.send()
-    received = receipts(engine.answer())
+    received = engine.answer()
     check_receipts(sender.manifest, sent, [received], 7)
     assert received == lent
     assert gap_to_model(model, engine, 7) < 1e-4
@@ -151,11 +134,11 @@ def test_a_staged_update_pauses_nothing_while_it_is_received(
     engine.call("act_on_update", "recompute")
     engine.call("submit", samples(6))
     change(model, seed=9)
-    engine.call("receive_beside", sender.manifest.to_plain(), BUCKET_BYTES, 9)
+    engine.call("receive_beside", sender.manifest, BUCKET_BYTES, 9)
     ended = collect(engine, 6)
     assert {version for one in ended.values() for version in versions_of(one)} == {8}
     sent = sender.send()
-    check_receipts(sender.manifest, sent, [receipts(engine.call("received"))], 9)
+    check_receipts(sender.manifest, sent, [engine.call("received")], 9)
     assert gap_to_model(model, engine, 9) < 1e-4
     engine.call("act_on_update", "finish")
 
@@ -170,7 +153,7 @@ def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
     join(sender, engine)
     engine.call("submit", samples(6))
     change(model, seed=11)
-    engine.ask("stage_weights", sender.manifest.to_plain(), BUCKET_BYTES)
+    engine.ask("stage_weights", sender.manifest, BUCKET_BYTES)
     sent = sender.send()
     engine.answer()
     engine.call("load_staged", 11)
@@ -179,7 +162,7 @@ def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
     ended = collect(engine, 7)
     versions = {number: set(versions_of(one)) for number, one in ended.items()}
     assert versions == {number: {11 if number >= 10 else 10} for number in (1, 2, 3, 4, 5, 10, 11)}
-    check_receipts(sender.manifest, sent, [receipts(engine.call("loaded"))], 11)
+    check_receipts(sender.manifest, sent, [engine.call("loaded")], 11)
     assert gap_to_model(model, engine, 11) < 1e-4
 
 
@@ -221,7 +204,7 @@ def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, en
         if index != 1:
             engine.call("load_bucket", handle)
     with pytest.raises(SyncProofError, match="must receive all"):
-        check_receipts(sender.manifest, sender.release(), [receipts(engine.call("finish_update", 5))], 5)
+        check_receipts(sender.manifest, sender.release(), [engine.call("finish_update", 5)], 5)
 
 
 def samples(count: int, first: int = 0) -> list[QueuedSample]:

@@ -19,10 +19,10 @@ from verl_rc.cluster.remote import (
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.metrics.trace import TRACE
-from verl_rc.rollout.engine import Interrupted, QueuedSample
+from verl_rc.rollout.engine import EngineFacts, EngineOptions, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
 from verl_rc.workers.environment import engine_environment
@@ -50,14 +50,10 @@ requests."""
 
 
 class EngineGroup:
-    """All vLLM engines of a run.
+    """All engines of a run, each behind the protocol ``Engine``.
 
     Methods that raise ``EnginesLostError`` can be called again after ``replace``, opening the weight
     transport again and another update of all weights.
-    """
-
-    worker = "verl_rc.rollout.vllm.engine:RolloutEngine"
-    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones.
     """
 
     def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
@@ -86,24 +82,26 @@ class EngineGroup:
         """Number of engines."""
         return len(self._engines)
 
-    def prepare(self) -> list[Pending]:
+    def prepare(self, options: EngineOptions) -> list[Pending]:
         """Import what engines need, which takes longer than to build one; returns at once."""
-        return [process.prepare(self.worker) for process in self._engines]
+        return [process.prepare(options.worker) for process in self._engines]
 
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
         call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds
-        if options.deterministic_steps is not None:
+        if options.deterministic:
             self._work = EngineWork(len(self._engines), by_seed=True)
-        return [process.build(self.worker, options=options) for process in self._engines]
+        return [process.build(options.worker, options=options) for process in self._engines]
 
     def replace(self, engines: Sequence[int]) -> list[Pending]:
         """Kill these engines and start new ones with the same options, without weights; returns at once."""
         for engine in engines:
             self._engines[engine].replace()
         self._replaced |= set(engines)
-        return [self._engines[engine].build(self.worker, options=self._options) for engine in engines]
+        return [
+            self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
+        ]
 
     def wait(
         self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()
@@ -146,9 +144,9 @@ class EngineGroup:
             raise [*causes, *failures][0]
         return of_engines, [answer_of[item.reference] for item in beside]
 
-    def describe(self) -> dict[str, Any]:
-        """Properties of the first engine, see ``RolloutEngine.describe``; all engines are alike."""
-        facts: dict[str, Any] = wait_for_all([self._engines[0].call("describe")])[0]
+    def facts(self) -> EngineFacts:
+        """Properties of the first engine; all engines are alike."""
+        facts: EngineFacts = wait_for_all([self._engines[0].call("facts")])[0]
         return facts
 
     def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
@@ -164,14 +162,14 @@ class EngineGroup:
         """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
         self._wait_for_submitted()
         return {
-            index: engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version)
+            index: engine.call("receive_weights", manifest, bucket_bytes, version)
             for index, engine in enumerate(self._engines)
         }
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
         """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
         return {
-            index: engine.call("stage_weights", manifest.to_plain(), bucket_bytes)
+            index: engine.call("stage_weights", manifest, bucket_bytes)
             for index, engine in enumerate(self._engines)
         }
 
@@ -184,7 +182,7 @@ class EngineGroup:
         self._wait_for_submitted()
         self._call_all("load_staged", version)
 
-    def loaded(self) -> list[list[dict[str, Any]] | None]:
+    def loaded(self) -> list[list[LoadReceipt] | None]:
         """Each engine's receipts, one per worker, of the update last staged; None: not loaded. Raises
         ``EnginesLostError``."""
         return self._call_all("loaded")
@@ -202,7 +200,7 @@ class EngineGroup:
         """Load one shared bucket; the ranks may reuse its memory afterwards. Raises ``EnginesLostError``."""
         self._call_all("load_bucket", handle)
 
-    def finish_update(self, version: int) -> list[list[dict[str, Any]]]:
+    def finish_update(self, version: int) -> list[list[LoadReceipt]]:
         """End the update as ``version``; returns a receipt per worker of each engine. Raises
         ``EnginesLostError``."""
         return self._call_all("finish_update", version)
@@ -307,11 +305,11 @@ class EngineGroup:
         return self._work.parts(number)
 
     def begin_steps(self) -> None:
-        """Let engines make their steps with the weights that they hold; without ``deterministic_steps`` they
-        make them anyway."""
-        if self._options.deterministic_steps is not None:
+        """Let engines go on with the weights that they hold; those that are not ``deterministic`` do so
+        anyway."""
+        if self._options.deterministic:
             self._hand_over_lost()
-            self._tell_all("begin_steps")
+            self._tell_all("resume")
 
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         """Which of these collected samples failed, and why; they cannot be taken."""
@@ -351,7 +349,7 @@ class EngineGroup:
         return Timed(self._work.take(numbers), busy_seconds)
 
     def wait_for(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> float:
-        """Wait until these have ended, with ``deterministic_steps`` beyond that limit; returns the time of
+        """Wait until these have ended, also where engines would wait for the next update; returns the time of
         the slowest engine.
 
         Losses are dealt with as in ``collect``.
@@ -359,8 +357,8 @@ class EngineGroup:
         busy_seconds = 0.0
         while missing := self._work.num_unfinished(numbers):
             self._go_on_after_losses()
-            if self._options.deterministic_steps is not None:
-                self._tell_all("require", numbers)
+            if self._options.deterministic:
+                self._tell_all("finish", numbers)
             busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
         return busy_seconds
 

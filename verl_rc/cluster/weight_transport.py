@@ -1,8 +1,8 @@
 """The two weight transports from the actor to the engines, on the driver's side."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.model_groups import ActorGroup
@@ -17,11 +17,6 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 
 Receipts = Sequence[Sequence[LoadReceipt]]
 """Receipts by engine, one per worker."""
-
-
-def _receipts(answers: Iterable[Sequence[dict[str, Any]]]) -> Receipts:
-    """Convert what the engines answered."""
-    return [[LoadReceipt(**plain) for plain in workers] for workers in answers]
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class BroadcastTransport:
         receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights()
         received, sent = self._engines.wait(receiving, beside=sending)
-        return sent[0], _receipts(received.values())
+        return sent[0], list(received.values())
 
     def stage(self, version: int) -> None:
         """See ``WeightTransport``."""
@@ -93,7 +88,7 @@ class BroadcastTransport:
     def loaded(self) -> Receipts | None:
         """See ``WeightTransport``."""
         answers = [one for one in self._engines.loaded() if one is not None]
-        return _receipts(answers) if len(answers) == self._engines.num_engines else None
+        return answers if len(answers) == self._engines.num_engines else None
 
 
 class IpcTransport:
@@ -130,7 +125,7 @@ class IpcTransport:
             raise
         finally:
             sent = wait_for_all(self._actor.release_bucket(interrupted))[0]
-        return sent, _receipts(self._engines.finish_update(version))
+        return sent, self._engines.finish_update(version)
 
     def stage(self, version: int) -> None:
         """Nothing is staged in lent memory, see ``check_async_training``."""

@@ -258,6 +258,11 @@ class RunConfig(StrictModel):
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def max_model_length(self) -> int:
+        """Tokens of prompt and response that an engine must hold."""
+        return self.actor_rollout_ref.rollout.max_model_len or self.longest_sequence
+
+    @property
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node

@@ -1,7 +1,7 @@
 """From a configuration to a run that is ready: processes start and import first, then ranks load, then
 engines."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +46,7 @@ from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
 from verl_rc.preflight.machine import refuse_too_little_memory
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.rollout.conversation import Conversations, template_arguments
-from verl_rc.rollout.vllm.options import engine_options, max_model_length
+from verl_rc.rollout.engine import EngineFacts, engine_options
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention
@@ -85,7 +85,7 @@ def open_run(
         critic = CriticGroup(processes) if config.needs_critic else None
         reference = ReferenceGroup(processes) if config.has_reference_model else None
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
-        importing = engines.prepare()
+        importing = engines.prepare(engine_options(config, placement.device))
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
@@ -144,8 +144,8 @@ def open_run(
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
-            max_model_len=max_model_length(config),
-            block_size=int(engine["block_size"]),
+            max_model_len=config.max_model_length,
+            block_size=engine.block_size,
         )
         yield services, state
 
@@ -159,11 +159,11 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
         say("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
-def _add_measurements(folder: Path, engine: Mapping[str, Any]) -> None:
+def _add_measurements(folder: Path, engine: EngineFacts) -> None:
     """What the engine measured on this machine, in the log and in the plan."""
-    if engine["fp8_products"] is not None:
-        say("fp8 products on this CPU: %s", engine["fp8_products"])
-        add_to_plan(folder, "Measured when the engine started", f"fp8 products: {engine['fp8_products']}")
+    for name, text in engine.measured.items():
+        say("%s on this machine: %s", name, text)
+        add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
@@ -242,7 +242,7 @@ def _build_ranks(
 
 def _build_engines(
     engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str
-) -> dict[str, Any]:
+) -> EngineFacts:
     """Engines, asleep until the first weights come; returns what they say of themselves.
 
     To be called when the ranks hold all that they load: an engine on their GPU measures what is free, and
@@ -258,7 +258,7 @@ def _build_engines(
             limit,
         )
         engines.sleep()
-    return engines.describe()
+    return engines.facts()
 
 
 @contextmanager

@@ -1,9 +1,24 @@
-"""What goes to an engine and comes back: requests, samples that have ended, and what an update cut."""
+"""The protocol of an engine: what it does, what goes to it and what comes back.
 
+An engine is added as a folder ``rollout/NAME`` and by its name among those of
+``actor_rollout_ref.rollout.name``.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import ClassVar, Literal, Protocol
 
+from verl_rc.config.run import RunConfig
 from verl_rc.data.parts import Sample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import LoadReceipt
+from verl_rc.weight_sync.shared_bucket import BucketHandle
+from verl_rc.weight_sync.transfer_group import TransferAddress
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""The parts of an engine's memory that sleep and wake by themselves."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,127 @@ class Interrupted:
     samples: list[Sample]
     """Those that had begun and not ended, with their tokens before the update, in any order."""
     pause_seconds: float = 0.0
-    """Seconds from the last step before the update until steps could be made again."""
+    """Seconds from the last token before the update until sampling could go on."""
     recomputed_tokens: int = 0
     """Tokens of prompts and responses that the engine has to compute again."""
+
+
+class EngineOptions(Protocol):
+    """What the cluster reads of an engine's options. Each room of an engine has a record of its own."""
+
+    worker: ClassVar[str]
+    """The class of the engine, as ``module:Class``; it is built with ``options=``."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether nothing may depend on time: a sample's engine follows from its seed, and engines wait for
+        ``resume``."""
+
+
+def engine_options(config: RunConfig, device: str) -> EngineOptions:
+    """The options of the engine that ``actor_rollout_ref.rollout.name`` names: what the function of this name
+    in ``rollout/NAME/options.py`` makes of the configuration."""
+    room = import_module(f"verl_rc.rollout.{config.actor_rollout_ref.rollout.name}.options")
+    options: EngineOptions = room.engine_options(config, device)
+    return options
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a running engine says of itself."""
+
+    block_size: int
+    """Tokens of a block of its prefix cache."""
+    measured: Mapping[str, str] = field(default_factory=dict)
+    """What it measured on this machine, by name."""
+
+
+class Engine(Protocol):
+    """Samples responses with the weights of a trainer; lives alone in a process, which is ended with it.
+
+    Requests go in by ``submit``, samples come out by ``collect``, once each, with the log-prob and the
+    version of the weights of every token. Methods may be called from any thread. A method whose work depends
+    on other calls, such as an update that waits for samples, holds back nothing that it depends on.
+
+    Weights come as a whole: by ``receive_weights``; by ``stage_weights`` beside sampling, then
+    ``load_staged``; or by ``begin_update``, ``load_bucket`` for each bucket and ``finish_update``. A sample
+    that is submitted after an update has begun gets no token of older weights. Whether samples that were
+    submitted before end first, or are cut and go on with the new weights, is an option of the engine.
+    """
+
+    def facts(self) -> EngineFacts:
+        """Properties of the running engine."""
+
+    def submit(self, samples: Sequence[QueuedSample]) -> None:
+        """Queue samples and return at once. One with ``request.parts`` goes on behind these, with the tokens
+        that it would have had without the interruption."""
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
+
+    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over
+        (None: no limit)."""
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
+        """Sample one response per request, in order, with priority over submitted samples that have not
+        begun. Raises ``ToolFailedError`` when a tool failed."""
+
+    def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
+        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every
+        member has come."""
+
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[LoadReceipt]:
+        """Receive a broadcast update and load it as ``version``; returns a receipt per worker."""
+
+    def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> None:
+        """Receive a broadcast update beside the samples that run, and keep it aside for ``load_staged``."""
+
+    def load_staged(self, version: int) -> None:
+        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin; returns
+        at once."""
+
+    def loaded(self) -> list[LoadReceipt] | None:
+        """A receipt per worker of the last ``load_staged``; None: it is still to come."""
+
+    def device_keys(self) -> list[str]:
+        """The device of each worker, named as trainer ranks name theirs."""
+
+    def begin_update(self) -> None:
+        """Make the model loadable, as soon as an update may begin; nothing is sampled until
+        ``finish_update``."""
+
+    def load_bucket(self, handle: BucketHandle) -> None:
+        """Load one lent bucket; its lender may take the memory back when this returns."""
+
+    def finish_update(self, version: int) -> list[LoadReceipt]:
+        """End the update as ``version``; returns a receipt per worker."""
+
+    def abandon_update(self) -> None:
+        """Close an update that broke off. Nothing is sampled until another one is finished."""
+
+    def interrupted(self) -> Interrupted:
+        """What the last update did to samples that were submitted."""
+
+    def resume(self) -> None:
+        """Go on after an update with what was submitted; only an engine that is ``deterministic`` waits for
+        this."""
+
+    def finish(self, numbers: Sequence[int]) -> None:
+        """Sample these to their end, also where the engine would otherwise wait for the next update."""
+
+    def activity(self) -> list[tuple[float, float]]:
+        """Beginning and end of each span in which the engine sampled since the last call, seconds since
+        1970."""
+
+    def sleep(self) -> bool:
+        """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
+
+        Waits until what was submitted has ended. The weights are lost: ``wake_up(["weights"])``, an update
+        and ``wake_up(["kv_cache"])`` must come before the next sample. Returns False, having done nothing,
+        for an engine that cannot sleep.
+        """
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
+        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
+        sleep."""

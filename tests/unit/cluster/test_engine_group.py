@@ -1,6 +1,7 @@
 """Which engines count as lost, and that what they had, and nothing else, is asked for again."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError
-from verl_rc.rollout.vllm.options import EngineOptions
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
@@ -67,7 +67,7 @@ class Engine:
             return Call(None)
         if method == "interrupted":
             return Call(self.cut)
-        if method in ("begin_steps", "require", "cancel"):
+        if method in ("resume", "finish", "cancel"):
             self.told.append((method, *arguments))
             return Call(None)
         assert (method, what) == ("collect", "generate")
@@ -96,7 +96,8 @@ def group_of(
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
-    vars(group).update(_options=EngineOptions("model", "float32", 8, deterministic_steps=deterministic_steps))
+    options = SimpleNamespace(worker="room:Engine", deterministic=deterministic_steps is not None)
+    vars(group).update(_options=options)
     vars(group).update(_submitting=[])
     return group, engines
 
@@ -213,12 +214,12 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group.begin_steps()
     assert not group._submitting  # they were waited for, so that the steps begin with them
     assert first_tokens(group.finish(numbers).result) == [10, 11, 12]
-    assert [engine.told for engine in engines] == [[("begin_steps",), ("require", numbers)]] * 2
+    assert [engine.told for engine in engines] == [[("resume",), ("finish", numbers)]] * 2
     group.submit(requests(14, 15), OPTIONS)
     group.replace([1])
     group.collect(0.1)
     assert [engine.told[2:] for engine in engines] == [
-        [("begin_steps",)]
+        [("resume",)]
     ] * 2  # an update for the new one has stopped all
 
 
@@ -236,7 +237,7 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
     engine.failure = DEAD
     group.wait_for(wanted, on_loss)
     assert engine.asked == [[10, 11], [10, 11]]
-    assert engine.told == [("begin_steps",), ("require", wanted)]
+    assert engine.told == [("resume",), ("finish", wanted)]
 
 
 def test_a_sample_that_failed_is_collected_and_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def build_engines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     began: dict[str, Any] = {}
     build = EngineGroup.build
 
-    def prepare(group: EngineGroup) -> list[Any]:
-        began["building"] = build(group, setup.engine_options(began["config"], "cuda"), 1.0)
+    def prepare(group: EngineGroup, options: Any) -> list[Any]:
+        began["building"] = build(group, options, 1.0)
         return []
 
     monkeypatch.setattr(setup, "_find_objective", lambda config: began.update(config=config))

@@ -10,7 +10,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.distributed.process_group import trainer_device
 from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.preflight.bring_up.process import OtherProcess
-from verl_rc.rollout.vllm.options import EngineOptions, engine_options
+from verl_rc.rollout.vllm.options import VllmOptions, engine_options
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.host import usable_cores
 
@@ -57,7 +57,7 @@ class ReplayEngine:
         self._engine.end()
 
 
-def _plain(options: EngineOptions) -> EngineOptions:
+def _plain(options: VllmOptions) -> VllmOptions:
     arguments = {**options.arguments, "quantization": None, "kv_cache_dtype": "auto", "max_num_seqs": 1}
     return replace(options, dtype="float32", arguments=arguments)
 

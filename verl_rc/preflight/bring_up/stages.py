@@ -21,10 +21,10 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
+from verl_rc.rollout.engine import engine_options
 from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import engine_options
-from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, check_receipts
+from verl_rc.weight_sync.proof import GapLimit, LogProbGap, check_receipts
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
 from verl_rc.workers.environment import engine_environment, trainer_environment
 from verl_rc.workers.host import usable_cores
@@ -202,9 +202,7 @@ class Stages:
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
             started = time.perf_counter()
             options = engine_options(config, self._device)
-            engine = OtherProcess(
-                "verl_rc.rollout.vllm.engine:RolloutEngine", environment, has_children=True, options=options
-            )
+            engine = OtherProcess(options.worker, environment, has_children=True, options=options)
             own.append(engine)
             report.numbers["start_seconds"] = time.perf_counter() - started
             offers = choose_offering_ranks(
@@ -246,7 +244,7 @@ class Stages:
                 ]
                 engine.call("load_bucket", BucketHandle.merged([handle() for handle in handles]))
             sent = _all(ranks, "release_bucket", False)[0]
-            received = [LoadReceipt(**plain) for plain in engine.call("finish_update", version)]
+            received = engine.call("finish_update", version)
             check_receipts(ranks[0].call("manifest"), sent, [received], version)
             engine.call("wake_up", ["kv_cache"])
 

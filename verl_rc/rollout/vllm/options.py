@@ -1,7 +1,7 @@
 """How a vLLM engine is built, from the configuration of a run."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
@@ -14,9 +14,10 @@ always end first."""
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How the engine is built."""
+class VllmOptions:
+    """How the engine is built, see ``EngineOptions``."""
 
+    worker: ClassVar[str] = "verl_rc.rollout.vllm.engine:VllmEngine"
     model_path: str
     dtype: str
     max_model_len: int
@@ -25,8 +26,8 @@ class EngineOptions:
     """Further keyword arguments of ``vllm.LLM``."""
     on_update: OnUpdate = "finish"
     deterministic_steps: int | None = None
-    """Steps that samples without priority are decoded by one version of the weights, see
-    ``RolloutEngine.begin_steps``; None: no limit."""
+    """Steps that samples without priority are decoded by one version of the weights, after ``resume``; None:
+    no limit."""
     stages_updates: bool = False
     """A broadcast update is received beside the engine's steps and loaded between two of them."""
     max_concurrent: int | None = None
@@ -34,13 +35,13 @@ class EngineOptions:
     conversation: ConversationOptions | None = None
     """How samples call tools; None: they call none."""
 
+    @property
+    def deterministic(self) -> bool:
+        """See ``EngineOptions``: the steps of each version are counted."""
+        return self.deterministic_steps is not None
 
-def max_model_length(config: RunConfig) -> int:
-    """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or config.longest_sequence
 
-
-def engine_options(config: RunConfig, device: str) -> EngineOptions:
+def engine_options(config: RunConfig, device: str) -> VllmOptions:
     """The keyword arguments of ``vllm.LLM`` that a configuration means on ``device``."""
     rollout = config.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
@@ -50,7 +51,7 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "uni" if rollout.tensor_model_parallel_size == 1 else "mp",
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_length(config)),
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, config.max_model_length),
         # a request whose prompt is cut has its random generator set back, which vLLM cannot do on a CPU
         "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
         "enable_prefix_caching": rollout.enable_prefix_caching,
@@ -65,10 +66,10 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
         # weights that come next.
         arguments["async_scheduling"] = False
-    return EngineOptions(
+    return VllmOptions(
         model_path=config.actor_rollout_ref.model.path,
         dtype=rollout.dtype,
-        max_model_len=max_model_length(config),
+        max_model_len=config.max_model_length,
         arguments=arguments,
         on_update=on_update,
         deterministic_steps=config.async_training.deterministic_steps,

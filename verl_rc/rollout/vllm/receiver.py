@@ -5,7 +5,7 @@ Weights are loaded by vLLM's layerwise reload, the only method that works everyw
 weights after loading and empties the parameters, and a quantised engine must quantise again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -112,15 +112,18 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         if update_info.handle is not None:
             self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
             return
-        for bucket, flat in self._receive(update_info) if update_info.staged is None else update_info.staged:
+        buckets: Iterable[Bucket] | None = update_info.staged
+        if buckets is None:
+            buckets = self._receive(Manifest.from_plain(update_info.manifest), update_info.bucket_bytes)
+        for bucket, flat in buckets:
             self._load(bucket, flat)
 
-    def stage(self, update_info: dict[str, Any]) -> list[Bucket]:
-        """Receive every bucket of the request without loading it; any thread may call this."""
-        return list(self._receive(self.parse_update_info(update_info)))
+    def stage(self, manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
+        """Receive every bucket of a broadcast without loading it; any thread may call this."""
+        return list(self._receive(manifest, bucket_bytes))
 
-    def _receive(self, update_info: ReceiveRequest) -> Iterator[Bucket]:
-        for bucket in Manifest.from_plain(update_info.manifest).buckets(update_info.bucket_bytes):
+    def _receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[Bucket]:
+        for bucket in manifest.buckets(bucket_bytes):
             num_elements = sum(spec.num_elements for spec in bucket)
             flat = torch.empty(num_elements, dtype=bucket[0].torch_dtype, device=self.device)
             assert self._group is not None

@@ -1,7 +1,9 @@
-"""vLLM as the step loop sees it: a sampler that is stepped by hand."""
+"""vLLM: a sampler for the step loop, whose weights and memory the engine asks for."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
@@ -12,19 +14,20 @@ from vllm.v1.engine import FinishReason
 
 from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
 from verl_rc.rollout.conversation import Conversations, OpenSamples
-from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
+from verl_rc.weight_sync.proof import LoadReceipt
 
 
 class VllmSampler:
-    """vLLM as the step loop sees it."""
+    """The one object that holds vLLM's ``LLM``; only the thread of the step loop touches it."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         """Build vLLM; weights come with the first update. Raises ``ValueError`` for a cache in fp8 that this
         CPU cannot have."""
         if current_platform.is_cpu() and options.arguments.get("kv_cache_dtype", "auto") != "auto":
@@ -38,7 +41,7 @@ class VllmSampler:
         """Samples without the tokens of the requests in vLLM."""
         self._requests: dict[str, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
-        self.llm = LLM(
+        self._llm = LLM(
             model=options.model_path,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
@@ -52,10 +55,10 @@ class VllmSampler:
             **options.arguments,
         )
         # Once the constructor returns, all processes of the engine have mapped what they share.
-        self.llm.collective_rpc("unlink_shared_memory")
+        self._llm.collective_rpc("unlink_shared_memory")
         unlink_shared_memory()
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
-        self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
@@ -67,13 +70,13 @@ class VllmSampler:
         salt = str(self.version) if self._keeps_cache else None
         prompt = tokens_input([*request.prompt_token_ids, *token_ids(so_far.parts)], cache_salt=salt)
         parameters = sampling_parameters(request, sample.options, so_far)
-        self._requests[key] = self.llm.llm_engine.add_request(key, prompt, parameters), self.version
+        self._requests[key] = self._llm.llm_engine.add_request(key, prompt, parameters), self.version
         return None
 
     def step(self) -> "list[tuple[str, Sample | Exception | Future[list[str]]]]":
         """See ``Sampler``. What is wrong with vLLM's output takes the place of its sample."""
         ended: list[tuple[str, Sample | Exception | Future[list[str]]]] = []
-        for request in self.llm.llm_engine.step():
+        for request in self._llm.llm_engine.step():
             if not request.finished:
                 continue
             key, output = request.request_id, request.outputs[0]
@@ -95,13 +98,13 @@ class VllmSampler:
         """See ``Sampler``. Raises like ``parts_of_output``."""
         for key, parts in {key: self._parts_now(key) for key in keys}.items():
             self._open.grow(key, parts)
-        self.llm.llm_engine.abort_request(list(keys))
+        self._llm.llm_engine.abort_request(list(keys))
         for key in keys:
             del self._requests[key]
 
     def drop(self, keys: Sequence[str]) -> None:
         """See ``Sampler``."""
-        self.llm.llm_engine.abort_request([key for key in keys if key in self._requests])
+        self._llm.llm_engine.abort_request([key for key in keys if key in self._requests])
         for key in keys:
             self._requests.pop(key, None)
             self._open.drop(key)
@@ -115,7 +118,7 @@ class VllmSampler:
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
         # no queue.
         name, version = self._requests[key]
-        state = self.llm.llm_engine.output_processor.request_states[name]
+        state = self._llm.llm_engine.output_processor.request_states[name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
         return parts_of_output(output.outputs[0], (version, self.version), self._open[key].number)
@@ -123,14 +126,62 @@ class VllmSampler:
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiving end of weight updates; only an engine without tensor parallelism has it in this
         process."""
-        found = self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        found = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
         assert isinstance(found, receiver.WeightReceiver)
         return found
 
+    def join_transfer(self, address: receiver.ReceiverAddress) -> None:
+        """Let every worker join the group of a broadcast."""
+        self._llm.init_weight_transfer_engine({"init_info": asdict(address)})
+
+    def begin_update(self) -> None:
+        """Make the model loadable."""
+        self._llm.start_weight_update()
+
+    def load(self, **update_info: Any) -> None:
+        """Load a ``receiver.ReceiveRequest`` of these fields."""
+        self._llm.update_weights({"update_info": update_info})
+
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
-        self.llm.finish_weight_update(str(version))
+        self._llm.finish_weight_update(str(version))
         self.version = version
+        # Before the next request, which must find no blocks of the old weights.
+        if not self._keeps_cache:
+            self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(
+                "the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it."
+            )
+
+    def receipts(self) -> list[LoadReceipt]:
+        """A receipt per worker of the last update."""
+        return [LoadReceipt(**plain) for plain in self._llm.collective_rpc("weight_sync_receipt")]
+
+    def device_keys(self) -> list[str]:
+        """The device of each worker."""
+        return self._llm.collective_rpc("weight_sync_device")
+
+    def facts(self) -> EngineFacts:
+        """The block size of its cache, and how it computes fp8 products, if it has any."""
+        fp8_products = self._llm.collective_rpc("fp8_products")[0]
+        return EngineFacts(
+            self._llm.llm_engine.vllm_config.cache_config.block_size,
+            {} if fp8_products is None else {"fp8 products": fp8_products},
+        )
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache."""
+        # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
+        self._llm.sleep(level=2)
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
+        """Take memory again."""
+        self._llm.wake_up(list(tags))
 
 
 def sampling_parameters(

@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from verl_rc.rollout.vllm.options import EngineOptions
+from verl_rc.rollout.vllm.options import VllmOptions
 
 _FORCED = "forced_tokens"
 """Name of a request's response ids among its further arguments."""
@@ -41,7 +41,7 @@ class ForcedTokens(AdapterLogitsProcessor):
 class TeacherForcedEngine:
     """Lives alone in its process: vLLM owns the process's threads."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         """Build the engine with the weights of ``options.model_path``."""
         self._loaded = options.model_path
         self._llm = LLM(

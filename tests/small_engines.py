@@ -1,0 +1,29 @@
+"""A small vLLM engine in a process of its own, without Ray."""
+
+from pathlib import Path
+from typing import Any
+
+from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.workers.environment import engine_environment
+
+# Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
+BUCKET_BYTES = 20 << 10
+_ARGUMENTS = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 32 << 20,
+    "block_size": 32,
+    "skip_tokenizer_init": True,
+    # As on every CPU, see ``engine_options``: a prompt that is cut in two cannot be sampled from with a seed.
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 4096,
+}
+
+
+def start_small_engine(model: Path, arguments: dict[str, Any], **options: Any) -> OtherProcess:
+    """An ``ObservedEngine`` in fp32."""
+    built = VllmOptions(
+        str(model), "float32", max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options
+    )
+    environment = engine_environment(num_threads=1, device="cpu", one_node=True)
+    return OtherProcess("observed_engine:ObservedEngine", environment, options=built)
