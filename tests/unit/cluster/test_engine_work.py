@@ -199,7 +199,7 @@ TWICE = (
 )
 def test_an_answer_that_cannot_be_is_refused_and_all_others_are_kept(second: Collected, message: str) -> None:
     work = EngineWork(2)
-    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True)
     work.record({1: collected([2])})
     with pytest.raises(RuntimeError, match=message):
         work.record({0: collected([4]), 1: second})
