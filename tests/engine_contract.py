@@ -13,7 +13,7 @@ from shared_segments import nothing_left_behind
 from two_processes import free_port
 
 from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError
@@ -32,7 +32,7 @@ GREEDY = replace(DRAWN, temperature=0.0, max_tokens=5)
 class Subject:
     """An engine in its process, and the trainer's side of it."""
 
-    engine: OtherProcess
+    engine: ChildProcess
     model: Any
     bucket_bytes: int
     log_probs: Callable[[Any, list[int], list[int]], torch.Tensor]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment
 
@@ -20,10 +20,10 @@ _ARGUMENTS = {
 }
 
 
-def start_small_engine(model: Path, arguments: dict[str, Any], **options: Any) -> OtherProcess:
+def start_small_engine(model: Path, arguments: dict[str, Any], **options: Any) -> ChildProcess:
     """An ``ObservedEngine`` in fp32."""
     built = VllmOptions(
         str(model), "float32", max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options
     )
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    return OtherProcess("observed_engine:ObservedEngine", environment, options=built)
+    return ChildProcess("observed_engine:ObservedEngine", environment, options=built)

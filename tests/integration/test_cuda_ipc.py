@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.weight_sync.manifest import TensorSpec
 from verl_rc.weight_sync.shared_bucket import BucketHandle, device_key, share_bucket
 
@@ -14,14 +14,14 @@ SPECS = (TensorSpec("w", "bfloat16", (NUM_ELEMENTS,)),)
 
 
 @pytest.fixture
-def borrower() -> Iterator[OtherProcess]:
-    process = OtherProcess("weight_borrowers:Borrower", {})
+def borrower() -> Iterator[ChildProcess]:
+    process = ChildProcess("weight_borrowers:Borrower", {})
     yield process
     process.end()
 
 
 @pytest.mark.gpu
-def test_every_bucket_arrives_and_none_stays(borrower: OtherProcess) -> None:
+def test_every_bucket_arrives_and_none_stays(borrower: ChildProcess) -> None:
     device = torch.device("cuda", 0)
     values = (torch.arange(NUM_ELEMENTS) % 251).bfloat16()
     before = torch.cuda.memory_allocated(device)

@@ -14,7 +14,7 @@ from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cli import main
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.workers.environment import engine_environment
 
 PROMPT = "4071835926="
@@ -41,7 +41,7 @@ def exported(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def served_tokens(model: Path, adapter: Path | None = None) -> tuple[list[int], list[int]]:
     """Token ids of the prompt, and of its greedy continuation by a vLLM in a process of its own."""
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    process = OtherProcess(
+    process = ChildProcess(
         "plain_engine:PlainEngine", environment, model=str(model), adapter=adapter and str(adapter)
     )
     try:

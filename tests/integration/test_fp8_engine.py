@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment
@@ -19,7 +19,7 @@ ARGUMENTS = {
 def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
     options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     environment = engine_environment(1, "cpu", one_node=True)
-    engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
+    engine = ChildProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
     try:
         assert engine.call("facts").measured["fp8 products"].startswith("PyTorch's emulation (")
         requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
@@ -39,7 +39,7 @@ def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> N
     """C3: not the scales that quantisation derives, also those with another name: a block's is
     ``weight_scale_inv``."""
     options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
-    engine = OtherProcess(
+    engine = ChildProcess(
         "slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options
     )
     try:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from two_processes import free_port
 
 from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
@@ -36,7 +36,7 @@ GREEDY = SamplingOptions(
 
 
 @pytest.fixture(scope="module")
-def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
+def engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
     """A VllmEngine in fp32 in a process of its own, without Ray."""
     process = start_small_engine(task["model"], {})
     yield process
@@ -56,7 +56,7 @@ def sender(model: Any) -> Iterator[WeightSender]:
         )
 
 
-def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[LoadReceipt]:
+def publish(sender: WeightSender, engine: ChildProcess, version: int) -> list[LoadReceipt]:
     """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
     (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
     engine.call("begin_update")
@@ -70,7 +70,7 @@ def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[Lo
     return received
 
 
-def join(sender: WeightSender, engine: OtherProcess) -> None:
+def join(sender: WeightSender, engine: ChildProcess) -> None:
     """Make the group of a broadcast."""
     address = TransferAddress("127.0.0.1", free_port(), world_size=2)
     engine.ask("join_transfer", address, 1, "gloo")
@@ -86,7 +86,7 @@ def change(model: Any, seed: int) -> None:
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
-def gap_to_model(model: Any, engine: OtherProcess, version: int) -> float:
+def gap_to_model(model: Any, engine: ChildProcess, version: int) -> float:
     """Largest |log-prob of the engine - log-prob of transformers| over greedily generated tokens, nats."""
     (sample,) = engine.call("generate", [GenerationRequest(PROMPT, seed=0)], GREEDY)
     (part,) = sample.parts
@@ -100,7 +100,7 @@ def gap_to_model(model: Any, engine: OtherProcess, version: int) -> float:
     return float((expected - part.log_probs).abs().max())
 
 
-def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
     assert sender.num_buckets >= 3
     for version in (1, 2):
         change(model, seed=version)
@@ -111,7 +111,7 @@ def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engi
             assert gap_to_model(model, engine, version) < 0.01
 
 
-def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
     change(model, seed=6)
     lent = publish(sender, engine, 6)
     join(sender, engine)
@@ -124,7 +124,7 @@ def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, en
 
 
 def test_a_staged_update_pauses_nothing_while_it_is_received(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     """All samples end before the first bucket is sent; those that come later have the new weights, and only
     these."""
@@ -144,7 +144,7 @@ def test_a_staged_update_pauses_nothing_while_it_is_received(
 
 
 def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     """What was submitted before it has the old weights alone, what comes later the new ones; cancelled ones
     are no obstacle."""
@@ -167,7 +167,7 @@ def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
 
 
 def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     change(model, seed=3)
     engine.call("begin_update")
@@ -196,7 +196,7 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     assert {version for one in collect(engine, 2).values() for version in versions_of(one)} == {4}
 
 
-def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
     change(model, seed=5)
     engine.call("begin_update")
     for index in range(sender.num_buckets):
@@ -219,7 +219,7 @@ def samples(count: int, first: int = 0) -> list[QueuedSample]:
     return [QueuedSample(number, request(number), sampling) for number in range(first, first + count)]
 
 
-def collect(engine: OtherProcess, count: int) -> dict[int, Sample]:
+def collect(engine: ChildProcess, count: int) -> dict[int, Sample]:
     """The next so many that end, by number."""
     ended: dict[int, Sample] = {}
     while len(ended) < count:
@@ -238,7 +238,7 @@ def plain(sample: Sample) -> tuple[Any, ...]:
 
 
 def test_when_samples_come_and_with_which_others_changes_no_bit(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     change(model, seed=8)
     publish(sender, engine, 8)
@@ -254,7 +254,7 @@ def test_when_samples_come_and_with_which_others_changes_no_bit(
 
 
 def test_validation_beside_samples_equals_validation_alone(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     """T22: to the bit, and the samples end as they would have without it."""
     change(model, seed=12)
@@ -272,7 +272,7 @@ def test_validation_beside_samples_equals_validation_alone(
 
 
 def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_version(
-    model: Any, sender: WeightSender, engine: OtherProcess
+    model: Any, sender: WeightSender, engine: ChildProcess
 ) -> None:
     change(model, seed=10)
     publish(sender, engine, 10)
@@ -299,7 +299,7 @@ def log_probs_of(sample: Sample) -> torch.Tensor:
 
 
 @pytest.fixture
-def cutting_engine(engine: OtherProcess) -> Iterator[OtherProcess]:
+def cutting_engine(engine: ChildProcess) -> Iterator[ChildProcess]:
     """The engine, whose updates cut running samples. It makes no step by itself: see ``after_steps``."""
     engine.call("act_on_update", "recompute")
     engine.call("after_steps", 0)
@@ -309,7 +309,7 @@ def cutting_engine(engine: OtherProcess) -> Iterator[OtherProcess]:
 
 
 def test_an_update_under_running_samples_goes_on_with_the_new_weights(
-    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+    model: Any, sender: WeightSender, cutting_engine: ChildProcess
 ) -> None:
     """T5, T7, T9: nothing is lost, and every token fits the weights whose version it has, behind cached
     blocks too."""
@@ -354,7 +354,7 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
 
 @pytest.mark.slow
 def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
-    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+    model: Any, sender: WeightSender, cutting_engine: ChildProcess
 ) -> None:
     """T5 with ``keep``: log-probs after the update are of new weights behind old keys and values; other
     requests see none."""
@@ -384,7 +384,7 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
 
 @pytest.mark.slow
 def test_thirty_updates_under_running_samples(
-    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+    model: Any, sender: WeightSender, cutting_engine: ChildProcess
 ) -> None:
     """T25, with the real engine."""
     engine = cutting_engine
@@ -401,7 +401,7 @@ def test_thirty_updates_under_running_samples(
         assert versions[0] >= 100
 
 
-def test_a_cache_that_cannot_be_reset_under_load_is_an_error(cutting_engine: OtherProcess) -> None:
+def test_a_cache_that_cannot_be_reset_under_load_is_an_error(cutting_engine: ChildProcess) -> None:
     engine = cutting_engine
     engine.call("submit", samples(16))
     engine.call("after_steps", 1)
@@ -412,12 +412,12 @@ def test_a_cache_that_cannot_be_reset_under_load_is_an_error(cutting_engine: Oth
     engine.call("reset_prefix_cache")
 
 
-def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(engine: OtherProcess) -> None:
+def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(engine: ChildProcess) -> None:
     assert engine.call("sleep") is False
     assert engine.call("wake_up", ["weights"]) is False
 
 
-def test_an_engine_that_can_sleep_drops_its_weights_and_wakes_in_two_parts(engine: OtherProcess) -> None:
+def test_an_engine_that_can_sleep_drops_its_weights_and_wakes_in_two_parts(engine: ChildProcess) -> None:
     assert engine.call("calls_around_an_update") == [
         ("sleep", (), {"level": 2}),
         ("wake_up", (["weights"],), {}),

@@ -21,9 +21,9 @@ from real_steps import (
 )
 from torch import Tensor
 
-from verl_rc.cluster.remote import RemoteError
 from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.data.batches import TokensChangedError, TrainBatch
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import train, weights
 from verl_rc.driver.services import StoppedByAlertError, StopRequest
 from verl_rc.driver.step_record import StepRecord

@@ -9,8 +9,8 @@ import pytest
 import torch
 from real_steps import RealRun
 
-from verl_rc.cluster.remote import RemoteError
 from verl_rc.cluster.watchdog import identity_of
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import weights
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions

@@ -3,7 +3,8 @@
 import pytest
 from small_processes import start_small_processes
 
-from verl_rc.cluster.remote import RemoteError, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import RemoteProcess, wait_for_all
+from verl_rc.distributed.child_process import RemoteError
 
 
 @pytest.mark.usefixtures("ray_here")

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.health.cause_table import STALE_CACHE
 from verl_rc.insight.replay import DiagnosisRequest, diagnose
-from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_checkpoint(ExportRequest(folder / f"global_step_{STEP}", later, dtype="float32"))
     save_resolved_config(small_run_config(base, *KEYS), folder)
     (folder / "metrics.jsonl").write_text('{"step": 4, "actor/grad_norm": 1.0}\n')
-    engine = OtherProcess(
+    engine = ChildProcess(
         "plain_engine:PlainEngine", engine_environment(1, "cpu", one_node=True), model=str(base), adapter=None
     )
     records = []

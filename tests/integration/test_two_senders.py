@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from weight_borrowers import copied_tensors, expected_parts
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.weight_sync.manifest import tensor_digest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 
@@ -34,10 +34,10 @@ def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
     assert receipts[1].digests == {}
 
 
-def _start_together(folder: Path) -> list[OtherProcess]:
+def _start_together(folder: Path) -> list[ChildProcess]:
     environment, store = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, str(folder / "store")
     ranks = [
-        OtherProcess("sharded_sender:ShardedRank", environment, wait=False, rank=rank, store_path=store)
+        ChildProcess("sharded_sender:ShardedRank", environment, wait=False, rank=rank, store_path=store)
         for rank in range(2)
     ]
     for rank in ranks:
@@ -45,7 +45,7 @@ def _start_together(folder: Path) -> list[OtherProcess]:
     return ranks
 
 
-def _call_together(ranks: list[OtherProcess], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+def _call_together(ranks: list[ChildProcess], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
     for rank, given in zip(ranks, arguments, strict=True):
         rank.ask(method, *given)
     return [rank.answer() for rank in ranks]

@@ -9,8 +9,9 @@ from small_processes import start_small_processes
 from two_processes import free_port
 
 from verl_rc.cluster import watchdog
-from verl_rc.cluster.remote import HangError, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import RemoteProcess, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG, identity_of
+from verl_rc.distributed.child_process import HangError
 
 PATIENCE_SECONDS = 120.0
 """Bounds waits that end by themselves, on however busy a machine."""

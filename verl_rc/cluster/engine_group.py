@@ -6,18 +6,10 @@ from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import (
-    HangError,
-    Pending,
-    ProcessLostError,
-    RemoteError,
-    RemoteProcess,
-    answers,
-    longest_busy,
-    wait_for_all,
-)
+from verl_rc.cluster.remote import Pending, RemoteProcess, answers, longest_busy, wait_for_all
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.metrics.trace import TRACE
 from verl_rc.rollout.engine import EngineFacts, EngineOptions, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions

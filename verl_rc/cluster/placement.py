@@ -9,10 +9,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.checks import attention_problem, quantization_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.workers.host import usable_cores
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, ProcessLostError, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.run import RunConfig
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.environment import LOOPBACK, trainer_environment
 

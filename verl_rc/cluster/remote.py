@@ -13,25 +13,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, identity_of, register_stack_dump
 from verl_rc.data.batches import Timed
+from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError, construct
 from verl_rc.metrics.trace import TRACE
-
-
-class RemoteError(RuntimeError):
-    """A remote process failed; the message ends with its traceback."""
-
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        """``cause``: the exception raised in the process; None when the process died."""
-        super().__init__(message)
-        self.cause = cause
-
-
-class ProcessLostError(RemoteError):
-    """A remote process died."""
-
-
-class HangError(ProcessLostError):
-    """Processes did not answer in time; the message gives the state of each."""
-
 
 _Answer = tuple[Any, float, float]
 """A result, when its computation began (seconds since 1970 by the host's clock), and the seconds it took."""
@@ -77,9 +60,8 @@ class _Process:
         return self._timed(self._build, target, arguments)
 
     def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
-        module, name = target.split(":")
         try:
-            self._object = getattr(importlib.import_module(module), name)(**arguments)
+            self._object = construct(target, arguments)
         except BaseException as error:
             # Libraries say there what went wrong, in threads and in processes of their own, and Ray does not
             # show it.

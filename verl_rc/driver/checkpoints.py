@@ -14,10 +14,11 @@ from verl_rc.checkpoint import (
     shards_problem,
 )
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
-from verl_rc.cluster.remote import RemoteError, wait_for_all
+from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import public_values
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord

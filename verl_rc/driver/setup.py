@@ -17,7 +17,7 @@ from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
-from verl_rc.cluster.remote import Pending, RemoteError, wait_for_all
+from verl_rc.cluster.remote import Pending, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
@@ -34,6 +34,7 @@ from verl_rc.data.dataset import (
     describe_lengths,
 )
 from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
 from verl_rc.driver.scoring import open_scorer

@@ -7,9 +7,10 @@ from typing import Literal
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
-from verl_rc.cluster.remote import RemoteError, wait_for_all
+from verl_rc.cluster.remote import wait_for_all
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Sample
+from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import guards
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services

@@ -10,7 +10,7 @@ from made_samples import first_tokens, sample
 from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
-from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
+from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError

@@ -9,8 +9,8 @@ from small_models import small_run_config
 
 from verl_rc.cluster import placement
 from verl_rc.cluster.placement import plan_placement
-from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.errors import ConfigError
+from verl_rc.distributed.child_process import RemoteError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=12")

@@ -11,10 +11,11 @@ import verl_rc.cluster.rank_group as rank_group
 from verl_rc.cluster import remote
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
-from verl_rc.cluster.remote import ProcessLostError, RemoteProcess
+from verl_rc.cluster.remote import RemoteProcess
 from verl_rc.cluster.watchdog import ProcessIdentity
 from verl_rc.data.batches import Timed, TokenBatch
 from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 
 LENGTHS = [7, 2, 5, 1, 1, 6]

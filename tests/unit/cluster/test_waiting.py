@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from verl_rc.cluster import remote
-from verl_rc.cluster.remote import HangError, Pending
+from verl_rc.cluster.remote import Pending
+from verl_rc.distributed.child_process import HangError
 
 
 class Slow:

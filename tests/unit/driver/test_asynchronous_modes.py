@@ -20,11 +20,11 @@ from small_models import small_run_config
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster import remote
 from verl_rc.cluster.engine_group import EnginesLostError
-from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Sample
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply_progress import SupplyProgress

@@ -11,8 +11,8 @@ import pytest
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore
 from verl_rc.checkpoint.run_state import RunState, SavedRun
-from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.step_record import StepRecord

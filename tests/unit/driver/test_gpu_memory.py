@@ -8,8 +8,8 @@ import torch
 from gpu_ledger import CAPACITY, Ledger, MemoryFaultError, train_on_ledger
 
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver import setup
 from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers.policy_worker import PolicyWorker

@@ -14,9 +14,9 @@ from formula_run import STEPS, WIDTH, World, live, log_probs_of, without_process
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
-from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Part, Sample
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver import weights
 from verl_rc.rollout.sampling import GenerationRequest, part_seed
 

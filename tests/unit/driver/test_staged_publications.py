@@ -13,7 +13,7 @@ from formula_run import World, live, without_processes
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
-from verl_rc.cluster.remote import ProcessLostError
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.rollout.sampling import GenerationRequest
 
 STAGED = "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True"

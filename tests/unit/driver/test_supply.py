@@ -14,9 +14,9 @@ from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
-from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.parts import Part, Sample
+from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver import checkpoints, weights
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError

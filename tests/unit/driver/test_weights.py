@@ -8,9 +8,9 @@ import pytest
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
-from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.batches import Timed
+from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord

@@ -19,16 +19,14 @@ from verl_rc.preflight.bring_up.stages import Stages
 def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_TARGET", "planted_stages:PlantedStages")
     limits = {"raising": 300.0, "hanging": 300.0, "wrong": 300.0, "dying": 300.0, "fine": 300.0}
-    waits = []
+    whole = run.ChildProcess.ask
 
-    def answer(self: run.OtherProcess, timeout_seconds: float | None = None) -> object:
-        waits.append(timeout_seconds)
+    def ask(self: run.ChildProcess, method: str, timeout_seconds: float) -> None:
         # Only the call of the stage that hangs is cut short: a busy machine may take long to start the
         # others.
-        return whole(self, 1.0 if len(waits) == 4 else timeout_seconds)
+        whole(self, method, timeout_seconds=1.0 if method == "hanging" else timeout_seconds)
 
-    whole = run.OtherProcess.answer
-    monkeypatch.setattr(run.OtherProcess, "answer", answer)
+    monkeypatch.setattr(run.ChildProcess, "ask", ask)
     started, config = time.perf_counter(), small_run_config(tmp_path, f"trainer.default_local_dir={tmp_path}")
     found = {finding.subject: finding for finding in bring_up(config, tmp_path / "found.json", limits)}
     assert time.perf_counter() - started < 300
@@ -38,7 +36,7 @@ def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: py
     }
     assert found["raising"].found.endswith("ValueError: the link is down")
     assert "no answer after" in found["hanging"].found
-    assert found["dying"].found == "the process ended with status 9"
+    assert found["dying"].found == "its process ended with exit code 9"
     assert (found["wrong"].must, found["fine"].found) == ("it must be 4", str(tmp_path))
     written = json.loads((tmp_path / "found.json").read_text())
     assert list(written) == list(limits)

@@ -7,7 +7,7 @@ import torch
 from bigram_engine import BigramOptions, Bigrams
 from engine_contract import STEPS, EngineContract, Subject
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import EngineOptions
 
 VOCABULARY = 13
@@ -22,7 +22,7 @@ def log_probs(model: Bigrams, prompt: list[int], response: list[int]) -> torch.T
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
     options: EngineOptions = BigramOptions(deterministic_steps=STEPS)
-    engine = OtherProcess(options.worker, {}, options=options)
+    engine = ChildProcess(options.worker, {}, options=options)
     yield Subject(engine, Bigrams(VOCABULARY), 4 * VOCABULARY**2, log_probs)
     engine.end()
 

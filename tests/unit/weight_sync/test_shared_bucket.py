@@ -13,7 +13,7 @@ import torch
 from shared_segments import nothing_left_behind
 from weight_borrowers import CPU, Borrower
 
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.weight_sync import shared_bucket
 from verl_rc.weight_sync.manifest import TensorSpec
 from verl_rc.weight_sync.shared_bucket import (
@@ -38,8 +38,8 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def borrower() -> Iterator[OtherProcess]:
-    process = OtherProcess("weight_borrowers:Borrower", {})
+def borrower() -> Iterator[ChildProcess]:
+    process = ChildProcess("weight_borrowers:Borrower", {})
     yield process
     process.end()
 
@@ -48,7 +48,7 @@ def handle_of(bucket: SharedBucket, specs: tuple[TensorSpec, ...] = SPECS) -> Bu
     return BucketHandle(specs, {device_key(CPU): bucket.export()})
 
 
-def test_another_process_copies_what_was_lent_again_and_again(borrower: OtherProcess) -> None:
+def test_another_process_copies_what_was_lent_again_and_again(borrower: ChildProcess) -> None:
     for factor in (1.0, 2.0):
         bucket = share_bucket(SPECS, [factor * part for part in PARTS])
         handle = handle_of(bucket)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import trainer_device
 from verl_rc.insight.replay.rows import RecordedRows
-from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.rollout.vllm.options import VllmOptions, engine_options
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.host import usable_cores
@@ -30,10 +30,9 @@ class ReplayEngine:
         arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
         options = replace(options, model_path=model_folder, arguments=arguments)
         environment = engine_environment(usable_cores(), device, one_node=True)
-        self._engine = OtherProcess(
+        self._engine = ChildProcess(
             "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
             environment,
-            has_children=True,
             options=_plain(options) if plain else options,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_rc.config.run import RunConfig
-from verl_rc.preflight.bring_up.process import OtherProcess
+from verl_rc.distributed.child_process import ChildProcess, HangError, RemoteError
 from verl_rc.preflight.machine import Finding
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES
 
 def _run(config: RunConfig, name: str, limit: float) -> "tuple[Report | None, Finding]":
     """The report of a stage, or None and the reason why there is none."""
-    process = OtherProcess(_TARGET, {}, wait=False, has_children=True, config=config)
+    process = ChildProcess(_TARGET, {}, wait=False, timeout_seconds=limit, config=config)
     must, remedy = "it must end without an error", f"read the message; --only={name} runs this stage alone"
     try:
-        process.answer(limit)
-        process.ask(name)
-        return process.answer(limit), Finding("ok", name, "")
-    except TimeoutError:
+        process.answer()
+        process.ask(name, timeout_seconds=limit)
+        return process.answer(), Finding("ok", name, "")
+    except HangError:
         remedy = (
             "look where it hangs (py-spy dump), at the disk that the model is read from, or at "
             "NCCL_DEBUG=INFO"
@@ -62,7 +62,7 @@ def _run(config: RunConfig, name: str, limit: float) -> "tuple[Report | None, Fi
         return None, Finding(
             "failed", name, f"no answer after {limit:.0f} s", f"it must end within {limit:.0f} s", remedy
         )
-    except RuntimeError as error:
+    except RemoteError as error:
         return None, Finding("failed", name, str(error).strip(), must, remedy)
     finally:
         process.end(5.0)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TrainBatch
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.choices import actor_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.preflight.bring_up.process import OtherProcess
 from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
 from verl_rc.rollout.engine import engine_options
@@ -118,13 +118,13 @@ class Stages:
         environment = self._environment(0)
         with _processes() as started:
             started += [
-                OtherProcess(
+                ChildProcess(
                     "verl_rc.preflight.bring_up.ranks:Lender",
                     environment,
                     device=self._device,
                     num_bytes=_LENT_MIB << 20,
                 ),
-                OtherProcess("verl_rc.preflight.bring_up.ranks:Borrower", environment, device=self._device),
+                ChildProcess("verl_rc.preflight.bring_up.ranks:Borrower", environment, device=self._device),
             ]
             lender, borrower = started
             handle, lent = lender.call("lend")
@@ -202,7 +202,7 @@ class Stages:
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
             started = time.perf_counter()
             options = engine_options(config, self._device)
-            engine = OtherProcess(options.worker, environment, has_children=True, options=options)
+            engine = ChildProcess(options.worker, environment, has_children=True, options=options)
             own.append(engine)
             report.numbers["start_seconds"] = time.perf_counter() - started
             offers = choose_offering_ranks(
@@ -227,7 +227,7 @@ class Stages:
         return report
 
     def _sleep_load_and_sample(
-        self, ranks: Sequence[OtherProcess], engine: OtherProcess, offers: Sequence[bool], version: int
+        self, ranks: Sequence[ChildProcess], engine: ChildProcess, offers: Sequence[bool], version: int
     ) -> tuple[dict[str, Any], LogProbGap]:
         config, rollout = self._config, self._config.actor_rollout_ref.rollout
         numbers: dict[str, Any] = {"free_bytes_awake": self._free_bytes()}
@@ -279,7 +279,7 @@ class Stages:
         return trainer_environment(threads, one_node=True) | _visible([rank], self._device)
 
     @contextmanager
-    def _ranks(self, target: str, **arguments: Any) -> Iterator[list[OtherProcess]]:
+    def _ranks(self, target: str, **arguments: Any) -> Iterator[list[ChildProcess]]:
         """A process for each rank, which build at the same time."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -288,7 +288,7 @@ class Stages:
             for rank in range(self._num_ranks):
                 address = RankAddress(rank, self._num_ranks, "127.0.0.1", port)
                 ranks.append(
-                    OtherProcess(target, self._environment(rank), wait=False, address=address, **arguments)
+                    ChildProcess(target, self._environment(rank), wait=False, address=address, **arguments)
                 )
             for process in ranks:
                 process.answer()
@@ -296,9 +296,9 @@ class Stages:
 
 
 @contextmanager
-def _processes() -> Iterator[list[OtherProcess]]:
+def _processes() -> Iterator[list[ChildProcess]]:
     """A list of processes that end with the block."""
-    started: list[OtherProcess] = []
+    started: list[ChildProcess] = []
     try:
         yield started
     finally:
@@ -306,12 +306,12 @@ def _processes() -> Iterator[list[OtherProcess]]:
             process.end(5.0)
 
 
-def _ask(process: OtherProcess, method: str, *arguments: Any) -> Callable[[], Any]:
+def _ask(process: ChildProcess, method: str, *arguments: Any) -> Callable[[], Any]:
     process.ask(method, *arguments)
     return process.answer
 
 
-def _all(ranks: Sequence[OtherProcess], method: str, *arguments: Any) -> list[Any]:
+def _all(ranks: Sequence[ChildProcess], method: str, *arguments: Any) -> list[Any]:
     """Call all ranks at the same time; returns their answers."""
     return [answer() for answer in [_ask(rank, method, *arguments) for rank in ranks]]
 

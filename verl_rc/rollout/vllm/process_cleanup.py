@@ -1,13 +1,11 @@
 """Ends processes of an engine and frees its shared memory with it, also after a kill."""
 
-import ctypes
 import multiprocessing
-import os
 import re
-import signal
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from verl_rc.distributed.child_process import die_with
+
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:psm_|vllm_dist_)\S+)$", re.MULTILINE)
 """Names that Python's ``SharedMemory`` and vLLM give to memory that the processes of an engine share."""
 
@@ -20,13 +18,8 @@ def die_with_parent() -> None:
     parent is gone, but a worker that is stopped, or waits in a collective, does not react.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    # For the kernel the parent is the thread that forked, not its process: that thread has to live on.
-    # SIGKILL, since a process that waits in a collective runs no Python signal handler.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)
 
 
 def unlink_shared_memory() -> None:

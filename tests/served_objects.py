@@ -1,0 +1,45 @@
+"""An object for a process that is called, and that fails, dies or hangs when asked to."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+WITH = os.environ.get("SERVED_WITH")
+
+
+class Served:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def greeting(self) -> str:
+        return f"{self._name}: {WITH}"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def doubled(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+    def complain(self, key: str) -> None:
+        raise KeyError(key)
+
+    def leave(self, status: int) -> None:
+        os._exit(status)
+
+    def crash(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def hang(self) -> None:
+        while True:
+            pass
+
+    def start_child(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid
+
+    def write_at_exit(self, path: str) -> None:
+        atexit.register(Path(path).write_text, self._name)

@@ -1,0 +1,94 @@
+"""A child that fails, dies, hangs or loses its parent, in real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_rc.distributed.child_process import ChildProcess, HangError, ProcessLostError, RemoteError
+
+ROOT = Path(__file__).parents[3]
+
+
+@contextmanager
+def child(**environment: str) -> Iterator[ChildProcess]:
+    process = ChildProcess("served_objects:Served", environment, name="one")
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def wait_for_end_of(pid: int) -> None:
+    deadline = time.monotonic() + 120
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, f"process {pid} is still running"
+        time.sleep(0.02)
+
+
+def test_calls_reach_the_object_and_an_error_leaves_it_alive() -> None:
+    with child(SERVED_WITH="set before the import") as process:
+        assert process.call("greeting") == "one: set before the import"
+        assert process.call("pid") != os.getpid()
+        with pytest.raises(RemoteError, match=r"(?s)in complain.*KeyError: 'lost'"):
+            process.call("complain", "lost")
+        values = torch.arange(6.0)
+        assert process.call("doubled", values).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (("leave", 3), "^its process ended with exit code 3$"),
+        (("crash",), "^its process was ended by SIGSEGV$"),
+    ],
+)
+def test_a_death_says_how_it_came(call: tuple[str, int], reason: str) -> None:
+    with child() as process, pytest.raises(ProcessLostError, match=reason):
+        process.call(*call)
+    with pytest.raises(ProcessLostError):  # and a later call too
+        process.call("pid")
+
+
+def test_a_hang_ends_at_its_deadline_and_children_go_with_the_process() -> None:
+    with child() as process:
+        grandchild = process.call("start_child")
+        process.ask("hang", timeout_seconds=0.2)
+        with pytest.raises(HangError, match=r"^it took longer than 0\.2 s$"):
+            process.answer()
+    wait_for_end_of(grandchild)
+
+
+def test_an_object_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(RemoteError, match=r"TypeError: .*unexpected keyword argument 'size'"):
+        ChildProcess("served_objects:Served", {}, name="one", size=3)
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    """Also while its object computes and answers nothing."""
+    program = (
+        "import time; from verl_rc.distributed.child_process import ChildProcess; "
+        "process = ChildProcess('served_objects:Served', {}, name='one'); "
+        "print(process.call('pid'), flush=True); process.ask('hang'); time.sleep(3600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_for_end_of(pid)
+
+
+def test_the_end_is_orderly(tmp_path: Path) -> None:
+    process = ChildProcess("served_objects:Served", {}, name="one")
+    process.call("write_at_exit", str(tmp_path / "ended"))
+    process.end()
+    assert (tmp_path / "ended").read_text() == "one"

@@ -1,0 +1,182 @@
+"""Processes that may hang or die: their errors, and one that runs on this machine without Ray.
+
+Imports nothing heavy: processes need it before their environment is complete.
+"""
+
+import ctypes
+import importlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe, current_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PACKAGE_ROOT = Path(__file__).absolute().parents[2]
+# not -m: what it sends must not be of a module __main__
+_PROGRAM = "from verl_rc.distributed.child_process import main; main()"
+_EXIT_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent ends."""
+
+
+class RemoteError(RuntimeError):
+    """Another process failed; the message ends with its traceback."""
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        """``cause``: the exception raised in the process; None when the process died, or is a child."""
+        super().__init__(message)
+        self.cause = cause
+
+
+class ProcessLostError(RemoteError):
+    """Another process died."""
+
+
+class HangError(ProcessLostError):
+    """Processes did not answer in time."""
+
+
+class ChildProcess:
+    """An object in a new Python process of this machine, called through a pipe.
+
+    The process and its children can be killed at any moment. It is no fork, which would inherit locks that
+    Ray's threads hold. The kernel kills it when the thread that started it ends.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        environment: Mapping[str, str],
+        wait: bool = True,
+        timeout_seconds: float = math.inf,
+        **arguments: Any,
+    ) -> None:
+        """Construct ``module:callable`` in the process, whose ``environment`` extends the one here.
+
+        ``wait=False``: the first ``answer``, due within ``timeout_seconds``, is that of the construction.
+        """
+        self.connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **environment, "PYTHONPATH": python_path()},
+            start_new_session=True,  # a group of processes that can be killed as one
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        # The key lets the two hand over the memory of tensors.
+        self._send((bytes(current_process().authkey), sys.path))
+        self._send((target, arguments), timeout_seconds)
+        if wait:
+            self.answer()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object and wait for its result."""
+        self.ask(method, *arguments)
+        return self.answer()
+
+    def ask(self, method: str, *arguments: Any, timeout_seconds: float = math.inf) -> None:
+        """Call a method of the object; ``answer`` returns its result, due within ``timeout_seconds``."""
+        self._send((method, arguments), timeout_seconds)
+
+    def _send(self, message: object, timeout_seconds: float = math.inf) -> None:
+        self._timeout_seconds = timeout_seconds
+        self.deadline = time.monotonic() + timeout_seconds
+        """Deadline of the answer, in seconds of ``time.monotonic``."""
+        with suppress(OSError):  # it died meanwhile: the answer will say so
+            self.connection.send(message)
+
+    def answer(self) -> Any:
+        """Wait for the result of the oldest call that was not answered.
+
+        Raises ``RemoteError`` with the traceback when it failed, ``ProcessLostError`` with the reason when
+        the process ended, and ``HangError`` at the deadline.
+        """
+        left = max(0.0, self.deadline - time.monotonic())
+        try:
+            if not self.connection.poll(left if math.isfinite(left) else None):
+                raise HangError(f"it took longer than {self._timeout_seconds:g} s")
+            result, error = self.connection.recv()
+        except (EOFError, OSError):
+            raise ProcessLostError(self._exit_reason()) from None
+        if error is not None:
+            raise RemoteError(error)
+        return result
+
+    def end(self, seconds: float = 20.0) -> None:
+        """End the process in an orderly way; kill it when it does not end in time."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+
+    def _exit_reason(self) -> str:
+        """How the process ended, in words, after it closed its connection."""
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection"
+        if code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same
+    code."""
+    return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
+
+
+def construct(target: str, arguments: Mapping[str, Any]) -> Any:
+    """Import ``module:callable`` and call it."""
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the one that started it, ``parent``, dies.
+
+    For the kernel the parent is the thread that forked, not its process: that thread has to live on. The
+    signal is SIGKILL, because a process that waits in a collective runs no Python signal handler.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """The child: construct the object, then answer calls until the other end closes."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    os.set_inheritable(descriptor, False)  # what the object starts must not hold the connection open
+    with Connection(descriptor) as connection, suppress(EOFError, ConnectionError):
+        current_process().authkey, sys.path[:] = connection.recv()
+        served = _answer(connection, construct, *connection.recv(), keep=True)
+        while True:
+            method, arguments = connection.recv()
+            _answer(connection, lambda name, given: getattr(served, name)(*given), method, arguments)
+
+
+def _answer(connection: Connection, work: Callable[..., Any], *arguments: Any, keep: bool = False) -> Any:
+    try:
+        result = work(*arguments)
+    except Exception:  # noqa: BLE001  (the caller raises it)
+        connection.send((None, traceback.format_exc()))
+        return None
+    connection.send((None if keep else result, None))
+    return result
