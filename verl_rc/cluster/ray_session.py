@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,10 +11,9 @@ from ray._private import ray_constants
 
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.run import RayInitConfig
+from verl_rc.distributed.child_process import python_path
 from verl_rc.workers.environment import SLEEP_WHILE_WAITING
 from verl_rc.workers.host import available_memory, usable_cores
-
-_PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 
 # Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
 # reserve none.
@@ -44,12 +42,6 @@ def prepare_driver() -> None:
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     for name, value in {**_RAY, **_LOCAL_RAY, **quiet, **SLEEP_WHILE_WAITING}.items():
         os.environ.setdefault(name, value)
-
-
-def python_path() -> str:
-    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same
-    code."""
-    return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
 _LEAST_OBJECT_STORE = 512 << 20

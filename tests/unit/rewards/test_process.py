@@ -1,80 +1,48 @@
-"""The inside of a reward process, in a thread of this one: what it answers to what."""
+"""The object of a reward process, in this one: what it answers to what."""
 
-import signal
 import subprocess
 import sys
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from verl_rc.config.task import RewardConfig
-from verl_rc.rewards import RewardOutput, RewardSample
-from verl_rc.rewards.process import Failed, LoadFailed, Ready, serve
-
-
-@pytest.fixture(autouse=True)
-def no_alarm(monkeypatch):
-    """The alarm that ends an orphaned process must not end the tests; what it was set to is kept."""
-    seconds = []
-    monkeypatch.setattr(signal, "alarm", seconds.append)
-    return seconds
-
-
-def answers_to(*messages: object) -> list[object]:
-    ours, theirs = Pipe()
-    assert isinstance(theirs, Connection)
-    for message in messages:
-        ours.send(message)
-    received = []
-    with theirs:
-        serve_until_told_all(ours, theirs, received, len(messages))
-    return received
-
-
-def serve_until_told_all(ours, theirs, received, count):
-    import threading
-
-    thread = threading.Thread(target=serve, args=(theirs,))
-    thread.start()
-    for _ in range(count):
-        received.append(ours.recv())
-        if isinstance(received[-1], LoadFailed):
-            break
-    ours.close()
-    thread.join(10)
-    assert not thread.is_alive()
+from verl_rc.rewards import RewardError, RewardOutput, RewardSample
+from verl_rc.rewards.process import LoadedReward
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path: Path) -> RewardConfig:
     (tmp_path / "mine.py").write_text(
         "def compute_score(solution_str, **_):\n    return {'score': 1 / float(solution_str), 'text': "
         "solution_str}\n"
     )
-    section = {"custom_reward_function": {"path": str(tmp_path / "mine.py")}, "timeout_seconds": 2.5}
+    section = {"custom_reward_function": {"path": str(tmp_path / "mine.py")}}
     return RewardConfig.model_validate(section)
 
 
-def test_samples_are_answered_in_order_until_the_driver_hangs_up(config, no_alarm):
-    samples = [RewardSample(index, "mine", None, {}, text) for index, text in enumerate(["4", "0", "2"])]
-    ready, first, failed, third = answers_to(config, *samples)
-    assert ready == Ready()
+def test_a_sample_that_fails_is_answered_with_the_reason(config: RewardConfig) -> None:
+    reward = LoadedReward(config)
+    assert reward.problem() is None
+    first, failed, third = (
+        reward.score(RewardSample(index, "mine", None, {}, text))
+        for index, text in enumerate(["4", "0", "2"])
+    )
     assert first == RewardOutput(0.25, {"text": "4"})
     assert third == RewardOutput(0.5, {"text": "2"})
-    assert isinstance(failed, Failed)
-    assert "raised ZeroDivisionError: " in failed.reason
-    assert "for row 1 (data_source 'mine', response '0')" in failed.reason
-    assert no_alarm == [8, 0, 8, 0, 8, 0]
+    assert isinstance(failed, RewardError)
+    assert "raised ZeroDivisionError: " in str(failed)
+    assert "for row 1 (data_source 'mine', response '0')" in str(failed)
 
 
-def test_a_function_that_cannot_be_loaded_is_refused(config):
+def test_a_function_that_cannot_be_loaded_is_refused(config: RewardConfig) -> None:
     missing = config.custom_reward_function.model_copy(update={"name": "judge"})
-    [answer] = answers_to(config.model_copy(update={"custom_reward_function": missing}))
-    assert isinstance(answer, LoadFailed)
-    assert "must name a function of" in answer.reason
+    problem = LoadedReward(config.model_copy(update={"custom_reward_function": missing})).problem()
+    assert problem is not None
+    assert "must name a function of" in problem
 
 
-def test_it_starts_without_torch():
-    program = "import sys, verl_rc.rewards.process; sys.exit('torch' in sys.modules)"
+def test_it_starts_without_torch() -> None:
+    modules = "verl_rc.distributed.child_process, verl_rc.rewards.process"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
