@@ -75,7 +75,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     program = (
         "import time; from verl_rc.distributed.child_process import ChildProcess; "
         "process = ChildProcess('served_objects:Served', {}, name='one'); "
-        "print(process.call('pid'), flush=True); process.ask('hang'); time.sleep(3600)"
+        "pid = process.call('pid'); process.ask('hang'); print(pid, flush=True); time.sleep(3600)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     with subprocess.Popen(
