@@ -169,12 +169,17 @@ class World:
 
     # the actor
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[MiniBatch],
+        limit: Any,
+        request: UpdateRequest,
+        beside: Any = None,
     ) -> Timed[ActorReport]:
         """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are
         empty."""
@@ -203,7 +208,7 @@ class World:
 class Reference(World):
     """A policy that stays where it was."""
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[Any]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[Any]:
         return Timed(log_probs_of(tokens.responses, 0.3), 0.5)
 
 

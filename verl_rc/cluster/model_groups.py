@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import Beside, Pending, RemoteProcess, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -33,15 +33,19 @@ class ActorGroup(RankGroup):
     role = "actor"
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        answer = self.score("compute_log_probs", tokens, limit)
+        answer = self.score("compute_log_probs", tokens, limit, beside)
         return Timed(TokenScores(*answer.result), answer.busy_seconds)
 
-    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+    def compute_reference_log_probs(
+        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens, limit)
+        return self.score_one("compute_reference_log_probs", tokens, limit, beside)
 
     def update(
         self,
@@ -49,11 +53,14 @@ class ActorGroup(RankGroup):
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
         request: UpdateRequest,
+        beside: Beside | None = None,
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows.
         Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
-        answers = self.call_update([(rows, replace(request, mini_batches=own)) for rows, own in parts])
+        answers = self.call_update(
+            [(rows, replace(request, mini_batches=own)) for rows, own in parts], beside
+        )
         return Timed(_over_ranks(answers.result), answers.busy_seconds)
 
     def manifest(self) -> Manifest:
@@ -96,15 +103,21 @@ class CriticGroup(RankGroup):
     role = "critic"
     worker = "verl_rc.workers.critic_worker:CriticWorker"
 
-    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+    def compute_values(
+        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens, limit)
+        return self.score_one("compute_values", tokens, limit, beside)
 
     def update(
-        self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+        self,
+        batch: CriticBatch,
+        mini_batches: Sequence[MiniBatch],
+        limit: MicroBatchLimit,
+        beside: Beside | None = None,
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        answers = self.call_update(self.split(batch, mini_batches, limit))
+        answers = self.call_update(self.split(batch, mini_batches, limit), beside)
         return Timed(_over_ranks(answers.result), answers.busy_seconds)
 
 
@@ -114,9 +127,11 @@ class ReferenceGroup(RankGroup):
     role = "reference"
     worker = "verl_rc.workers.policy_worker:ReferenceWorker"
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows under the reference policy."""
-        return self.score_one("compute_log_probs", tokens, limit)
+        return self.score_one("compute_log_probs", tokens, limit, beside)
 
 
 class RewardModel:

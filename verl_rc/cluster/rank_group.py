@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.rank_processes import Rank, RankProcesses
-from verl_rc.cluster.remote import Pending, wait_timed
+from verl_rc.cluster.remote import Beside, Pending, wait_timed
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
@@ -58,16 +58,18 @@ class RankGroup:
         """Load a checkpoint, which may have been written by another number of ranks."""
         return [rank.call("load", folder) for rank in self._ranks]
 
-    def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
-        """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the
-        rows."""
+    def score(
+        self, method: str, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[list[Tensor]]:
+        """Call ``method`` of the workers on all rows, and do ``beside`` meanwhile; returns float32 ``[B, R]``
+        tensors in the order of the rows."""
         pending, owned = [], []
         for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
             owned.append(rows := list(place))
             arguments = tokens[rows or [0]], _localised(micro_batches, place)
             pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
-        answers = wait_timed(pending)
+        answers = wait_timed(pending, beside)
         results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
         for rows, part in zip(owned, self._one_of_each_share(answers.result), strict=True):
             for result, values in zip(results, part, strict=True):
@@ -75,9 +77,11 @@ class RankGroup:
                     result[rows] = values
         return Timed(results, answers.busy_seconds)
 
-    def score_one(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+    def score_one(
+        self, method: str, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[Tensor]:
         """``score`` for a method with a single result, ``[B, R]``."""
-        answer = self.score(method, tokens, limit)
+        answer = self.score(method, tokens, limit, beside)
         return Timed(answer.result[0], answer.busy_seconds)
 
     def split(
@@ -93,13 +97,15 @@ class RankGroup:
             parts.append((batch[list(place) or [0]], local))
         return parts
 
-    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
+    def call_update(
+        self, arguments: Sequence[tuple[Any, ...]], beside: Beside | None = None
+    ) -> Timed[list[Any]]:
         """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
         in their order."""
         pending = [
             rank.call("update", *own) for share, own in enumerate(arguments) for rank in self._ranks_of(share)
         ]
-        answers = wait_timed(pending)
+        answers = wait_timed(pending, beside)
         return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)
 
     def _ranks_of(self, share: int) -> list[Rank]:

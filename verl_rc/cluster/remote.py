@@ -5,7 +5,6 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -190,23 +189,15 @@ class Pending:
 
 
 _SERVE_SECONDS = 0.25
-"""How often ``WHILE_WAITING.work`` is done."""
+"""How often the work beside a wait is done."""
 
 
-@dataclass
-class WhileWaiting:
-    """What the driver does while it waits for ranks that compute."""
-
-    work: Callable[[], None] | None = None
-    """Short; its exceptions end the wait."""
-
-
-WHILE_WAITING = WhileWaiting()
-"""Set by the supply of an asynchronous run while a step is trained."""
+Beside = Callable[[], None]
+"""What the driver does while it waits for ranks that compute: short work, whose exceptions end the wait."""
 
 
 def wait_for_all(
-    pending: Sequence[Pending], timeout_seconds: float | None = None, beside: Callable[[], None] | None = None
+    pending: Sequence[Pending], timeout_seconds: float | None = None, beside: Beside | None = None
 ) -> list[Any]:
     """Wait for all results, in the given order, and do ``beside`` meanwhile; fails as soon as one call fails.
 
@@ -234,9 +225,9 @@ def wait_for_all(
     return [results[item.reference] for item in pending]
 
 
-def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
+def wait_timed(pending: Sequence[Pending], beside: Beside | None = None) -> Timed[list[Any]]:
     """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
-    results = wait_for_all(pending, beside=WHILE_WAITING.work)
+    results = wait_for_all(pending, beside=beside)
     return Timed(results, longest_busy(pending))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.checkpoint import RunState
+from verl_rc.cluster.remote import Beside
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBatch
@@ -34,25 +35,27 @@ from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
-def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
+def evaluate(
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
+) -> PolicyEvaluations:
     """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as
     far as needed."""
-    evaluations = _proximal_policy(services, rollouts, step, record)
+    evaluations = _proximal_policy(services, rollouts, step, record, beside)
     if services.config.needs_reference:
         with record.stage("ref"):
-            reference = _reference_log_probs(services, rollouts)
+            reference = _reference_log_probs(services, rollouts, beside)
         record.add_busy("ref", reference.busy_seconds)
         evaluations.ref_log_prob = reference.result
     if services.critic is not None:
         with record.stage("values"):
-            values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config))
+            values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config), beside)
         record.add_busy("values", values.busy_seconds)
         evaluations.critic_values = values.result
     return evaluations
 
 
 def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
 ) -> PolicyEvaluations:
     """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy
     takes its place."""
@@ -60,7 +63,7 @@ def _proximal_policy(
     if not recomputes_proximal(correction, step):
         return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
     with record.stage("old_log_prob"):
-        answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config))
+        answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config), beside)
     record.add_busy("old_log_prob", answer.busy_seconds)
     scores = answer.result
     if correction.in_actor:  # for the actor to compare interpolated log-probs with
@@ -74,10 +77,11 @@ def _proximal_policy(
     )
 
 
-def _reference_log_probs(services: Services, rollouts: RolloutBatch) -> Timed[Tensor]:
+def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Beside | None) -> Timed[Tensor]:
+    limit = reference_limit(services.config)
     if services.reference is None:  # LoRA: the actor without its adapters
-        return services.actor.compute_reference_log_probs(rollouts.tokens, reference_limit(services.config))
-    return services.reference.compute_log_probs(rollouts.tokens, reference_limit(services.config))
+        return services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
+    return services.reference.compute_log_probs(rollouts.tokens, limit, beside)
 
 
 def judge_proximal_gap(
@@ -190,7 +194,12 @@ def judge_health(services: Services, history: HealthHistory, record: StepRecord,
 
 
 def update_critic(
-    services: Services, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord
+    services: Services,
+    batch: TrainBatch,
+    evaluations: PolicyEvaluations,
+    step: int,
+    record: StepRecord,
+    beside: Beside | None = None,
 ) -> list[float]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns their gradient norms."""
     if services.critic is None:
@@ -205,14 +214,19 @@ def update_critic(
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        answer = services.critic.update(rows, mini_batches, critic_limit(services.config))
+        answer = services.critic.update(rows, mini_batches, critic_limit(services.config), beside)
     record.add_busy("update_critic", answer.busy_seconds)
     record.add_records(answer.result.metrics)
     return answer.result.grad_norms
 
 
 def update_actor(
-    services: Services, state: RunState, batch: TrainBatch, control: Control, record: StepRecord
+    services: Services,
+    state: RunState,
+    batch: TrainBatch,
+    control: Control,
+    record: StepRecord,
+    beside: Beside | None = None,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
     actor, correction = services.config.actor_rollout_ref.actor, services.config.algorithm.rollout_correction
@@ -233,7 +247,7 @@ def update_actor(
         compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     with record.stage("update_actor"):
-        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request)
+        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request, beside)
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)

@@ -7,7 +7,6 @@ from typing import Literal
 
 from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
-from verl_rc.cluster.remote import WHILE_WAITING
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
@@ -84,7 +83,6 @@ class Supply:
         engine."""
         self._since = StepTotals()
         self._step_began = time.perf_counter()
-        WHILE_WAITING.work = None
 
     @property
     def _draws(self) -> bool:
@@ -143,13 +141,10 @@ class Supply:
             rollouts = samples.rollouts
             record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
             record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
-        if self._services.config.overlaps:
-            WHILE_WAITING.work = self._receive_beside_training
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
         """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
-        WHILE_WAITING.work = None
         while not weights.is_settled(self._services, self._state, step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
@@ -190,7 +185,6 @@ class Supply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
-        WHILE_WAITING.work = None
         now, since, step = self._now, self._since, self._state.step + 1
         self._since = StepTotals()
         for fate in ("filtered", "surplus"):
@@ -321,7 +315,7 @@ class Supply:
         with record.stage("admit"):
             self._replace_missing()
 
-    def _receive_beside_training(self) -> None:
+    def beside(self) -> None:
         """Decide what has ended while the trainer works, so that what replaces it begins at once."""
         if not self._requests or self._options.deterministic_steps is not None:
             return

@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 
 from verl_rc.checkpoint import RunState
+from verl_rc.cluster.remote import Beside
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
@@ -47,7 +48,7 @@ def train(services: Services, state: RunState) -> None:
     while state.step < services.total_steps:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
-        evaluations = stages.evaluate(services, samples.rollouts, step, record)
+        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
         state.rollout_gap_limit = stages.judge_proximal_gap(
             services, state, samples.rollouts, evaluations, record
         )
@@ -61,7 +62,7 @@ def train(services: Services, state: RunState) -> None:
         )
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         if guards.decide_update(services, state.rewards, samples, scored, record, step):
-            update(services, state, scored.batch, evaluations, record)
+            update(services, state, scored.batch, evaluations, record, supply.beside)
         else:
             guards.book_withheld(scored.batch, record)
         if services.is_due(asynchrony.trigger_parameter_sync_step, step):
@@ -93,12 +94,17 @@ def train(services: Services, state: RunState) -> None:
 
 
 def update(
-    services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord
+    services: Services,
+    state: RunState,
+    batch: TrainBatch,
+    evaluations: PolicyEvaluations,
+    record: StepRecord,
+    beside: Beside | None = None,
 ) -> None:
-    """The critic, and the actor once the critic's warm-up is over."""
+    """The critic, and the actor once the critic's warm-up is over; ``beside`` is done while they compute."""
     config, step = services.config, state.step + 1
     correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
-    norms = stages.update_critic(services, batch, evaluations, step, record)
+    norms = stages.update_critic(services, batch, evaluations, step, record, beside)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", norms, limit
     )
@@ -106,7 +112,7 @@ def update(
         guards.book_withheld(batch, record)
         return
     control = Control.from_config(config.algorithm, state.control)
-    report = stages.update_actor(services, state, batch, control, record)
+    report = stages.update_actor(services, state, batch, control, record, beside)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
     )

@@ -76,7 +76,7 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
 def test_scores_come_back_in_the_order_of_the_rows(
     ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_group, "wait_timed", lambda pending: Timed(pending, 0.5))
+    monkeypatch.setattr(rank_group, "wait_timed", lambda pending, beside: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
     answer = group_of(ranks).score("lengths", batch.tokens, limit)
     assert answer.result[0][:, 0].tolist() == LENGTHS
@@ -116,7 +116,7 @@ class EchoRank:
 def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[list[tuple[int, object]]] = []
     monkeypatch.setattr(
-        rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5)
+        rank_group, "wait_timed", lambda pending, beside: answered.append(pending) or Timed(pending, 0.5)
     )
     batch, group = make_train_batch(LENGTHS), group_of(4, sharing=2)
     assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS

@@ -2,7 +2,6 @@
 silent."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -84,10 +83,7 @@ def test_what_fails_beside_ends_the_wait(ray: Slow) -> None:
         remote.wait_for_all(pending(1), beside=work)
 
 
-def test_the_supply_of_a_run_is_served_while_ranks_compute(
-    ray: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(remote.WHILE_WAITING, "work", lambda: done.append(1))
-    assert remote.wait_timed(pending(1)).result == [10]
+def test_a_timed_wait_does_the_work_beside_too(ray: Slow) -> None:
+    done: list[int] = []
+    assert remote.wait_timed(pending(1), lambda: done.append(1)).result == [10]
     assert done

@@ -18,7 +18,6 @@ from formula_run import Scorer, World, live, prompt_stream, without_processes
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
-from verl_rc.cluster import remote
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores
@@ -259,9 +258,9 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
             self.updates_before.append(self.updates)
-            return super().compute_log_probs(tokens, limit)
+            return super().compute_log_probs(tokens, limit, beside)
 
     world, steps = Watching(), 7
     mode = {
@@ -362,9 +361,9 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
-        return super().compute_log_probs(tokens, limit)
+        return super().compute_log_probs(tokens, limit, beside)
 
 
 def test_engines_that_share_devices_end_what_they_have_before_training(tmp_path: Path) -> None:
@@ -435,32 +434,33 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
 
         def __init__(self, seed: int) -> None:
             super().__init__(seed)
-            self.submitted_in_updates = 0
+            self.submitted_in_updates = self.evaluations_served = 0
 
         def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options)
 
+        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+            if beside is not None:  # canary tokens are evaluated without
+                self.evaluations_served += 1
+                beside()
+            return super().compute_log_probs(tokens, limit, beside)
+
         def update(self, *arguments: Any) -> Any:
             self.training = True
             for _ in range(20):
-                if remote.WHILE_WAITING.work is not None:
-                    remote.WHILE_WAITING.work()
+                arguments[-1]()
             self.training = False
             return super().update(*arguments)
-
-        def deliver(self, version: int) -> tuple[None, None]:
-            assert remote.WHILE_WAITING.work is None
-            return super().deliver(version)
 
     world = Served(1)
     run(tmp_path / "served", OWN_DEVICES, FILTER, world=world, scorer=Telling(), steps=5, **LEAD)
     run(tmp_path / "not", OWN_DEVICES, FILTER, world=Slow(2), scorer=Telling(), steps=5, **LEAD)
     assert world.submitted_in_updates > 0
+    assert world.evaluations_served == 5
     assert [samples(tmp_path / "served", step) for step in range(1, 6)] == [
         samples(tmp_path / "not", step) for step in range(1, 6)
     ]
-    assert remote.WHILE_WAITING.work is None
 
 
 def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path: Path) -> None:
@@ -476,8 +476,7 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
             return super().collect(wait_seconds, on_loss)
 
         def update(self, *arguments: Any) -> Any:
-            assert remote.WHILE_WAITING.work is not None
-            remote.WHILE_WAITING.work()
+            arguments[-1]()
             return super().update(*arguments)
 
     world = LostInUpdate(1)
