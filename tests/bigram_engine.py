@@ -121,8 +121,8 @@ class BigramEngine(Engine):
         self._spans.append((began, time.time()))
 
     def _grow(self, number: int, queued: QueuedSample) -> None:
-        key, request, options = str(number), queued.request, queued.options
-        so_far, _ = self._book.begin(key, queued)
+        request, options = queued.request, queued.options
+        so_far, _ = self._book.begin(number, queued)
         if number not in self._growing:
             generator = torch.Generator().manual_seed(next_seed(request.seed, so_far.parts))
             self._growing[number] = generator, [], []
@@ -139,7 +139,7 @@ class BigramEngine(Engine):
         stopped = not options.ignore_eos and token in options.stop_token_ids
         if not stopped and num_tokens(so_far.parts) + len(tokens) < request.limit(options):
             return
-        outcome = self._book.end_turn(key, self._parts(number), stopped)
+        outcome = self._book.end_turn(number, self._parts(number), stopped)
         del self._queued[number], self._growing[number]
         if isinstance(outcome, Sample):
             self._box.append(outcome)
@@ -147,7 +147,7 @@ class BigramEngine(Engine):
         try:
             outcome.result()
         except ToolFailedError as failure:
-            self._book.drop(key)
+            self._book.drop(number)
             self._failures[number] = str(failure)
         else:
             raise NotImplementedError("this engine's tools only fail")
@@ -163,7 +163,7 @@ class BigramEngine(Engine):
     def _forget(self, number: int) -> None:
         self._queued.pop(number, None)
         self._growing.pop(number, None)
-        self._book.drop(str(number))
+        self._book.drop(number)
 
     # weights
 
@@ -200,14 +200,14 @@ class BigramEngine(Engine):
     def begin_update(self) -> None:
         while self._options.deterministic and self._may_step():
             self._step()
-        begun = [number for number in self._queued if self._book.get(str(number)) is not None]
+        begun = [number for number in self._queued if self._book.get(number) is not None]
         again = 0
         for number in begun:
-            self._book.grow(str(number), self._parts(number))
+            self._book.grow(number, self._parts(number))
             self._growing.pop(number, None)
             prompt = self._queued[number].request.prompt_token_ids
-            again += len(prompt) + num_tokens(self._book[str(number)].parts)
-        self._interrupted = Interrupted([self._book[str(number)] for number in begun], 0.001, again)
+            again += len(prompt) + num_tokens(self._book[number].parts)
+        self._interrupted = Interrupted([self._book[number] for number in begun], 0.001, again)
         self._steps_left = 0 if self._options.deterministic else None
         self._required.clear()
         self._updating, self._tables, self._digests = True, {}, {}

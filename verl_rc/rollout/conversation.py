@@ -168,7 +168,7 @@ class Conversations:
         sample = replace(sample, finished=False, tool_calls=sample.tool_calls + len(answers))
         answer = Answer(torch.tensor(self._encoder.encode(answers), dtype=torch.int32))
         parts = [*sample.parts, answer]
-        # At least one token must fit after the answers: vLLM refuses a request without room for any.
+        # At least one token must fit after the answers: no engine can go on without room for one.
         if num_tokens(parts) >= max_tokens:
             return sample, False
         return replace(sample, parts=parts), True
@@ -214,9 +214,9 @@ class OpenSamples:
     def __init__(self, conversations: Conversations | None) -> None:
         """``conversations`` answers tool calls; None: samples call no tools."""
         self._conversations = conversations
-        self._open: dict[str, tuple[QueuedSample, Sample]] = {}
+        self._open: dict[int, tuple[QueuedSample, Sample]] = {}
 
-    def begin(self, key: str, queued: QueuedSample) -> "tuple[Sample, Future[list[str]] | None]":
+    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[list[str]] | None]":
         """What there is of a sample that begins or goes on, and the answers of tools that it waits for, if
         there are any."""
         if key in self._open:
@@ -231,27 +231,27 @@ class OpenSamples:
         answers = self._conversations.after_turn(self[key])
         return self[key], None if isinstance(answers, Sample) else answers
 
-    def __getitem__(self, key: str) -> Sample:
+    def __getitem__(self, key: int) -> Sample:
         """What there is of a sample that has begun."""
         return self._open[key][1]
 
-    def get(self, key: str) -> Sample | None:
+    def get(self, key: int) -> Sample | None:
         """Return the same; None: it has not begun."""
         return self[key] if key in self._open else None
 
-    def grown(self, key: str, parts: Sequence[Part]) -> Sample:
+    def grown(self, key: int, parts: Sequence[Part]) -> Sample:
         """A sample that has begun, with what was sampled since."""
         return replace(self[key], parts=[*self[key].parts, *parts])
 
-    def grow(self, key: str, parts: Sequence[Part]) -> None:
+    def grow(self, key: int, parts: Sequence[Part]) -> None:
         """Keep what was sampled."""
         self._open[key] = self._open[key][0], self.grown(key, parts)
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: int) -> None:
         """Forget a sample, if it has begun."""
         self._open.pop(key, None)
 
-    def end_turn(self, key: str, parts: Sequence[Part], stopped: bool) -> "Sample | Future[list[str]]":
+    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[list[str]]":
         """The sample if it has ended with this turn, else the answers of tools that it waits for.
 
         ``stopped``: a stop token has ended the turn (False: a limit).
@@ -263,7 +263,7 @@ class OpenSamples:
             self.drop(key)
         return outcome
 
-    def proceed(self, key: str, answers: Sequence[str]) -> Sample | None:
+    def proceed(self, key: int, answers: Sequence[str]) -> Sample | None:
         """Take the tools' answers; returns the sample if they have ended it."""
         assert self._conversations is not None
         queued, sample = self._open[key]

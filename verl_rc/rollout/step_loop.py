@@ -34,30 +34,30 @@ class Sampler(Protocol):
     capacity: int
     """Largest number of samples that run at the same time."""
 
-    def begin(self, key: str, sample: QueuedSample) -> "Future[Any] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[Any] | None":
         """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
 
         Returns what the sample waits for before it may begin, as ``step`` does; None: it has begun.
         """
 
-    def step(self) -> list[tuple[str, Any]]:
+    def step(self) -> list[tuple[int, Any]]:
         """Decode one token of each running sample; returns key and response of those that ended.
 
         A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the
         answer of a tool. An exception in its place is for the reader of the box.
         """
 
-    def proceed(self, key: str, answer: Any) -> Any:
+    def proceed(self, key: int, answer: Any) -> Any:
         """Take what a sample has waited for; returns its response if that has ended it, None if ``begin`` is
         to follow."""
 
-    def cut(self, keys: Sequence[str]) -> None:
+    def cut(self, keys: Sequence[int]) -> None:
         """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """Take running samples out of the batch for good, and forget those that were cut."""
 
-    def so_far(self, key: str) -> Any:
+    def so_far(self, key: int) -> Any:
         """The response so far of a sample that has begun and not ended; None when it has not begun."""
 
 
@@ -122,12 +122,13 @@ class StepLoop(Generic[S]):
         self._commands: deque[_Command] = deque()
         self._end: BaseException | None = None
         self._waiting: list[tuple[_Rank, int, int, _Submitted]] = []
-        """A heap of samples that wait to begin or to go on, ordered by rank, number and arrival."""
-        self._running: dict[str, _Submitted] = {}
+        """A heap of samples that wait to begin or to go on, ordered by rank, number and arrival. A sample's
+        arrival is its key everywhere."""
+        self._running: dict[int, _Submitted] = {}
         self._ahead_running = 0
-        self._away: dict[str, _Submitted] = {}
+        self._away: dict[int, _Submitted] = {}
         """Samples that wait for a tool."""
-        self._back: deque[tuple[str, Future[Any]]] = deque()
+        self._back: deque[tuple[int, Future[Any]]] = deque()
         """Samples whose answer has come."""
         self._cancelled: set[int] = set()
         """Numbers of samples that were cancelled while their submission was queued."""
@@ -231,7 +232,7 @@ class StepLoop(Generic[S]):
         sampler.cut(keys)
         cut = [self._running.pop(key) for key in keys]
         for key, submitted in zip(keys, cut, strict=True):
-            self._wait(int(key), submitted)
+            self._wait(key, submitted)
         return [submitted.sample for submitted in cut]
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
@@ -240,36 +241,27 @@ class StepLoop(Generic[S]):
 
         Those that have ended stay in their box.
         """
-        dropped = set(numbers)
-        self._cancelled |= dropped
-        kept = [
-            entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped
-        ]
-        waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {
-            str(arrival) for _, _, arrival, _ in kept
-        }
-        begun = {**self._running, **self._away}
-        begun_keys = {
-            key for key, one in begun.items() if not one.sample.ahead and one.sample.number in dropped
-        }
-        sampler.drop(sorted(waiting | begun_keys))
-        for key in begun_keys:
+        numbers = set(numbers)
+        self._cancelled |= numbers
+        dropped = {key for key, one in self._open().items() if one.sample.number in numbers}
+        sampler.drop(sorted(dropped))
+        for key in dropped:
             self._running.pop(key, None)
             self._away.pop(key, None)
-        self._waiting = kept
+        self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
         heapq.heapify(self._waiting)
-        self._required -= dropped
+        self._required -= numbers
 
     def so_far(self, sampler: S) -> Box:
         """Number and response so far of every sample without priority that has begun and not ended."""
-        waiting = {str(arrival): submitted for _, _, arrival, submitted in self._waiting}
-        both = {**waiting, **self._running, **self._away}
-        responses = [(submitted.sample, sampler.so_far(key)) for key, submitted in both.items()]
-        return [
-            (sample.number, response)
-            for sample, response in responses
-            if response is not None and not sample.ahead
-        ]
+        responses = [(one.sample.number, sampler.so_far(key)) for key, one in self._open().items()]
+        return [(number, response) for number, response in responses if response is not None]
+
+    def _open(self) -> dict[int, _Submitted]:
+        """Samples without priority that wait, run or are away."""
+        waiting = {arrival: submitted for _, _, arrival, submitted in self._waiting}
+        everything = {**waiting, **self._running, **self._away}
+        return {key: one for key, one in everything.items() if not one.sample.ahead}
 
     def take_activity(self) -> list[tuple[float, float]]:
         """Beginning and end of each span in which steps were made since the last call, seconds since 1970."""
@@ -286,12 +278,7 @@ class StepLoop(Generic[S]):
     def require(self, numbers: Collection[int]) -> None:
         """Decode these samples without priority to their end, beyond the limit too; all others are decoded
         beside them."""
-        both = [
-            *self._running.values(),
-            *self._away.values(),
-            *(submitted for *_, submitted in self._waiting),
-        ]
-        self._required |= {one.sample.number for one in both if not one.sample.ahead} & set(numbers)
+        self._required |= {one.sample.number for one in self._open().values()} & set(numbers)
 
     # in the owning thread
 
@@ -377,18 +364,18 @@ class StepLoop(Generic[S]):
     def _begin_waiting(self, sampler: S) -> None:
         """Begin samples while there is room."""
         while self._may_begin() and len(self._running) < sampler.capacity:
-            _, _, arrival, submitted = heapq.heappop(self._waiting)
-            self._running[str(arrival)] = submitted
+            _, _, key, submitted = heapq.heappop(self._waiting)
+            self._running[key] = submitted
             self._ahead_running += submitted.sample.ahead
-            if answer := sampler.begin(str(arrival), submitted.sample):
-                self._leave_batch(str(arrival), answer)
+            if answer := sampler.begin(key, submitted.sample):
+                self._leave_batch(key, answer)
 
     def _num_begun(self) -> int:
         """Samples without priority that run or are away; those that wait to go on come before new ones."""
         away = sum(not submitted.sample.ahead for submitted in self._away.values())
         return len(self._running) - self._ahead_running + away
 
-    def _leave_batch(self, key: str, answer: "Future[Any]") -> None:
+    def _leave_batch(self, key: int, answer: "Future[Any]") -> None:
         """Take the sample out until ``answer`` has come; others may take its place."""
         self._away[key] = self._no_longer_runs(key)
 
@@ -416,16 +403,16 @@ class StepLoop(Generic[S]):
                 continue
             response = sampler.proceed(key, answer.result())
             if response is None:
-                self._wait(int(key), submitted)
+                self._wait(key, submitted)
             else:
                 self._put(submitted, response)
 
-    def _no_longer_runs(self, key: str) -> _Submitted:
+    def _no_longer_runs(self, key: int) -> _Submitted:
         submitted = self._running.pop(key)
         self._ahead_running -= submitted.sample.ahead
         return submitted
 
-    def _deliver(self, ended: Sequence[tuple[str, Any]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[int, Any]]) -> None:
         if self._steps_left and len(self._running) > self._ahead_running:
             self._steps_left -= 1
         for key, response in ended:

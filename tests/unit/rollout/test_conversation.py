@@ -62,9 +62,9 @@ class ScriptedSampler:
         self.scripts, self.end = scripts, end
         self.calls: list[SimpleNamespace] = []
         self._open = OpenSamples(conversations)
-        self._running: dict[str, SimpleNamespace] = {}
+        self._running: dict[int, SimpleNamespace] = {}
 
-    def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[list[str]] | None":
         so_far, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers
@@ -80,7 +80,7 @@ class ScriptedSampler:
         self._running[key] = asked
         return None
 
-    def step(self) -> list[tuple[str, Any]]:
+    def step(self) -> list[tuple[int, Any]]:
         running, self._running = self._running, {}
         ended = []
         for key, asked in running.items():
@@ -89,18 +89,18 @@ class ScriptedSampler:
             ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
         return ended
 
-    def proceed(self, key: str, answer: Sequence[str]) -> Sample | None:
+    def proceed(self, key: int, answer: Sequence[str]) -> Sample | None:
         return self._open.proceed(key, answer)
 
-    def so_far(self, key: str) -> Sample | None:
+    def so_far(self, key: int) -> Sample | None:
         return self._open.get(key)
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._running.pop(key, None)
             self._open.drop(key)
 
-    def cut(self, keys: Sequence[str]) -> None:
+    def cut(self, keys: Sequence[int]) -> None:
         raise NotImplementedError
 
 
@@ -277,7 +277,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
             "the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with"
         )
     assert ended[2].tool_calls == 1
-    assert sampler._open.get("0") is None  # nothing is kept of it
+    assert sampler._open.get(0) is None  # nothing is kept of it
     loop.submit([QueuedSample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
     ((_, response),) = loop.take(box, 1, PATIENCE)
     assert response.tool_calls == 1

@@ -24,22 +24,22 @@ class Countdown:
 
     def __init__(self, capacity: int, steps: threading.Semaphore) -> None:
         self.capacity, self.steps = capacity, steps
-        self.left: dict[str, int] = {}
-        self.length: dict[str, int] = {}
+        self.left: dict[int, int] = {}
+        self.length: dict[int, int] = {}
         self.log: list[Any] = []
         self.version = 0
         self.broken = False
         self.owner = threading.get_ident()
-        self.versions: dict[str, list[int]] = {}
+        self.versions: dict[int, list[int]] = {}
         """The version at every token so far, also of samples that were cut."""
 
-    def begin(self, key: str, sample: QueuedSample) -> None:
+    def begin(self, key: int, sample: QueuedSample) -> None:
         assert threading.get_ident() == self.owner
         self.length[key] = sample.request.max_tokens
         self.left[key] = self.length[key] - len(self.versions.setdefault(key, []))
         self.log.append(("begin", sample.number))
 
-    def step(self) -> list[tuple[str, Any]]:
+    def step(self) -> list[tuple[int, Any]]:
         assert threading.get_ident() == self.owner
         assert 0 < len(self.left) <= self.capacity
         self.steps.acquire()
@@ -54,27 +54,27 @@ class Countdown:
             del self.left[key]
         return [(key, self.response(key)) for key in ended]
 
-    def response(self, key: str) -> Any:
+    def response(self, key: int) -> Any:
         return self.length[key], self.version
 
-    def cut(self, keys: Sequence[str]) -> None:
+    def cut(self, keys: Sequence[int]) -> None:
         assert threading.get_ident() == self.owner
         for key in keys:
             del self.left[key]
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         for key in keys:
             self.left.pop(key, None)
             self.versions.pop(key, None)
 
-    def so_far(self, key: str) -> tuple[int, ...] | None:
+    def so_far(self, key: int) -> tuple[int, ...] | None:
         return tuple(self.versions[key]) if key in self.versions else None
 
 
 class Labelled(Countdown):
     """A response is the version at each of its tokens."""
 
-    def response(self, key: str) -> Any:
+    def response(self, key: int) -> Any:
         return tuple(self.versions.pop(key))
 
 
@@ -440,7 +440,7 @@ def test_steps_are_limited_and_what_is_required_is_sampled_to_its_end(
     assert cut_and_publish(loop, 1, after="all") == {3: (0,) * 8}
     assert loop.take(box, wait_seconds=0.02) == []
     after_steps(loop, 2)
-    assert loop.call(lambda sampler: sampler.versions["3"]) == [0] * 8 + [1] * 2
+    assert loop.call(lambda sampler: sampler.versions[3]) == [0] * 8 + [1] * 2
     assert log_of(loop).count("step") == 10
 
 

@@ -39,7 +39,7 @@ class VllmSampler:
             None if options.conversation is None else Conversations.open(options.conversation)
         )
         """Samples without the tokens of the requests in vLLM."""
-        self._requests: dict[str, tuple[str, int]] = {}
+        self._requests: dict[int, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
         self._llm = LLM(
             model=options.model_path,
@@ -60,7 +60,7 @@ class VllmSampler:
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
-    def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[list[str]] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
         so_far, answers = self._open.begin(key, sample)
         if answers is not None:
@@ -70,16 +70,16 @@ class VllmSampler:
         salt = str(self.version) if self._keeps_cache else None
         prompt = tokens_input([*request.prompt_token_ids, *token_ids(so_far.parts)], cache_salt=salt)
         parameters = sampling_parameters(request, sample.options, so_far)
-        self._requests[key] = self._llm.llm_engine.add_request(key, prompt, parameters), self.version
+        self._requests[key] = self._llm.llm_engine.add_request(str(key), prompt, parameters), self.version
         return None
 
-    def step(self) -> "list[tuple[str, Sample | Exception | Future[list[str]]]]":
+    def step(self) -> "list[tuple[int, Sample | Exception | Future[list[str]]]]":
         """See ``Sampler``. What is wrong with vLLM's output takes the place of its sample."""
-        ended: list[tuple[str, Sample | Exception | Future[list[str]]]] = []
+        ended: list[tuple[int, Sample | Exception | Future[list[str]]]] = []
         for request in self._llm.llm_engine.step():
             if not request.finished:
                 continue
-            key, output = request.request_id, request.outputs[0]
+            key, output = int(request.request_id), request.outputs[0]
             _, version = self._requests.pop(key)
             try:
                 parts = parts_of_output(output, (version, self.version), self._open[key].number)
@@ -90,30 +90,30 @@ class VllmSampler:
                 ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
         return ended
 
-    def proceed(self, key: str, answer: Sequence[str]) -> Sample | None:
+    def proceed(self, key: int, answer: Sequence[str]) -> Sample | None:
         """See ``Sampler``: ``answer`` has the tools' answers."""
         return self._open.proceed(key, answer)
 
-    def cut(self, keys: Sequence[str]) -> None:
+    def cut(self, keys: Sequence[int]) -> None:
         """See ``Sampler``. Raises like ``parts_of_output``."""
         for key, parts in {key: self._parts_now(key) for key in keys}.items():
             self._open.grow(key, parts)
-        self._llm.llm_engine.abort_request(list(keys))
+        self._llm.llm_engine.abort_request([str(key) for key in keys])
         for key in keys:
             del self._requests[key]
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """See ``Sampler``."""
-        self._llm.llm_engine.abort_request([key for key in keys if key in self._requests])
+        self._llm.llm_engine.abort_request([str(key) for key in keys if key in self._requests])
         for key in keys:
             self._requests.pop(key, None)
             self._open.drop(key)
 
-    def so_far(self, key: str) -> Sample | None:
+    def so_far(self, key: int) -> Sample | None:
         """See ``Sampler``. Raises like ``parts_of_output``."""
         return self._open.grown(key, self._parts_now(key)) if key in self._requests else self._open.get(key)
 
-    def _parts_now(self, key: str) -> list[Part]:
+    def _parts_now(self, key: int) -> list[Part]:
         """Return what the request that is in vLLM has sampled."""
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
         # no queue.
