@@ -43,11 +43,11 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
         faulty_run, MultiTurnConfig(enable=True, tools=["calculator"], format="tag", max_assistant_turns=3)
     )
     try:
-        completions = run.engines.generate(requests, options).result
+        samples = run.engines.generate(requests, options).result
     finally:
         converse(faulty_run, None)
     prompts = [request.prompt_token_ids for request in requests]
-    rollouts = build_rollout_batch(prompts, range(len(prompts)), completions, run.tokenizer.pad_token_id)
+    rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, pad_token_id=0, with_tools=True)
 
     mask, lengths = rollouts.response_mask, rollouts.tokens.response_lengths
     turns = [

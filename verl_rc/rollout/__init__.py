@@ -1,1 +1,2 @@
-"""vLLM engines: sampling with the log-prob of every token, collection into batches, weight-version checks."""
+"""Engines: their protocol, sampling with the log-prob of every token, collection into batches, checks of
+versions."""
