@@ -20,6 +20,7 @@ FAULTS = {
     "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),
     "ray": ("rollout/__init__.py", "def late():\n    import ray"),
     "vllm": ("rollout/response.py", "import vllm"),
+    "engine-rooms": ("cluster/placement.py", "from verl_rc.rollout.vllm import engine"),
     "wandb": ("metrics/record.py", "import wandb"),
     "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
     "config-light": ("config/__init__.py", "from torch import Tensor"),

@@ -98,6 +98,15 @@ nodes = ast.walk(ast.parse(inspect.getsource(train.train)))
 lines = {node.func.attr: node.lineno for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
 assert lines["show_sample"] > lines["publish"]
 """,  # noqa: E501
+    "Add an engine": """
+from sound_run import sound_run
+from verl_rc.config.load import load_run_config
+from verl_rc.rollout.engine import engine_options
+
+options = engine_options(load_run_config([*sound_run(), "actor_rollout_ref.rollout.name=table"]), "cpu")
+assert (options.worker, options.deterministic) == ("verl_rc.rollout.table.engine:TableEngine", False)
+assert engine_options(load_run_config(sound_run()), "cpu").worker == "verl_rc.rollout.vllm.engine:VllmEngine"
+""",
 }
 """What a patch makes possible, tried in a process that has the patched package."""
 
@@ -138,7 +147,7 @@ def test_a_patch_applies_by_itself(title: str, tmp_path: Path) -> None:
 
 
 def test_what_they_add_works(tmp_path: Path) -> None:
-    """In one process, whose imports take longer than all five uses."""
+    """In one process, whose imports take longer than all uses."""
     uses = "\n".join(f"exec({use!r}, {{'__name__': {title!r}}})" for title, use in USES.items())
     result = run(patched(tmp_path, *PATCHES), "-c", uses)
     assert result.returncode == 0, result.stderr
