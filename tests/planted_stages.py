@@ -4,8 +4,8 @@ import os
 import time
 
 from verl_rc.config.run import RunConfig
-from verl_rc.preflight.bring_up.stages import Report
-from verl_rc.preflight.machine import Finding
+from verl_rc.preflight.bring_up.run import Report
+from verl_rc.preflight.finding import Finding
 
 
 class PlantedStages:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl_rc.config.run import RunConfig
     from verl_rc.insight.verdict import Verdict
     from verl_rc.insight.what_if import Answer
-    from verl_rc.preflight.machine import Finding
+    from verl_rc.preflight.finding import Finding
 
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
@@ -329,7 +329,7 @@ def _doctor(given: argparse.Namespace) -> int:
     _quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
-    from verl_rc.preflight.machine import verdict  # noqa: PLC0415  (torch, transformers)
+    from verl_rc.preflight.finding import verdict  # noqa: PLC0415  (as above)
 
     measures_gpus, only, arguments = _gpu_options(given.arguments)
     try:

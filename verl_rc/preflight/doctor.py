@@ -12,8 +12,8 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
 from verl_rc.data.records import CustomRecords, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
+from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import (
-    Finding,
     check_devices,
     check_disk,
     check_driver,

@@ -4,16 +4,15 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
+from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.memory import (
     ENGINE_MIB,
     MIB,
@@ -33,38 +32,6 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_MIB = 1
 """A run on a CPU with one engine needs no more of it (Ray's object store and the transport of weights go
 elsewhere)."""
-
-_MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check: one line, with further lines for what must hold and what to do."""
-
-    status: Literal["ok", "failed", "note"]
-    subject: str
-    found: str
-    must: str = ""
-    """What must hold; given with ``failed``."""
-    remedy: str = ""
-    """What to do about it."""
-
-    @classmethod
-    def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
-        """A finding with status ``ok`` when the condition ``holds``, else ``failed``."""
-        return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
-
-    def lines(self) -> list[str]:
-        """Return the finding for people."""
-        more = [("must", self.must), ("do", self.remedy)]
-        first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
-        return [first, *(f"        {label:<5} {text}" for label, text in more if text)]
-
-
-def verdict(failures: int) -> str:
-    """The last line of a report."""
-    return "The run can start." if failures == 0 else f"{failures} thing(s) stand in the way of the run."
-
 
 PACKAGES = (
     "torch",

@@ -11,7 +11,7 @@ from planned_runs import config_of
 from small_checkpoints import write_tiny_model
 
 from verl_rc.preflight.doctor import Inputs, check_data, check_models, check_reward, check_tokenizer
-from verl_rc.preflight.machine import Finding
+from verl_rc.preflight.finding import Finding
 
 ROWS = [
     {

@@ -15,7 +15,7 @@ from small_runs import ROOT
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.preflight import machine
-from verl_rc.preflight.machine import Finding, verdict
+from verl_rc.preflight.finding import Finding, verdict
 from verl_rc.preflight.memory import ModelShape, model_paths
 
 SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096)

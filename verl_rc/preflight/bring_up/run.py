@@ -3,16 +3,13 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import ChildProcess, HangError, RemoteError
-from verl_rc.preflight.machine import Finding
-
-if TYPE_CHECKING:
-    from verl_rc.preflight.bring_up.stages import Report
+from verl_rc.preflight.finding import Finding
 
 STAGES: Mapping[str, float] = {
     "machine": 120.0,
@@ -23,6 +20,15 @@ STAGES: Mapping[str, float] = {
 }
 """Names of the methods of ``Stages`` in their order, with the seconds each may take."""
 _TARGET = "verl_rc.preflight.bring_up.stages:Stages"
+
+
+@dataclass
+class Report:
+    """What a stage measured."""
+
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Seconds, bytes, nats, by name."""
+    findings: list[Finding] = field(default_factory=list)
 
 
 def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES) -> Iterator[Finding]:
@@ -46,7 +52,7 @@ def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES
         file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
 
 
-def _run(config: RunConfig, name: str, limit: float) -> "tuple[Report | None, Finding]":
+def _run(config: RunConfig, name: str, limit: float) -> tuple[Report | None, Finding]:
     """The report of a stage, or None and the reason why there is none."""
     process = ChildProcess(_TARGET, {}, wait=False, timeout_seconds=limit, config=config)
     must, remedy = "it must end without an error", f"read the message; --only={name} runs this stage alone"

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import permutations
 from os import environ
 from typing import Any
@@ -19,7 +19,9 @@ from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.choices import actor_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.preflight.machine import Finding, check_driver, uses_gpus
+from verl_rc.preflight.bring_up.run import Report
+from verl_rc.preflight.finding import Finding
+from verl_rc.preflight.machine import check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
 from verl_rc.rollout.engine import engine_options
 from verl_rc.rollout.response import build_rollout_batch
@@ -35,15 +37,6 @@ _RING_MIB = (1, 16, 256)
 _LENT_MIB = 256
 _SAMPLES, _SAMPLED_TOKENS, _PROMPT_TOKENS = 16, 64, 32
 _GIB = 1 << 30
-
-
-@dataclass
-class Report:
-    """What a stage measured."""
-
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """Seconds, bytes, nats, by name."""
-    findings: list[Finding] = field(default_factory=list)
 
 
 class Stages:
