@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold for the package, and each of them can fail."""
+"""Each import contract of pyproject.toml can fail. ``lint-imports`` shows that the package keeps them."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from architecture.source_tree import PACKAGE, ROOT
+from architecture.source_tree import ROOT
 
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 LINT = (
@@ -27,6 +27,7 @@ FAULTS = {
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
     "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
+    "bring-up-light": ("workers/policy_worker.py", "def late():\n    import vllm"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -56,6 +57,10 @@ def skeleton(tmp_path):
         "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
         "metrics/record.py": "import verl_rc.config",
         "preflight/plan.py": "",
+        "preflight/bring_up/__init__.py": "",
+        "preflight/bring_up/ranks.py": "import torch",
+        "preflight/bring_up/stages.py": "from verl_rc.rollout import response",
+        "workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
         "insight/picture.py": "",
@@ -77,13 +82,6 @@ def skeleton(tmp_path):
         (tmp_path / "verl_rc" / name).write_text(text)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
-
-
-def test_the_package_keeps_every_contract(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "verl_rc", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    status, report = lint_imports(tmp_path)
-    assert status == 0, report
 
 
 def test_what_the_design_allows_is_allowed(skeleton):
