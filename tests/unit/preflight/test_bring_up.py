@@ -10,6 +10,7 @@ from small_models import small_run_config
 
 from verl_rc.cli import USER_ERROR, main
 from verl_rc.preflight.bring_up import run
+from verl_rc.preflight.bring_up import stages as module
 from verl_rc.preflight.bring_up.run import STAGES, bring_up
 from verl_rc.preflight.bring_up.stages import Stages
 
@@ -46,7 +47,11 @@ def test_stages_have_a_limit_each() -> None:
     assert all(callable(getattr(Stages, name)) and limit > 0 for name, limit in STAGES.items())
 
 
-def test_two_ranks_reduce_and_a_process_copies_what_another_lends(tmp_path: Path) -> None:
+def test_two_ranks_reduce_and_a_process_copies_what_another_lends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RING_MIB", (1, 4, 16))  # 256 MiB take seconds
+    monkeypatch.setattr(module, "_LENT_MIB", 16)
     stages = Stages(small_run_config(tmp_path, "trainer.device=cpu", "trainer.n_gpus_per_node=2"))
     reduced = stages.ring()
     assert [finding.status for finding in reduced.findings] == ["ok"] * 3
