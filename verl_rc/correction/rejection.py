@@ -9,7 +9,8 @@ from torch import Tensor
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
-from verl_rc.correction.totals import Mean, Means, Moments, RuleSums, RuleTotals, SequenceSums, TokenSums
+from verl_rc.correction.totals import Means, RuleSums, RuleTotals, SequenceSums, TokenSums
+from verl_rc.metrics.mean import Mean, Moments
 
 
 @dataclass(frozen=True)

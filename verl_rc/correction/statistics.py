@@ -28,9 +28,7 @@ from verl_rc.correction.totals import (
     AgeTotals,
     FullTotals,
     Gap,
-    Mean,
     Means,
-    Moments,
     RuleSums,
     SequenceSums,
     TokenSums,
@@ -44,6 +42,7 @@ from verl_rc.correction.weights import (
     weight_totals,
     with_prompts,
 )
+from verl_rc.metrics.mean import Mean, Moments
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from verl_rc.metrics.mean import Mean, Moments
+
 T = TypeVar("T")
 
 
@@ -23,44 +25,8 @@ class Extremes(Generic[T]):
     negated_smallest: T
 
 
-@dataclass(frozen=True)
-class Mean(Generic[T]):
-    """``count`` values by their sum."""
-
-    total: T
-    count: T
-
-    @property
-    def value(self: "Mean[float]") -> float:
-        """0 when there are none."""
-        return self.total / self.count if self.count else 0.0
-
-
 Means = dict[str, Mean[T]]
 """Metrics that are plain means or shares, by name."""
-
-
-@dataclass(frozen=True)
-class Moments(Mean[T]):
-    """``count`` values by their sum and the sum of their squares; everything is 0 when there are none."""
-
-    square: T
-
-    @property
-    def variance(self: "Moments[float]") -> float:
-        """Population variance."""
-        # Rounding can leave the difference of two equal numbers a little below 0, where a root would be NaN.
-        return max(self.square / self.count - self.value**2, 0.0) if self.count else 0.0
-
-    @property
-    def std(self: "Moments[float]") -> float:
-        """Population standard deviation."""
-        return math.sqrt(self.variance)
-
-    @property
-    def sample_std(self: "Moments[float]") -> float:
-        """Standard deviation with Bessel's correction, 0 for fewer than two values."""
-        return math.sqrt(self.variance * self.count / (self.count - 1)) if self.count > 1 else 0.0
 
 
 @dataclass(frozen=True)

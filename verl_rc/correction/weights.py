@@ -11,16 +11,8 @@ from torch.linalg import vecdot
 from verl_rc.config.rejection_rules import Threshold
 from verl_rc.config.rollout_correction import WeightSettings
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
-from verl_rc.correction.totals import (
-    Mean,
-    Means,
-    Moments,
-    SequenceSums,
-    TokenSums,
-    WeightLevels,
-    WeightSums,
-    WeightTotals,
-)
+from verl_rc.correction.totals import Means, SequenceSums, TokenSums, WeightLevels, WeightSums, WeightTotals
+from verl_rc.metrics.mean import Mean, Moments
 from verl_rc.tensor_ops import bound_log_ratio
 
 

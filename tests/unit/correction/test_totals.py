@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from verl_rc.correction.totals import Extremes, FullTotals, Gap, Mean, Moments, WeightSums, map_totals
+from verl_rc.correction.totals import Extremes, FullTotals, Gap, WeightSums, map_totals
+from verl_rc.metrics.mean import Mean, Moments
 
 
 def test_moments_of_one_two_three() -> None:
