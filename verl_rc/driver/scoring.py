@@ -12,7 +12,7 @@ from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.announce import announced, say
-from verl_rc.metrics import Metric, Reduction
+from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.rewards import (
     RewardError,
     RewardOutput,
@@ -176,13 +176,13 @@ def _has_function(config: RewardConfig) -> bool:
 def reward_metrics(outputs: Sequence[RewardOutput]) -> list[Metric]:
     """``reward/failed_fraction``, and the spread of every numeric column over the rows that have it."""
     failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
-    metrics = [Metric("reward/failed_fraction", failed / len(outputs), weight=len(outputs))]
+    metrics = [Metric("reward/failed_fraction", Mean(failed, len(outputs)))]
     for column in sorted({name for output in outputs for name in output.extras}):
         given = [output.extras[column] for output in outputs if column in output.extras]
         values = [float(value) for value in given if isinstance(value, Real) and math.isfinite(value)]
         if values:
             metrics += [
-                Metric(f"reward/{column}/mean", math.fsum(values) / len(values), weight=len(values)),
+                Metric(f"reward/{column}/mean", Mean(math.fsum(values), len(values))),
                 Metric(f"reward/{column}/max", max(values), Reduction.MAX),
                 Metric(f"reward/{column}/min", min(values), Reduction.MIN),
             ]

@@ -1,6 +1,6 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
-from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, LossMetric, aggregate_loss, token_metric
+from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
 from verl_rc.losses.covariance import (
     covariance_means,
     selection_counts,
@@ -28,7 +28,6 @@ __all__ = [
     "Aggregation",
     "CovarianceStatistics",
     "ExplainedVariance",
-    "LossMetric",
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",
@@ -49,5 +48,5 @@ __all__ = [
     "selection_size",
     "selection_threshold",
     "share_at_threshold",
-    "token_metric",
+    "token_mean",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.algorithms import AGGREGATIONS, LossAggregation
+from verl_rc.metrics.mean import Mean
 from verl_rc.tensor_ops import masked_sum
 
 Count: TypeAlias = float | Tensor
@@ -147,31 +148,8 @@ def _positive(count: Count, like: Tensor) -> Tensor:
     return divisor.where(divisor > 0, torch.ones_like(divisor))
 
 
-@dataclass(frozen=True)
-class LossMetric:
-    """One reported mean, kept as its two sums so that it can be reduced exactly.
-
-    Add the records of all micro-batches and ranks, then divide once: ``mean = Σ numerator / Σ denominator``.
-
-    Attributes:
-        numerator: 0-d float64, detached; the sum of the measured quantity, in that quantity's unit.
-        denominator: 0-d float64, detached; the number of tokens or sequences that were summed.
-    """
-
-    numerator: Tensor
-    denominator: Tensor
-
-    def __add__(self, other: LossMetric) -> LossMetric:
-        """Merge two disjoint parts of a batch."""
-        return LossMetric(self.numerator + other.numerator, self.denominator + other.denominator)
-
-    def mean(self) -> Tensor:
-        """The mean as a 0-d tensor; 0 when nothing was counted."""
-        return self.numerator / self.denominator.clamp(min=1)
-
-
-def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
-    """Sum `values` over the tokens in `mask`.
+def token_mean(values: Tensor, mask: Tensor) -> Mean[Tensor]:
+    """The mean of `values` over the tokens in `mask`, as two 0-d sums in float64, detached.
 
     Args:
         values: [B, T], any unit; booleans count as 0 and 1.
@@ -180,4 +158,4 @@ def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
     values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
     # float64, so that it does not matter how a mini-batch is cut: float32 holds whole numbers only up to
     # 2**24, and partial sums are added over all micro-batches and ranks.
-    return LossMetric(masked_sum(values, mask).to(torch.float64), mask.sum().to(torch.float64))
+    return Mean(masked_sum(values, mask).to(torch.float64), mask.sum().to(torch.float64))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_rc.losses.aggregate import LossMetric
 from verl_rc.losses.clipped import surrogates
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
+from verl_rc.metrics.mean import Mean
 
 # A signed number of 32 bits above 31 bits of hash fits an int64.
 _HASH_BITS = 31
@@ -60,7 +60,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
-def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
+def covariance_means(inputs: PolicyLossInputs) -> tuple[Mean[Tensor], Mean[Tensor]]:
     """Sum advantages and current log-probs over the trained tokens; add up over the mini-batch, then take
     means.
 
@@ -148,11 +148,11 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     if statistics is None:
         # For a mini-batch given whole, as in a notebook; the trainer hands in statistics over all ranks.
         advantage, log_prob = covariance_means(inputs)
-        scores = selection_scores(name, inputs, advantage.mean(), log_prob.mean())
+        scores = selection_scores(name, inputs, advantage.value, log_prob.value)
         size = selection_size(name, inputs, inputs.loss_mask.sum())
         threshold = selection_threshold(scores, size)
         share = share_at_threshold(selection_counts(scores, threshold), size)
-        statistics = CovarianceStatistics(advantage.mean(), log_prob.mean(), threshold, share)
+        statistics = CovarianceStatistics(advantage.value, log_prob.value, threshold, share)
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)

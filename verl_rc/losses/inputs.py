@@ -14,10 +14,11 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.user_code import NamedFunctions
-from verl_rc.losses.aggregate import Aggregation, LossMetric, token_metric
+from verl_rc.losses.aggregate import Aggregation, token_mean
+from verl_rc.metrics.mean import Mean
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
-LossMetrics: TypeAlias = Mapping[str, LossMetric]
+LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class PolicyLossInputs:
             token_loss = token_loss * self.rollout_is_weights
         return (aggregation or self.aggregation).reduce(token_loss, self.loss_mask, self.denominator_mask)
 
-    def mean_over_tokens(self, values: Tensor) -> LossMetric:
+    def mean_over_tokens(self, values: Tensor) -> Mean[Tensor]:
         """The mean of `values` over `loss_mask`."""
-        return token_metric(values, self.loss_mask)
+        return token_mean(values, self.loss_mask)
 
-    def ppo_kl_metrics(self) -> dict[str, LossMetric]:
+    def ppo_kl_metrics(self) -> dict[str, Mean[Tensor]]:
         """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that
         it clamps."""
         clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND

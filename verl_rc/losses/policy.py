@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_rc.losses import clipped, covariance, policy_gradient  # noqa: F401  (they bind functions to names)
-from verl_rc.losses.aggregate import Aggregation, token_metric
+from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
     CovarianceStatistics,
     LossMetrics,
@@ -51,7 +51,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
             tensors given when None.
 
     Returns:
-        The loss, 0-d, and the metrics as sums (`LossMetric`).
+        The loss, 0-d, and the metrics as mergeable means.
 
     Raises:
         ValueError: for an unknown name, unequal shapes, or a number outside its range.
@@ -96,7 +96,7 @@ def compute_entropy_loss(
     """
     kept = loss_mask.bool()
     total = Aggregation.from_name(aggregation).reduce(entropy, kept, denominator_mask)
-    return total, {"actor/entropy": token_metric(entropy, kept)}
+    return total, {"actor/entropy": token_mean(entropy, kept)}
 
 
 def compute_kl_loss(
@@ -128,4 +128,4 @@ def compute_kl_loss(
     # Cut before the difference: on padding both may be −inf, and −inf − −inf is NaN, in the gradient too.
     divergence = kl_penalty(log_probs.where(kept, 0), ref_log_probs.detach().where(kept, 0), kind)
     total = Aggregation.from_name(aggregation).reduce(divergence, kept, denominator_mask)
-    return total, {"actor/kl_loss": token_metric(divergence, kept)}
+    return total, {"actor/kl_loss": token_mean(divergence, kept)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from verl_rc.losses.aggregate import Aggregation, token_metric
+from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import LossMetrics
 
 VARIANCE_EPSILON = 1e-5
@@ -56,8 +56,8 @@ def compute_value_loss(
     error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
     loss = Aggregation.from_name(aggregation).reduce(0.5 * torch.maximum(error, clipped_error), inside)
     return loss, {
-        "critic/vf_clipfrac": token_metric(clipped_error > error, inside),
-        "critic/vpred_mean": token_metric(values, inside),
+        "critic/vf_clipfrac": token_mean(clipped_error > error, inside),
+        "critic/vpred_mean": token_mean(values, inside),
     }
 
 

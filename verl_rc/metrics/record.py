@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from verl_rc.metrics.mean import Mean
+
 
 class Reduction(StrEnum):
     """How the records of one name are reduced to one number."""
 
     MEAN = "mean"
-    """Σ value·weight / Σ weight."""
+    """Of ``Mean`` records, or of numbers that count once each."""
     SUM = "sum"
     MIN = "min"
     MAX = "max"
@@ -23,29 +25,32 @@ class Reduction(StrEnum):
 class Metric:
     """One reported number.
 
-    Example: a mean entropy of 0.84 nats over the 310 tokens of a micro-batch is
-    ``Metric("actor/entropy", 0.84, weight=310)``.
+    Example: entropies of 310 tokens, 260.4 nats together, are ``Metric("actor/entropy", Mean(260.4, 310))``.
     """
 
     name: str
     """A name of ``verl_rc.metrics.catalog``."""
-    value: float
+    value: float | Mean[float]
     reduction: Reduction = Reduction.MEAN
-    weight: float = 1.0
-    """Weight of a mean, usually the number of tokens or rows behind ``value``; other reductions ignore it."""
 
     def __post_init__(self) -> None:
-        """Check the weight."""
-        if not (self.weight >= 0 and math.isfinite(self.weight)):
+        """Check that the value is one that the reduction takes."""
+        if not isinstance(self.value, Mean):
+            return
+        if self.reduction is not Reduction.MEAN:
+            raise TypeError(
+                f"metric '{self.name}' must be a number to be reduced by {self.reduction}, got a mean."
+            )
+        if not 0 <= self.value.count < math.inf:
             raise ValueError(
-                f"the weight of metric '{self.name}' must be finite and at least 0, got {self.weight}."
+                f"the count of metric '{self.name}' must be finite and at least 0, got {self.value.count}."
             )
 
 
 def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
     """Reduce records to one number a name.
 
-    A mean whose weights are all 0 is omitted. NaN stays NaN in every reduction but ``LAST``.
+    A mean of nothing is omitted. NaN stays NaN in every reduction but ``LAST``.
 
     Raises:
         ValueError: a name comes with two different reductions.
@@ -65,10 +70,10 @@ def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
 
 
 def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None:
-    values = [record.value for record in group]
+    if reduction is Reduction.MEAN:
+        return _merged_mean([_as_mean(record.value) for record in group])
+    values = [record.value for record in group if not isinstance(record.value, Mean)]
     match reduction:
-        case Reduction.MEAN:
-            return _weighted_mean(group)
         case Reduction.SUM:
             return _exact_sum(values)
         case Reduction.LAST:
@@ -78,13 +83,16 @@ def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None
             return math.nan if any(math.isnan(value) for value in values) else extreme(values)
 
 
-def _weighted_mean(group: Sequence[Metric]) -> float | None:
-    """Weighted mean without the records of weight 0, because an empty micro-batch may report NaN."""
-    counted = [record for record in group if record.weight > 0]
+def _as_mean(value: float | Mean[float]) -> Mean[float]:
+    return value if isinstance(value, Mean) else Mean(value, 1.0)
+
+
+def _merged_mean(means: Sequence[Mean[float]]) -> float | None:
+    # An empty micro-batch may report NaN.
+    counted = [mean for mean in means if mean.count > 0]
     if not counted:
         return None
-    total = _exact_sum([record.value * record.weight for record in counted])
-    return total / math.fsum(record.weight for record in counted)
+    return _exact_sum([mean.total for mean in counted]) / math.fsum(mean.count for mean in counted)
 
 
 def _exact_sum(values: Sequence[float]) -> float:

@@ -2,8 +2,10 @@
 where the actor corrects, rollout correction first, the current or interpolated policy against the rollout
 policy, micro-batch by micro-batch."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
-    LossMetric,
     PolicyLossInputs,
     clean_policy_loss_inputs,
     compute_entropy_loss,
@@ -29,8 +30,9 @@ from verl_rc.losses import (
     selection_size,
     selection_threshold,
     share_at_threshold,
-    token_metric,
+    token_mean,
 )
+from verl_rc.metrics.mean import Mean
 from verl_rc.ppo.choices import policy_loss_name
 
 
@@ -42,8 +44,8 @@ class Objective:
     """Scalar with a gradient; shares of all micro-batches and ranks add up to the mini-batch's loss."""
     terms: Mapping[str, Tensor]
     """Detached shares by metric name (``actor/pg_loss``, …); they add up likewise."""
-    averages: Mapping[str, LossMetric]
-    """Detached sums and counts by metric name; the metric is the quotient of their totals."""
+    averages: Mapping[str, Mean[Tensor]]
+    """By metric name; those of all micro-batches and ranks merge."""
 
 
 def policy_objective(
@@ -77,7 +79,7 @@ def policy_objective(
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
     if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
-        averages["actor/update_entropy"] = token_metric(current.entropies, batch.response_mask)
+        averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
         entropy, _ = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)
@@ -144,12 +146,15 @@ def covariance_statistics(
     the score of the last one that is selected is found among the best of every rank. So neither micro-batches
     nor ranks change who is selected.
     """
-    means = [part for inputs in micro_batches for part in covariance_means(inputs)]
-    numerators = torch.stack([metric.numerator for metric in means]).view(-1, 2).sum(dim=0)
-    tokens = torch.stack([metric.denominator for metric in means]).view(-1, 2).sum(dim=0)[:1]
-    totals = over_ranks(torch.cat([numerators, tokens]))
-    advantage_mean, log_prob_mean = (totals[:2] / totals[2].clamp(min=1)).to(torch.float32)
-    size = selection_size(name, micro_batches[0], totals[2])
+    parts = zip(*map(covariance_means, micro_batches), strict=True)
+    advantages, log_probs = (reduce(operator.add, means) for means in parts)
+    total, log_prob_total, tokens = over_ranks(
+        torch.stack([advantages.total, log_probs.total, advantages.count])
+    )
+    advantage_mean, log_prob_mean = (
+        Mean(summed, tokens).value.to(torch.float32) for summed in (total, log_prob_total)
+    )
+    size = selection_size(name, micro_batches[0], tokens)
     scores = torch.cat(
         [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
     )
@@ -222,10 +227,10 @@ def with_interpolated_proximal(
     return interpolated
 
 
-def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, LossMetric]:
+def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
     """How far interpolated log-probs of the proximal policy are from recomputed ones."""
     gap = (interpolated.old_log_probs - recomputed.old_log_probs).abs()
-    return {"actor/proximal_interpolation_gap": token_metric(gap, recomputed.response_mask)}
+    return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
 
 
 def correct_current(

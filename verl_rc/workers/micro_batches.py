@@ -2,7 +2,6 @@
 totals."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
-from verl_rc.metrics import Metric, Reduction
+from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.objective import Objective
 from verl_rc.workers.sharded_model import ShardedModel
 
@@ -23,8 +22,8 @@ class ObjectiveTotals:
         averaged."""
         self._role = role
         self._num_updates = max(num_updates, 1)
-        self._terms: dict[str, list[Tensor]] = defaultdict(list)
-        self._averages: dict[str, list[Tensor]] = defaultdict(list)
+        self._terms: dict[str, Tensor] = {}
+        self._averages: dict[str, Mean[Tensor]] = {}
         self.grad_norms: list[float] = []
         """Gradient norm of every optimizer step, before clipping."""
 
@@ -32,10 +31,10 @@ class ObjectiveTotals:
         """Add one micro-batch."""
         for name, share in objective.terms.items():
             # Detached: the graph of every micro-batch would stay in memory until the update ends.
-            self._terms[name].append(share.detach().double())
-        for name, metric in objective.averages.items():
-            # Sums and counts, in float64: a mean of micro-batches' means would weigh them alike.
-            self._averages[name].append(torch.stack([metric.numerator.double(), metric.denominator.double()]))
+            term = share.detach().double()
+            self._terms[name] = self._terms[name] + term if name in self._terms else term
+        for name, mean in objective.averages.items():
+            self._averages[name] = self._averages[name] + mean if name in self._averages else mean
 
     def add_grad_norm(self, grad_norm: float) -> None:
         """Add the gradient norm of one optimizer step."""
@@ -44,18 +43,12 @@ class ObjectiveTotals:
     def metrics(self, is_first_rank: bool) -> list[Metric]:
         """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come
         from the first."""
-        records = []
-        sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
-        quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}
-        flat = [*sums.values(), *(part for pair in quotients.values() for part in pair)]
+        sums = [part for mean in self._averages.values() for part in (mean.total, mean.count)]
         # One copy from the device for all metrics of an update.
-        values = iter(torch.stack(flat).tolist() if flat else [])
-        records += [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in sums]
-        for name in quotients:
-            numerator, denominator = next(values), next(values)
-            records.append(
-                Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator)
-            )
+        flat = [*self._terms.values(), *sums]
+        values = iter(torch.stack([value.double() for value in flat]).tolist() if flat else [])
+        records = [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in self._terms]
+        records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self.grad_norms]

@@ -14,7 +14,6 @@ from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
-    LossMetric,
     PolicyLossInputs,
     clean_policy_loss_inputs,
     compute_entropy_loss,
@@ -30,6 +29,7 @@ from verl_rc.losses import (
     selection_threshold,
     share_at_threshold,
 )
+from verl_rc.metrics.mean import Mean
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
 NAMES = tuple(POLICY_LOSSES)
@@ -77,12 +77,12 @@ def test_loss_gradient_and_metrics_equal_golden(case: dict[str, Any]) -> None:
         )
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     torch.testing.assert_close(log_probs.grad, float64(expected["grad"]), rtol=1e-5, atol=1e-7)
-    assert {name: metric.mean().item() for name, metric in metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in metrics.items()} == pytest.approx(
         expected["metrics"], rel=1e-5, abs=1e-7
     )
 
 
-def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tensor, dict[str, LossMetric]]:
+def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tensor, dict[str, Mean[Tensor]]]:
     log_probs = arguments["log_probs"].clone().requires_grad_()
     loss, metrics = compute_policy_loss(name, **{"config": CONFIG, **arguments, "log_probs": log_probs})
     (gradient,) = torch.autograd.grad(loss, log_probs)
@@ -107,8 +107,8 @@ def covariance_statistics(
         for rows in parts
     ]
     sums = [covariance_means(inputs) for inputs in cleaned]
-    advantage_mean = sum((s[0] for s in sums[1:]), sums[0][0]).mean()
-    log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).mean()
+    advantage_mean = sum((s[0] for s in sums[1:]), sums[0][0]).value
+    log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).value
     size = selection_size(name, cleaned[0], arguments["loss_mask"].sum())
     scores = [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in cleaned]
     threshold = selection_threshold(torch.cat([part.topk(int(size)).values for part in scores]), size)
@@ -146,7 +146,7 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
     torch.testing.assert_close(torch.cat([g[:, :-2] for g in gradients]), gradient[torch.cat(parts)])
     for key, metric in metrics.items():
         merged = sum((m[key] for m in part_metrics[1:]), part_metrics[0][key])
-        assert merged.mean().item() == pytest.approx(metric.mean().item(), abs=1e-12)
+        assert merged.value.item() == pytest.approx(metric.value.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,7 +160,7 @@ def test_clamped_log_ratios_are_counted_and_others_enter_ppo_kl_as_they_are(name
     expected = {} if kind == "none" else {"actor/ppo_kl": pytest.approx(gaps[kind] / 7)}
     if kind == "clamped":
         expected["actor/ppo_kl_clamped_fraction"] = pytest.approx(3 / 7)
-    assert {key: value.mean().item() for key, value in metrics.items() if "ppo_kl" in key} == expected
+    assert {key: value.value.item() for key, value in metrics.items() if "ppo_kl" in key} == expected
 
 
 @pytest.mark.parametrize("name", ["kl_cov", "dro"])
@@ -185,7 +185,7 @@ def test_nothing_outside_the_masks_matters_not_even_nan(name: str, make_batch: C
     loss, gradient, metrics = loss_and_gradient(name, poisoned)
     assert loss == clean[0]
     assert torch.equal(gradient, clean[1])
-    assert {k: m.mean() for k, m in metrics.items()} == {k: m.mean() for k, m in clean[2].items()}
+    assert {k: m.value for k, m in metrics.items()} == {k: m.value for k, m in clean[2].items()}
     assert not gradient[~batch.loss_mask].any()
 
 
@@ -201,7 +201,7 @@ def test_a_rejected_token_without_a_finite_log_prob_leaves_all_gradients_finite(
         arguments = batch.policy_loss_arguments()
         arguments[field] = arguments[field].masked_fill(rejected, bad)
         loss, gradient, metrics = loss_and_gradient(name, arguments)
-        assert torch.isfinite(torch.tensor([loss, *(m.mean() for m in metrics.values())])).all()
+        assert torch.isfinite(torch.tensor([loss, *(m.value for m in metrics.values())])).all()
         assert gradient.isfinite().all()
 
 
@@ -212,7 +212,7 @@ def test_nothing_kept_gives_zero_loss_and_zero_gradient(name: str, make_batch: C
     loss, gradient, metrics = loss_and_gradient(name, arguments)
     assert loss == 0
     assert not gradient.any()
-    assert all(metric.mean() == 0 for metric in metrics.values())
+    assert all(metric.value == 0 for metric in metrics.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,7 +278,7 @@ def test_denominators_default_to_the_response(make_batch: Callable[..., Any]) ->
     assert kept == pytest.approx(total / batch.loss_mask.sum().item())
 
 
-def squared_loss(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, LossMetric]]:
+def squared_loss(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Mean[Tensor]]]:
     return inputs.reduce(inputs.log_probs.square()), {}
 
 
@@ -331,7 +331,7 @@ def test_entropy_runs_over_kept_tokens_and_divides_by_what_is_given() -> None:
     entropy = torch.tensor([[1.0, torch.nan, 4.0], [9.0, torch.nan, 9.0]])
     kept_mean, metrics = compute_entropy_loss(entropy, KEPT)
     assert kept_mean.item() == 2.5
-    assert metrics["actor/entropy"].mean().item() == 2.5
+    assert metrics["actor/entropy"].value.item() == 2.5
     assert compute_entropy_loss(entropy, KEPT, RESPONSE)[0].item() == 5 / 4
     assert (
         compute_entropy_loss(entropy, KEPT, aggregation=Aggregation("token-mean", num_tokens=10))[0].item()
@@ -345,7 +345,7 @@ def test_divergence_by_hand_with_its_gradient() -> None:
     loss, metrics = compute_kl_loss(log_probs, reference, "k2", KEPT, RESPONSE)
     loss.backward()
     assert loss.item() == pytest.approx((0.5 * 0.5**2 + 0.5 * 1.0**2) / 4)
-    assert metrics["actor/kl_loss"].mean().item() == pytest.approx((0.125 + 0.5) / 2)
+    assert metrics["actor/kl_loss"].value.item() == pytest.approx((0.125 + 0.5) / 2)
     assert log_probs.grad.tolist() == [[0.125, 0.0, -0.25], [0.0, 0.0, 0.0]]
 
 

@@ -83,7 +83,7 @@ def test_loss_and_gradient_equal_golden(case: dict[str, Any]) -> None:
     )
     nothing_kept = 0.0
     divergence = case["expected"]["metrics"].get("actor/ppo_kl", nothing_kept)
-    assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(divergence, abs=1e-5)
+    assert metrics["actor/ppo_kl"].value.item() == pytest.approx(divergence, abs=1e-5)
 
 
 def test_uncapped_weights_give_the_gradient_of_the_unclipped_surrogate() -> None:
@@ -112,7 +112,7 @@ def test_every_token_keeps_a_gradient_scaled_by_the_clipped_ratio(ratio: float, 
     loss.backward()
     assert loss.item() == pytest.approx(2 * weight * 1.5)
     assert log_probs.grad.item() == pytest.approx(-2 * weight)
-    assert metrics["actor/pg_clipfrac"].mean().item() == float(ratio != weight)
+    assert metrics["actor/pg_clipfrac"].value.item() == float(ratio != weight)
 
 
 def run(
@@ -128,7 +128,7 @@ def run(
         config={"clip_ratio_low": 0.1, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **config},
     )
     loss.backward()
-    return loss.item(), log_probs.grad.item(), {key: metric.mean().item() for key, metric in metrics.items()}
+    return loss.item(), log_probs.grad.item(), {key: metric.value.item() for key, metric in metrics.items()}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_equals_a_loop_in_float64(beta: float, make_batch: Callable[..., Any]) -
         slopes[row, column] = -weight * (advantage - beta * gap)
     assert loss.item() == pytest.approx(total / count)
     torch.testing.assert_close(log_probs.grad, slopes / count)
-    assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(gap_total / kept)
+    assert metrics["actor/ppo_kl"].value.item() == pytest.approx(gap_total / kept)
 
 
 def test_needs_a_beta() -> None:

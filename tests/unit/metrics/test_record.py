@@ -8,18 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.metrics import Metric, Reduction, reduce_metrics
+from verl_rc.metrics import Mean, Metric, Reduction, reduce_metrics
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_refuses_weights_that_no_mean_can_use(weight):
-    with pytest.raises(ValueError, match=r"weight of metric 'actor/entropy' must be finite and at least 0"):
-        Metric("actor/entropy", 0.84, weight=weight)
+def test_refuses_counts_that_no_mean_can_use(weight):
+    with pytest.raises(ValueError, match=r"count of metric 'actor/entropy' must be finite and at least 0"):
+        Metric("actor/entropy", Mean(0.84, weight))
+
+
+def test_a_mean_is_reduced_as_a_mean_only():
+    with pytest.raises(TypeError, match="metric 'x' must be a number to be reduced by max, got a mean"):
+        Metric("x", Mean(1.0, 2.0), Reduction.MAX)
 
 
 def test_mean_is_weighted_by_what_is_behind_each_value():
     # 10 tokens at 1.0 and 30 tokens at 3.0: (10 + 90) / 40
-    records = [Metric("actor/entropy", 1.0, weight=10), Metric("actor/entropy", 3.0, weight=30)]
+    records = [Metric("actor/entropy", Mean(10.0, 10)), Metric("actor/entropy", Mean(90.0, 30))]
     assert reduce_metrics(records) == {"actor/entropy": 2.5}
 
 
@@ -27,18 +32,16 @@ def test_mean_is_weighted_by_what_is_behind_each_value():
     ("reduction", "expected"),
     [(Reduction.SUM, 4.0), (Reduction.MIN, -1.0), (Reduction.MAX, 3.0), (Reduction.LAST, 2.0)],
 )
-def test_other_reductions_do_not_look_at_weights(reduction, expected):
-    records = [
-        Metric("x", value, reduction, weight) for value, weight in ((3.0, 0.0), (-1.0, 5.0), (2.0, 1.0))
-    ]
+def test_other_reductions(reduction, expected):
+    records = [Metric("x", value, reduction) for value in (3.0, -1.0, 2.0)]
     assert reduce_metrics(records) == {"x": expected}
 
 
 def test_a_mean_of_nothing_is_absent_and_empty_parts_do_not_count():
     records = [
-        Metric("empty", math.nan, weight=0),
-        Metric("part", math.nan, weight=0),
-        Metric("part", 2.0, weight=3),
+        Metric("empty", Mean(math.nan, 0)),
+        Metric("part", Mean(math.nan, 0)),
+        Metric("part", Mean(6.0, 3)),
     ]
     assert reduce_metrics(records) == {"part": 2.0}
 
@@ -77,5 +80,5 @@ def test_mean_is_exact_in_any_order(pairs, rng: random.Random):
     shuffled = rng.sample(pairs, len(pairs))
     scale = max(abs(v) for v, _ in pairs)
     for order in (pairs, shuffled):
-        mean = reduce_metrics(Metric("x", v, weight=w) for v, w in order)["x"]
+        mean = reduce_metrics(Metric("x", Mean(v * w, w)) for v, w in order)["x"]
         assert abs(Fraction(mean) - exact) <= Fraction(1e-12) * Fraction(scale or 1.0)

@@ -15,6 +15,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import TokenScores, TrainBatch
 from verl_rc.distributed.process_group import RankAddress
+from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import SyncProofError
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -204,7 +205,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
         current, rollout = CASES[0]["log_probs"][row][column], CASES[0]["rollout_log_probs"][row][column]
         for part in (1.0, 2 / 3 if row % 2 == 0 else 0.0):
             gaps.append(abs(rollout + part * (current - rollout) - (rollout + 0.25)))
-    found = {metric.name: metric.value for metric in report.metrics}
+    found = reduce_metrics(report.metrics)
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
     assert "actor/proximal_interpolation_gap" not in {
         metric.name for metric in worker.update(batch, UpdateRequest(worker._correction, 7, [share])).metrics

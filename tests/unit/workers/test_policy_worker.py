@@ -102,8 +102,8 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
-    assert clipped.weight == kept
-    assert 0 < clipped.value < 1
+    assert clipped.value.count == kept
+    assert 0 < clipped.value.value < 1
 
 
 def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker: PolicyWorker) -> None:

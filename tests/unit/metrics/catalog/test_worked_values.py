@@ -423,7 +423,7 @@ def the_entropy_of_the_policy_that_is_updated():
         config.algorithm.rollout_correction,
         Aggregation("token-mean"),
     )
-    return {"actor/update_entropy": float(objective.averages["actor/update_entropy"].mean())}, {
+    return {"actor/update_entropy": float(objective.averages["actor/update_entropy"].value)}, {
         "actor/update_entropy": 3
     }
 
@@ -434,7 +434,7 @@ def a_log_ratio_beyond_the_bound():
     _, metrics = compute_policy_loss(
         "vanilla", torch.tensor([[-1.0, -30.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), mask
     )
-    found = {name: float(metric.numerator / metric.denominator) for name, metric in metrics.items()}
+    found = {name: float(metric.value) for name, metric in metrics.items()}
     return found, {"actor/ppo_kl_clamped_fraction": 1 / 2, "actor/ppo_kl": -20 / 2}
 
 
@@ -897,7 +897,7 @@ def interpolated_against_recomputed_log_probs():
         for values in ([-1.0, -2.0, -3.0, -4.0], [-1.25, -1.5, -3.0, -9.0])
     )
     found = interpolation_gap(interpolated, recomputed)
-    return {name: float(one.numerator / one.denominator) for name, one in found.items()}, {
+    return {name: float(one.value) for name, one in found.items()}, {
         "actor/proximal_interpolation_gap": (1 / 4 + 1 / 2) / 3
     }
 
