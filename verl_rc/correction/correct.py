@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.histogram import log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
 from verl_rc.correction.rejection import reject_sequences, reject_tokens
 from verl_rc.correction.sequences import (
@@ -21,11 +20,10 @@ from verl_rc.correction.sequences import (
 )
 from verl_rc.correction.statistics import (
     CorrectionStatistics,
-    sequence_histograms,
-    sequence_totals,
-    token_sums,
+    Measured,
+    measure_sequences,
+    measure_tokens,
 )
-from verl_rc.correction.totals import TokenSums, map_totals
 from verl_rc.correction.weights import importance_weights
 from verl_rc.tensor_ops.masked import group_numbers
 
@@ -168,56 +166,52 @@ def _correct(
     context: SequenceContext,
     batch: CorrectionStatistics | None = None,
 ) -> CorrectionResult:
-    """Correct all sequences; they belong to a ``batch`` with these statistics, or are one."""
+    """From log-probs to weights and keep mask: THE PAGE of rollout correction.
+
+    The sequences belong to a ``batch`` with these statistics; without one they are the batch, and are
+    measured.
+    """
     settings, (shape, device) = config.settings(), (log_probs.train.shape, log_probs.train.device)
-    if batch is not None:
-        settings = replace(settings, full=False)  # the statistics of a part are of no use
     applied = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-    keep_mask, counts = torch.ones(shape, dtype=torch.bool, device=device), list[Tensor]()
+    keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
+    kept_rows, rejected_rows = keep_mask.new_ones(shape[0]), keep_mask.new_zeros(shape[0])
+    measured = list[Measured]()
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> TokenSums:
-        ratio, facts, weights = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk), None
-        # Independent of each other: a rejected token keeps its weight, and statistics are those before
-        # rejection.
-        rejection, rules = reject_tokens(ratio, settings, facts.advantages)
-        if rejection.causes:
-            chunk.write((ratio.response - rejection.kept).bool().logical_not_(), keep_mask)
-        if settings.weights is not None and applied is not None:
-            # Under ``neutral`` a token without a ratio is weighed, too, as if its ratio were 1.
-            weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
-            weights = importance_weights(ratio, settings.weights, weighted)
+    def correct_chunk(chunk: SequenceChunk) -> None:
+        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
+        # Independent of each other: what is rejected keeps its weight.
+        weights = importance_weights(ratio, settings)
+        tokens = reject_tokens(ratio, settings, facts.advantages)
+        sequences = reject_sequences(ratio, settings)
+        if weights is not None and applied is not None:
             chunk.write(weights.applied, applied)
-        if settings.full:
-            counts.append(log_ratio_histogram(ratio.values, ratio.ones))
-        return token_sums(ratio, rejection, rules, weights, settings, facts)
+        if tokens.causes:
+            chunk.write((ratio.response - tokens.kept).bool().logical_not_(), keep_mask)
+        chunk.write(sequences.kept.bool(), kept_rows)
+        nothing_left = sequences.kept * sequence_sum(tokens.kept) == 0
+        chunk.write((ratio.sums.response_tokens > 0) & nothing_left, rejected_rows)
+        if batch is None:  # statistics are those before rejection
+            measured.append(measure_tokens(ratio, weights, tokens, sequences, settings, facts))
 
     with torch.no_grad():
         chunks = sequence_chunks(log_probs.response_mask)
-        parts = [correct_chunk(chunk) for chunk in chunks]
-        place = torch.cat([chunk.rows for chunk in chunks]).argsort()
-        found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
-        # For all sequences at once: operations on the few of a chunk would take as long as those on its
-        # tokens.
-        rejection = reject_sequences(found, settings)
+        for chunk in chunks:
+            correct_chunk(chunk)
         # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
-        keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
-        rejected_rows = (found.sums.response_tokens > 0) & (rejection.kept * found.kept == 0)
-        totals = sequence_totals(found, rejection, settings, context, log_probs)
-        counts = [torch.stack(counts).sum(dim=0), *sequence_histograms(found.sums)] if settings.full else []
-        statistics = CorrectionStatistics.from_sequences(totals, counts)
+        keep_mask.logical_and_(kept_rows[:, None].expand(shape).contiguous())
+        rows = torch.cat([chunk.rows for chunk in chunks])
+        statistics = batch or measure_sequences(measured, rows, settings, context, log_probs)
         if applied is not None and settings.weights is not None and settings.weights.batch_normalize:
-            applied.div_(_mean_weight(batch or statistics, settings.weights))
+            applied.div_(_mean_weight(statistics, settings.weights))
     return CorrectionResult(applied, keep_mask, rejected_rows, statistics, config)
 
 
 def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:
     """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its
     device."""
-    weights = batch.totals().weights
-    assert weights is not None
-    excess = (weights.applied.sequences if settings.is_per_row else weights.applied.tokens).excess
-    mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
+    level = "sequence" if settings.is_per_row else "token"
+    mean = 1.0 + batch.totals().weights[f"applied_{level}"].excess.value
     return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)
 
 

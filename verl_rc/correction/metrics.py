@@ -1,12 +1,13 @@
 """Computing metrics from statistics, under verl's names with the definitions of docs/metrics.md."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
 from verl_rc.correction.signatures import signature_metrics
-from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, RuleTotals, Totals, WeightTotals
+from verl_rc.correction.totals import Extremes, Gap, RuleTotals, Totals, WeightSums
 from verl_rc.metrics.mean import Mean, Moments
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
@@ -32,26 +33,25 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     metrics = {name: mean.value for name, mean in totals.means.items()}
     metrics |= {"kl": -Mean(totals.gap.log_ratio, totals.gap.tokens).value, "k3_kl": totals.gap.mean_k3}
     metrics["nonfinite_token_fraction"] = totals.nonfinite_fraction
-    metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
-    if settings.weights is not None and totals.weights is not None:
+    metrics |= _extremes("log_ppl_diff_", totals.extremes["log_ppl_diff"])
+    if settings.weights is not None:
         # Before normalisation: a factor of the whole batch must not hide what the weights themselves do.
         metrics |= _weight_metrics(totals.weights, settings.weights)
         if settings.full:
-            metrics |= _full_weight_metrics(numbers, totals.weights, settings.weights)
+            metrics |= _full_weight_metrics(numbers, settings.weights)
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
-    for age, of_age in enumerate(totals.ages):
-        metrics |= _age_metrics(f"age_{age}", of_age, totals.gap.tokens)
-    if totals.age is not None and totals.age.largest > -math.inf:
-        metrics["token_age_max"] = totals.age.largest
-    if totals.full is not None:
-        metrics |= _log_ratio_metrics(numbers, totals.full, settings)
-        metrics |= {name: split.value for name, split in totals.full.splits.items() if split.count}
-        if totals.full.turns[1].tokens:  # nothing is split where every response has one turn
-            for turn, gap in enumerate(totals.full.turns):
-                metrics |= _gap_metrics(f"turn_{turn}", gap, totals.gap.tokens)
-        if totals.full.signatures is not None and totals.full.head is not None:
-            metrics |= signature_metrics(totals.full.signatures, totals.full.head, numbers.histograms[0])
+    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"].tokens > 0
+    for name, gap in totals.groups.items():
+        if gap.tokens and (has_turns or not name.startswith("turn")):  # else nothing is split by turns
+            metrics |= _group_metrics(name, gap, totals)
+    metrics |= {name: split.value for name, split in totals.splits.items() if split.count}
+    if "token_age" in totals.extremes and totals.extremes["token_age"].largest > -math.inf:
+        metrics["token_age_max"] = totals.extremes["token_age"].largest
+    if settings.full:
+        metrics |= _log_ratio_metrics(numbers, settings)
+        if totals.signatures is not None:
+            metrics |= signature_metrics(totals.signatures, numbers.histograms[0])
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -62,8 +62,8 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
     return {f"{prefix}max": extremes.largest, f"{prefix}min": -extremes.negated_smallest}
 
 
-def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    tokens, sequences = weights.applied.tokens, weights.applied.sequences
+def _weight_metrics(weights: Mapping[str, WeightSums[float]], settings: WeightSettings) -> dict[str, float]:
+    tokens, sequences = weights["applied_token"], weights["applied_sequence"]
     level = sequences if settings.is_per_row else tokens
     of_sequences = _extremes("rollout_is_seq_", sequences.extremes)
     metrics = {
@@ -78,29 +78,22 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
         **_extremes("rollout_is_", level.extremes),
         **of_sequences,
     }
-    if settings.is_per_row and weights.raw is not None:
-        metrics |= _extremes("rollout_is_raw_", weights.raw.sequences.extremes)
+    if settings.is_per_row:
+        metrics |= _extremes("rollout_is_raw_", weights["raw_sequence"].extremes)
     if settings.batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = level.mean if level.mean > SMALLEST_NORMALISER else 1.0
     return metrics
 
 
-def _full_weight_metrics(
-    numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings
-) -> dict[str, float]:
+def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
     """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and
     tail."""
-    metrics = {}
-    for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
-        assert levels is not None
-        for level, sums in (
-            ("token", levels.tokens),
-            ("sequence", levels.sequences),
-            ("prompt", levels.prompts),
-        ):
-            if sums is not None:
-                metrics[f"rollout_is_ess_{kind}_{level}"] = sums.effective_sample_size
-        shown = levels.sequences if settings.is_per_row else levels.tokens
+    metrics, weights = {}, numbers.totals.weights
+    for name, sums in weights.items():
+        if not name.startswith("age"):
+            metrics[f"rollout_is_ess_{name}"] = sums.effective_sample_size
+    for kind in ("applied", "raw"):
+        shown = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
         metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
         metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
@@ -129,18 +122,17 @@ def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
     }
 
 
-def _log_ratio_metrics(
-    numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings
-) -> dict[str, float]:
+def _log_ratio_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
     """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for
     misalignment."""
-    metrics = {"log_ratio_abs_max": max(full.log_ratio.largest, full.log_ratio.negated_smallest, 0.0)}
+    extremes = numbers.totals.extremes["log_ratio"]
+    metrics = {"log_ratio_abs_max": max(extremes.largest, extremes.negated_smallest, 0.0)}
     for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
         if any(counts):
             metrics |= {
                 f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()
             }
-    for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.sequence_ratios)):
+    for name, ratios in numbers.totals.ratios.items():
         z = misalignment_z(ratios) if settings.tests_misalignment else None
         metrics |= {} if z is None else {name: z}
     return metrics
@@ -162,27 +154,18 @@ def misalignment_z(excess: Moments[float]) -> float | None:
     return excess.value / (excess.std / math.sqrt(excess.count))
 
 
-def _age_metrics(name: str, of_age: AgeTotals[float], tokens: float) -> dict[str, float]:
-    metrics, weights = _gap_metrics(name, of_age.gap, tokens), of_age.weights
-    if of_age.rejected.count:
-        metrics[f"{name}_rejected_fraction"] = of_age.rejected.value
-    if weights is not None and of_age.truncated is not None and of_age.gap.tokens:
-        metrics[f"{name}_rollout_is_mean"] = weights.mean
-        metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
-        metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
-        metrics[f"{name}_rollout_is_truncated_fraction"] = of_age.truncated / of_age.gap.tokens
-    return metrics
-
-
-def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
-    """A subset's share of all tokens, and its gap; empty for an empty subset."""
-    if not gap.tokens:
-        return {}
-    return {
-        f"{name}_token_fraction": gap.tokens / tokens,
+def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[str, float]:
+    """A group's share of all tokens, its gap, and the weights applied to it."""
+    metrics = {
+        f"{name}_token_fraction": gap.tokens / totals.gap.tokens,
         f"{name}_kl": -gap.log_ratio / gap.tokens,
         f"{name}_k3_kl": gap.mean_k3,
     }
+    if (weights := totals.weights.get(name)) is not None:
+        metrics[f"{name}_rollout_is_mean"] = weights.mean
+        metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
+        metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
+    return metrics
 
 
 def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:

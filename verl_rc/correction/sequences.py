@@ -22,8 +22,9 @@ class SequenceChunk:
         return (values if values.ndim == 1 else values[:, : self.width]).index_select(0, self.rows)
 
     def write(self, values: Tensor, target: Tensor) -> None:
-        """Put what was computed for these rows and positions where it belongs in ``target`` ``[B, T]``."""
-        target[:, : self.width].index_copy_(0, self.rows, values)
+        """Put what was computed for these rows, or these positions of them, where it belongs in ``target``
+        ``[B]`` or ``[B, T]``."""
+        (target if values.ndim == 1 else target[:, : self.width]).index_copy_(0, self.rows, values)
 
 
 def chunk_positions(device: torch.device) -> int:

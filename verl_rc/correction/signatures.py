@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from verl_rc.correction.histogram import NUM_BINS, bin_value
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.totals import HeadSums, Quotient, Signatures
+from verl_rc.correction.totals import Quotient, Signatures
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.mean import Mean, Moments
 
@@ -36,25 +36,20 @@ _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 def signature_sums(
     log_probs: LogProbs, facts: SequenceContext, ratios: Moments[Tensor]
 ) -> Signatures[Tensor]:
-    """The sums over all tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of
+    """The sums over the tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of
     its tokens.
 
-    All others are estimated from every token of the first bucket of positions and every ``STRIDES``-th of the
-    others, which counts as so many. Which tokens those are depends on their positions alone: nothing changes
-    with batches, ranks, order or padding.
+    Lags and rounding leave their traces everywhere if anywhere: the first tokens are enough. All others are
+    estimated from every token of the first bucket of positions and every ``STRIDES``-th of the others, which
+    counts as so many. Which tokens those are depends on their positions alone: nothing changes with batches,
+    ranks, order or padding.
     """
     ratio = LogRatio.from_log_probs(
         LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask)))
     )
-    logs, temperature, surprisal, deviations, gradients, varentropies = (
-        ratio.precise,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
-    squares, engines = _by_position(logs.square()), tuple[Quotient[Tensor], ...]()
+    logs, squares = ratio.precise, _by_position(ratio.precise.square())
+    temperature = surprisal = deviations = gradients = varentropies = None
+    engines, (lags, rounded) = tuple[Quotient[Tensor], ...](), _head_sums(log_probs)
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
         deviations = _by_position(centred.square())
@@ -78,6 +73,8 @@ def signature_sums(
         deviations=deviations,
         varentropies=varentropies,
         engines=engines,
+        lags=lags,
+        rounded=rounded,
     )
 
 
@@ -113,14 +110,10 @@ def _total(drawn: Tensor) -> Tensor:
     return torch.stack(_by_position(drawn)).sum(dim=0)
 
 
-def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
+def _head_sums(log_probs: LogProbs) -> tuple[tuple[Mean[Tensor], ...], Mean[Tensor]]:
     """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
-    head = LogProbs(
-        *(
-            values[:, : BOUNDS.head]
-            for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)
-        )
-    )
+    of_both = (log_probs.train, log_probs.rollout, log_probs.response_mask)
+    head = LogProbs(*(values[:, : BOUNDS.head] for values in of_both))
     ratio, farthest = LogRatio.from_log_probs(head), max(BOUNDS.lags)
     # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens. One
     # zero more, whose window is dropped, leaves room for a window where t is 0.
@@ -134,16 +127,14 @@ def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
     single = head.rollout.detach().float().contiguous()
     counted = ratio.ones * (single != 0)
     rounded = counted * (single.view(torch.int32) & _LAST_BITS == 0)
-    return HeadSums(tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(counted)))
+    return tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(counted))
 
 
-def signature_metrics(
-    found: Signatures[float], head: HeadSums[float], log_ratios: Sequence[float]
-) -> dict[str, float]:
+def signature_metrics(found: Signatures[float], log_ratios: Sequence[float]) -> dict[str, float]:
     """Metrics from merged sums and the histogram of the tokens' log-ratios; left out where nothing was
     measured."""
-    metrics = {"missing_mass": found.missing.value, "rounded_fraction": head.rounded.value}
-    metrics |= {"lag": float(_lag(head.lags)), "concentration": concentration(log_ratios)}
+    metrics = {"missing_mass": found.missing.value, "rounded_fraction": found.rounded.value}
+    metrics |= {"lag": float(_lag(found.lags)), "concentration": concentration(log_ratios)}
     for name, quotient in (("missing_mass_z", found.missing), ("temperature_z", found.temperature)):
         if quotient is not None and (z := quotient.z) is not None:
             metrics[name] = z

@@ -1,5 +1,6 @@
 """Mergeable statistics: sums over sequences that are added over micro-batches and ranks without loss."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,37 +12,26 @@ from torch import Tensor
 from torch.linalg import vecdot
 from torch.nn.functional import pad
 
-from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
+from verl_rc.config.rejection_rules import BoundedRule, Threshold
+from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import (
-    Rejection,
-    exclusive_fractions,
-    rejection_means,
-    rule_statistic,
-    rule_totals,
-)
+from verl_rc.correction.rejection import Judged, Rejection, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.signatures import head_sums, signature_metrics, signature_sums
+from verl_rc.correction.signatures import signature_metrics, signature_sums
 from verl_rc.correction.totals import (
-    AgeTotals,
-    FullTotals,
     Gap,
     Means,
     RuleSums,
+    RuleTotals,
     SequenceSums,
     TokenSums,
     Totals,
+    WeightSums,
     map_totals,
 )
-from verl_rc.correction.weights import (
-    Weights,
-    sums_of_tokens,
-    token_weight_means,
-    weight_totals,
-    with_prompts,
-)
+from verl_rc.correction.weights import Weights, sequence_weights
 from verl_rc.metrics.mean import Mean, Moments
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
@@ -123,14 +113,9 @@ class CorrectionStatistics:
     def signatures(self) -> dict[str, float]:
         """Return those of ``metrics`` that tell causes apart; only where the trainer's weights were those
         before any update."""
-        full, histograms = self.numbers().totals.full, self.numbers().histograms
-        assert full is not None
-        assert full.signatures is not None
-        assert full.head is not None
-        return {
-            f"rollout_corr/{name}": n
-            for name, n in signature_metrics(full.signatures, full.head, histograms[0]).items()
-        }
+        signatures, histograms = self.numbers().totals.signatures, self.numbers().histograms
+        assert signatures is not None
+        return {f"rollout_corr/{name}": n for name, n in signature_metrics(signatures, histograms[0]).items()}
 
     def merge(self, other: "CorrectionStatistics") -> "CorrectionStatistics":
         """Statistics of both parts together. Raises ``ValueError`` unless the same was measured of both."""
@@ -148,112 +133,161 @@ class CorrectionStatistics:
         return replace(self, sums=sums, maxima=maxima)
 
 
-def token_sums(
+Measured = tuple[TokenSums, Tensor | None]
+"""What tokens of a chunk add up to, and with full diagnostics the histogram of their log-ratios."""
+
+
+def measure_tokens(
     ratio: LogRatio,
-    rejection: Rejection,
-    rules: dict[str, RuleSums],
     weights: Weights | None,
+    of_tokens: Rejection,
+    of_sequences: Rejection,
     settings: CorrectionSettings,
     facts: SequenceContext,
-) -> TokenSums:
-    """What the tokens of some sequences ``[b]`` add up to; ``rules`` is what those on tokens found."""
-    sums, veto, age, of_weights, raw_weight, full = ratio.sums, None, None, list[Any](), None, None
-    means = {
-        "safety_clamped_fraction": Mean(
-            ratio.count(indicator(torch.ne, ratio.values, ratio.bounded)), sums.tokens
-        )
-    }
-    if settings.log_veto is not None:
-        # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-        veto = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
+) -> Measured:
+    """What the tokens of some sequences ``[b]`` add up to; both rejections are theirs."""
+    sums, raw_weight, of_weights = ratio.sums, None, dict[str, WeightSums[Tensor]]()
+    kept = of_sequences.kept * sequence_sum(of_tokens.kept)
+    clamped = ratio.count(indicator(torch.ne, ratio.values, ratio.bounded))
+    means = {"safety_clamped_fraction": Mean(clamped, sums.tokens)}
     if settings.opsm_threshold is not None:
-        rejected, response = sequence_sum(rejection.causes["opsm"]), sums.response_tokens
+        rejected, response = sequence_sum(of_tokens.causes["opsm"]), sums.response_tokens
         means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
         means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, response.clamp_max(1.0))
     if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
-        means |= token_weight_means(weights, settings.weights.threshold, ratio)
+        means |= _token_weight_means(weights, settings.weights.threshold, ratio)
         raw_weight = sums.mean(sequence_sum(weights.raw_excess))
-        measured = (weights.excess, weights.raw_excess) if settings.full else (weights.excess,)
-        of_weights = [sums_of_tokens(excess, ratio.ones, sums.tokens) for excess in measured]
-    if (ages := facts.ages(ratio.response)) is not None:
-        age = extremes(ages, ratio.ones)
-        means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), sums.tokens)
-    if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(
-            ratio.count(indicator(torch.eq, ratio.values, 0.0)), sums.tokens
-        )
-        full = _full_token_sums(ratio, rejection, facts)
-    return TokenSums(
-        sums=sums,
+        of_weights["applied_token"] = _weights_of_tokens(weights.excess, ratio.ones, sums.tokens)
+        if settings.full:
+            of_weights["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.ones, sums.tokens)
+    totals = Totals(
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
         gap=Gap(
             sums.tokens, sums.log_ratio, (ratio.ratios.total - sequence_sum(ratio.precise)).clamp_min(0.0)
         ),
+        response_tokens=sums.response_tokens,
+        kept_tokens=kept,
+        kept_sequences=kept > 0,
+        means=means,
+        splits={},
+        groups={},
+        extremes={},
+        weights=of_weights,
+        rules={},
+        ratios={},
+        signatures=None,
+    )
+    if (ages := facts.ages(ratio.response)) is not None:
+        _measure_ages(totals, ages, ratio, of_tokens.kept * of_sequences.kept[:, None], weights)
+    if settings.full:
+        _measure_fully(totals, ratio, of_tokens, of_sequences, settings, facts)
+    found = TokenSums(
+        sums=sums,
         train=sequence_sum(ratio.train),
         ratios=ratio.ratios,
-        kept=rejection.kept.sum(dim=-1).double() if rejection.causes else sums.response_tokens,
-        below_veto=veto,
-        statistics={
-            rule.name: rule_statistic(rule.rule, ratio)
+        rules={
+            rule.name: _rule_sums(rule, ratio, of_tokens.judged[rule.name])
             for rule in settings.rules
-            if not rule.rule.is_per_token
+            if rule.rule.is_per_token
         },
-        means=means,
-        rules=rules,
-        weights=tuple(of_weights),
+        statistics={name: judged.statistic for name, judged in of_sequences.judged.items()},
+        below_veto=of_sequences.below_veto,
         raw_weight=raw_weight,
-        ages=() if ages is None else tuple(_by_age(ratio, ages, rejection, weights)),
-        age=age,
-        full=full,
-        alone={name: sequence_sum(alone) for name, alone in rejection.alone.items()} if settings.full else {},
+        totals=totals,
     )
+    return found, log_ratio_histogram(ratio.values, ratio.ones) if settings.full else None
 
 
-def _by_age(
-    ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weights | None
-) -> Iterator[AgeTotals[Tensor]]:
-    """Yield totals by age; ``ages``, int64 ``[b, t]``, are updates between the weights that sampled a token
-    and the current ones.
+def _token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio) -> Means[Tensor]:
+    """Shares of tokens with a weight above and below the threshold, where every token has its own."""
+    # Logarithms are compared, not weights: they are known beyond the safety bound, too.
+    high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
+    low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
+    shares = {"ratio_fraction_high": high, "ratio_fraction_low": low}
+    shares |= {} if threshold.lower is None else {"oob_ratio": high + low}
+    return {f"rollout_is_{name}": Mean(count, ratio.sums.tokens) for name, count in shares.items()}
+
+
+def _weights_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Tensor]:
+    """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``ones`` is 1, and 0
+    where it is 0."""
+    w = excess + ones
+    moments = Moments(sequence_sum(excess), count, vecdot(excess, excess))
+    # The extremes are those of weights as they are applied: in float32 where log-probs are, at half the cost.
+    return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
+
+
+def _rule_sums(rule: BoundedRule, ratio: LogRatio, judged: Judged) -> RuleSums:
+    total, clamped = sequence_sum(judged.statistic), _clamped(rule, judged.statistic)
+    moments = Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square()))
+    seen, (above, below) = (
+        extremes(judged.statistic, ratio.ones),
+        map(ratio.count, (judged.above, judged.below)),
+    )
+    return RuleSums(ratio.sums.mean(total), total, moments, seen, above, below)
+
+
+def _clamped(rule: BoundedRule, statistic: Tensor) -> Tensor:
+    # Counted from the bound nearest to 0: values of two policies that agree add nothing, not even rounding.
+    return statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
+
+
+def _measure_ages(
+    totals: Totals[Tensor], ages: Tensor, ratio: LogRatio, kept: Tensor, weights: Weights | None
+) -> None:
+    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are updates between the weights that
+    sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
     are wrong.
     """
-    for here in _buckets(ages, NUM_AGES):
+    totals.extremes["token_age"] = extremes(ages, ratio.ones)
+    totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), totals.gap.tokens)
+    for age, here in enumerate(_buckets(ages, NUM_AGES)):
         # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and
         # no weight.
-        ones, response, of_weights, truncated = (
-            here * ratio.ones,
-            sequence_sum(here * ratio.response),
-            None,
-            None,
-        )
-        gap = _gap(ratio, ones)
+        name, ones, response = f"age_{age}", here * ratio.ones, sequence_sum(here * ratio.response)
+        totals.groups[name] = gap = _gap(ratio, ones)
+        totals.splits[f"{name}_rejected_fraction"] = Mean(response - sequence_sum(kept * here), response)
         if weights is not None:
             # Where all tokens of a sequence share a weight, each of them counts with it.
             raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            of_weights, truncated = (
-                sums_of_tokens(excess * ones, ones, gap.tokens),
-                sequence_sum((raw != excess) * ones),
-            )
-        yield AgeTotals(
-            gap, Mean(response - sequence_sum(rejection.kept * here), response), of_weights, truncated
-        )
+            totals.weights[name] = _weights_of_tokens(excess * ones, ones, gap.tokens)
+            truncated = sequence_sum((raw != excess) * ones)
+            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
 
 
-def _full_token_sums(ratio: LogRatio, rejection: Rejection, facts: SequenceContext) -> FullTotals[Tensor]:
-    """Return the totals without what is known of whole sequences only."""
-    mask, signs = ratio.response.bool(), dict[str, Mean[Tensor]]()
-    begins = mask & ~pad(
-        mask[:, :-1], (1, 0)
-    )  # a turn is a run of response tokens without a tool's between them
-    turns = tuple(_gap(ratio, here * ratio.ones) for here in _buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS))
+def _measure_fully(
+    totals: Totals[Tensor],
+    ratio: LogRatio,
+    of_tokens: Rejection,
+    of_sequences: Rejection,
+    settings: CorrectionSettings,
+    facts: SequenceContext,
+) -> None:
+    """Add what full diagnostics look at in single tokens."""
+    mask, sums, splits = ratio.response.bool(), ratio.sums, totals.splits
+    exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
+    totals.means["log_ratio_exact_fraction"] = Mean(exact, sums.tokens)
+    totals.extremes["log_ratio"] = extremes(ratio.values, ratio.ones)
+    # A turn is a run of response tokens without a tool's between them.
+    begins = mask & ~pad(mask[:, :-1], (1, 0))
+    for turn, here in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
+        totals.groups[f"turn_{turn}"] = _gap(ratio, here * ratio.ones)
     if facts.advantages is not None:
         for name, some in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = sequence_sum(some * rejection.kept)
-            signs[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(some * ratio.response))
-    product = torch.expm1(bound_log_ratio(ratio.sums.log_ratio))
-    products = Moments(product, ratio.sums.real, product.square())
-    return FullTotals(extremes(ratio.values, ratio.ones), ratio.ratios, products, turns, signs)
+            kept = of_sequences.kept * sequence_sum(some * of_tokens.kept)
+            count = sequence_sum(some * ratio.response)
+            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, count)
+    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
+    # levels.
+    kept_alone = sequence_sum(of_tokens.kept)
+    only = {name: kept_alone * rejected for name, rejected in of_sequences.alone.items()}
+    only |= {name: of_sequences.kept * sequence_sum(alone) for name, alone in of_tokens.alone.items()}
+    if settings.rejects:
+        overlap = sums.response_tokens - totals.kept_tokens - sum(only.values())
+        shares = {f"{name}_exclusive": tokens for name, tokens in only.items()} | {"overlap": overlap}
+        splits |= {f"rollout_rs_{name}_fraction": Mean(n, sums.response_tokens) for name, n in shares.items()}
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -270,52 +304,48 @@ def _gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
     return Gap(sequence_sum(ones), sequence_sum(ratio.values * ones), vecdot(ratio.k3, ones))
 
 
-def sequence_totals(
-    found: TokenSums,
-    rejection: Rejection,
+def measure_sequences(
+    measured: Sequence[Measured],
+    rows: Tensor,
     settings: CorrectionSettings,
     facts: SequenceContext,
     log_probs: LogProbs,
+) -> CorrectionStatistics:
+    """Statistics of all sequences ``[B]``, of which ``rows`` ``[B]`` were measured one after the other."""
+    # For all sequences at once: operations on the few of a chunk would take as long as those on its tokens.
+    place, parts = rows.argsort(), [found for found, _ in measured]
+    found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
+    totals, histograms = _sequence_totals(found, settings, facts), list[Tensor]()
+    if settings.full:
+        counts = [count for _, count in measured if count is not None]
+        of_means = found.sums.mean(found.sums.log_ratio)
+        of_sequences = [
+            log_ratio_histogram(logs, found.sums.real) for logs in (found.sums.log_ratio, of_means)
+        ]
+        histograms = [torch.stack(counts).sum(dim=0), *of_sequences]
+    if settings.full and settings.tests_misalignment:
+        totals = replace(totals, signatures=signature_sums(log_probs, facts, found.ratios))
+    return CorrectionStatistics.from_sequences(totals, histograms)
+
+
+def _sequence_totals(
+    found: TokenSums, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
-    """What every sequence ``[B]`` adds to the statistics, from what its tokens add up to."""
-    sums, kept, weights, rules, full = (
-        found.sums,
-        rejection.kept * found.kept,
-        None,
-        dict[str, Any](),
-        found.full,
-    )
-    means = found.means | _gap_means(found) | rejection_means(found, kept, settings)
-    # Tokens of an age that are kept by themselves are rejected with their sequences.
-    rejected = [
-        age.rejected.count - rejection.kept * (age.rejected.count - age.rejected.total) for age in found.ages
-    ]
-    ages = [
-        replace(age, rejected=Mean(n, age.rejected.count))
-        for age, n in zip(found.ages, rejected, strict=True)
-    ]
+    """Complete the totals with what is known of whole sequences only."""
+    totals, sums = found.totals, found.sums
+    totals.means.update(_gap_means(found) | _rejection_means(found, settings))
+    totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
     if settings.weights is not None:
-        weights, shares = weight_totals(found, settings.weights)
-        weights = weights if facts.group_slots is None else with_prompts(weights, facts.group_slots)
-        means |= shares
+        _measure_weights(found, settings.weights, facts.group_slots)
     for rule in settings.rules:
-        rules[rule.name], shares = rule_totals(rule, found)
-        means |= shares
-    if full is not None:
-        means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
-        splits = {name: Mean(rejection.kept * sign.total, sign.count) for name, sign in full.splits.items()}
-        splits |= exclusive_fractions(found, rejection) if settings.rejects else {}
-        full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores))
-        if settings.tests_misalignment:
-            # Few positions of all sequences at once: operations on those of a chunk would take as long as
-            # these.
-            full = replace(
-                full, signatures=signature_sums(log_probs, facts, found.ratios), head=head_sums(log_probs)
-            )
-    difference, response = extremes(-sums.mean(sums.log_ratio), sums.tokens), sums.response_tokens
-    return Totals(
-        found.gap, response, kept, kept > 0, means, difference, weights, rules, tuple(ages), found.age, full
-    )
+        _measure_rule(found, rule)
+    if settings.full:
+        totals.means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
+        totals.splits.update(_splits(sums.response_tokens, totals.kept_tokens, facts.scores))
+        product = torch.expm1(bound_log_ratio(sums.log_ratio))
+        totals.ratios["misalignment_z"] = found.ratios
+        totals.ratios["misalignment_z_seq"] = Moments(product, sums.real, product.square())
+    return totals
 
 
 def _gap_means(found: TokenSums) -> Means[Tensor]:
@@ -337,6 +367,95 @@ def _gap_means(found: TokenSums) -> Means[Tensor]:
     }
 
 
+def _rejection_means(found: TokenSums, settings: CorrectionSettings) -> Means[Tensor]:
+    """Shares of tokens and sequences that are rejected, by all causes together and by the veto."""
+    means, response, kept = dict[str, Mean[Tensor]](), found.sums.response_tokens, found.totals.kept_tokens
+    answered = response.clamp_max(1.0)
+    if settings.rejects:
+        means["rollout_rs_masked_fraction"] = Mean(response - kept, response)
+        means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
+        means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
+    if found.below_veto is not None:
+        means["rollout_is_veto_fraction"] = Mean(found.below_veto.clamp_max(1.0), found.sums.real)
+        means["rollout_is_catastrophic_token_fraction"] = Mean(found.below_veto, found.sums.tokens)
+    return means
+
+
+def _measure_weights(found: TokenSums, settings: WeightSettings, group_slots: Tensor | None) -> None:
+    """Add the weights of sequences and prompts, and shares of those beyond the threshold.
+
+    A sequence's weight is the mean over its tokens, a prompt's the mean over its sequences with valid tokens.
+    """
+    sums, weights, bounds, raw_weight = found.sums, found.totals.weights, settings.threshold, found.raw_weight
+    if raw_weight is None:  # all tokens of a sequence share one weight
+        _, raw_weight, applied = sequence_weights(sums, settings)
+        excesses = {"applied": applied, "raw": raw_weight}
+        weights |= {f"{kind}_token": _weighted_sums(w, sums.tokens) for kind, w in excesses.items()}
+    else:
+        kinds = [kind for kind in ("applied", "raw") if f"{kind}_token" in weights]
+        excesses = {kind: sums.mean(weights[f"{kind}_token"].excess.total) for kind in kinds}
+    for kind, excess in excesses.items():
+        weights[f"{kind}_sequence"] = of_sequences = _weighted_sums(excess, sums.real)
+        if group_slots is not None:
+            total, count = (
+                torch.zeros_like(column).index_add_(0, group_slots, column)
+                for column in (of_sequences.excess.total, of_sequences.excess.count)
+            )
+            mean = Mean(total, count).value
+            weights[f"{kind}_prompt"] = _weighted_sums(mean, count.clamp_max(1.0))
+    high = sums.real * (raw_weight > bounds.upper - 1.0)
+    low = sums.real * (raw_weight < bounds.reciprocal_lower - 1.0)
+    for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
+        found.totals.means[f"rollout_is_{level}_fraction_high"] = Mean(high, sums.real)
+        found.totals.means[f"rollout_is_{level}_fraction_low"] = Mean(low, sums.real)
+    if settings.is_per_row and bounds.lower is not None:
+        found.totals.means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
+
+
+def _weighted_sums(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
+    """What each sequence adds, with ``w - 1 = excess`` ``[B]`` counted ``count`` ``[B]`` times."""
+    w = excess + 1.0
+    moments = Moments(count * excess, count, count * excess.square())
+    return WeightSums(moments, count * w.square(), extremes(w, count))
+
+
+def _measure_rule(found: TokenSums, rule: BoundedRule) -> None:
+    """Add what every sequence adds to the statistics of a rule, and to the metrics that are means or
+    shares."""
+    tokens, real = found.sums.tokens, found.sums.real
+    if rule.rule.is_per_token:
+        of_rule, judged = found.rules[rule.name], tokens
+        rejected = of_rule.above + of_rule.below
+    else:
+        of_rule, judged = _sequence_rule_sums(rule, found.sums, found.statistics[rule.name]), real
+        rejected = tokens * (of_rule.above + of_rule.below)
+    mean, (above, below) = of_rule.mean, (of_rule.above, of_rule.below)
+    seq_above, seq_below = (real * some for some in outside(rule, mean))
+    if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
+        above, below, seq_above, seq_below = below, above, seq_below, seq_above
+    means = {
+        "mean": Mean(of_rule.total, tokens),
+        "masked_fraction": Mean(rejected, tokens),
+        "seq_masked_fraction": Mean(rejected > 0, real),
+        "fraction_high": Mean(above, judged),
+        "fraction_low": Mean(below, judged),
+        "seq_fraction_high": Mean(seq_above, real),
+    }
+    means |= {"seq_fraction_low": Mean(seq_below, real)} if rule.rule.bounds_ratio else {}
+    found.totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in means.items()})
+    of_sequences = Moments(real * mean, real, real * mean.square())
+    found.totals.rules[rule.name] = RuleTotals(
+        of_rule.clamped, of_rule.extremes, of_sequences, extremes(mean, tokens)
+    )
+
+
+def _sequence_rule_sums(rule: BoundedRule, sums: SequenceSums, statistic: Tensor) -> RuleSums:
+    # Every token counts with the statistic of its sequence.
+    tokens, clamped, (above, below) = sums.tokens, _clamped(rule, statistic), outside(rule, statistic)
+    moments, seen = Moments(tokens * clamped, tokens, tokens * clamped.square()), extremes(statistic, tokens)
+    return RuleSums(statistic, tokens * statistic, moments, seen, sums.real * above, sums.real * below)
+
+
 def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tensor]:
     """Share of tokens kept by length of the response and by correctness; scores of kept and of rejected
     sequences."""
@@ -354,8 +473,3 @@ def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tens
     return splits | {
         f"kept_fraction_{name}": Mean(kept * some, response * some) for name, some in groups.items()
     }
-
-
-def sequence_histograms(sums: SequenceSums) -> list[Tensor]:
-    """Counts of the log-ratios of sequences, and of their means over tokens."""
-    return [log_ratio_histogram(logs, sums.real) for logs in (sums.log_ratio, sums.mean(sums.log_ratio))]

@@ -61,26 +61,6 @@ class WeightSums(Generic[T]):
 
 
 @dataclass(frozen=True)
-class WeightLevels(Generic[T]):
-    """Weights of tokens, and their means over the tokens of each sequence and over the sequences of each
-    prompt."""
-
-    tokens: WeightSums[T]
-    sequences: WeightSums[T]
-    prompts: WeightSums[T] | None = None
-    """Sums over prompts; None: groups are unknown."""
-
-
-@dataclass(frozen=True)
-class WeightTotals(Generic[T]):
-    """Importance weights before normalisation."""
-
-    applied: WeightLevels[T]
-    raw: WeightLevels[T] | None
-    """Before the threshold: with full diagnostics, and where all tokens of a sequence share one weight."""
-
-
-@dataclass(frozen=True)
 class RuleTotals(Generic[T]):
     """The statistic of one rejection rule, over tokens or, for ``seq_*`` rules, over sequences."""
 
@@ -105,19 +85,6 @@ class Gap(Generic[T]):
     def mean_k3(self: "Gap[float]") -> float:
         """The k3 estimate of KL(rollout || train), nats per token; 0 without tokens."""
         return self.k3 / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class AgeTotals(Generic[T]):
-    """The tokens of one age."""
-
-    gap: Gap[T]
-    rejected: Mean[T]
-    """Response tokens that are rejected, of all."""
-    weights: WeightSums[T] | None
-    """Applied to these tokens, before normalisation."""
-    truncated: T | None
-    """Tokens whose weight the threshold changed."""
 
 
 @dataclass(frozen=True)
@@ -180,41 +147,18 @@ class Signatures(Generic[T]):
     """``V``, by position in the response; None where it is unknown."""
     engines: tuple[Quotient[T], ...]
     """``l^2`` by ``g``, by engine; the last holds all later ones. Empty: ``g`` or engines are unknown."""
-
-
-@dataclass(frozen=True)
-class HeadSums(Generic[T]):
-    """What they leave in the first tokens of every sequence: it is everywhere if anywhere."""
-
     lags: tuple[Mean[T], ...]
-    """``|log pi_t - log mu_(t+k)|`` for every k in ``BOUNDS.lags``."""
+    """``|log pi_t - log mu_(t+k)|`` for every k in ``BOUNDS.lags``, in the first tokens of every sequence."""
     rounded: Mean[T]
-    """Rollout log-probs that fit into 16 bits, of those that are not 0."""
-
-
-@dataclass(frozen=True)
-class FullTotals(Generic[T]):
-    """What full diagnostics add."""
-
-    log_ratio: Extremes[T]
-    """Over tokens."""
-    token_ratios: Moments[T]
-    """Moments of ``rho - 1``."""
-    sequence_ratios: Moments[T]
-    """Moments of the product of a sequence's ratios, less 1."""
-    turns: tuple[Gap[T], ...]
-    """Gaps by turn of the policy; the last holds all later ones."""
-    splits: Means[T]
-    """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
-    signatures: Signatures[T] | None = None
-    """None, like ``head``, after the step's first update: the trainer no longer has the weights that should
-    agree."""
-    head: HeadSums[T] | None = None
+    """Rollout log-probs that fit into 16 bits, of those that are not 0; in the same tokens."""
 
 
 @dataclass(frozen=True)
 class Totals(Generic[T]):
-    """Everything that is measured of some sequences, before rejection."""
+    """Everything that is measured of some sequences, before rejection.
+
+    Dictionaries hold by name what the configuration and the facts that are known ask for.
+    """
 
     gap: Gap[T]
     """Over the response tokens with two finite log-probs."""
@@ -223,14 +167,23 @@ class Totals(Generic[T]):
     kept_sequences: T
     """Rows with a kept token."""
     means: Means[T]
-    log_ppl_diff: Extremes[T]
-    weights: WeightTotals[T] | None
+    splits: Means[T]
+    """Metrics of some group of sequences or tokens, left out where nothing is in it."""
+    groups: dict[str, Gap[T]]
+    """Gaps by age of a token in updates (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
+    ones hold all above them, too."""
+    extremes: dict[str, Extremes[T]]
+    """``log_ppl_diff``, ``log_ratio``, ``token_age``."""
+    weights: dict[str, WeightSums[T]]
+    """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
+    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold:
+    with full diagnostics, and where all tokens of a sequence share one weight."""
     rules: dict[str, RuleTotals[T]]
-    ages: tuple[AgeTotals[T], ...]
-    """Totals by updates since the weights that sampled a token; the last holds all older ones. Empty: ages
-    are unknown."""
-    age: Extremes[T] | None
-    full: FullTotals[T] | None
+    ratios: dict[str, Moments[T]]
+    """With full diagnostics, by name of the test for misalignment: ``rho - 1``, and the products of a
+    sequence's ratios less 1."""
+    signatures: Signatures[T] | None
+    """None after the step's first update, where the trainer no longer has the weights that should agree."""
 
     @property
     def nonfinite_fraction(self: "Totals[float]") -> float:
@@ -280,30 +233,19 @@ class TokenSums:
     """What the tokens of sequences add up to, ``[B]``: all that needs a look at single tokens."""
 
     sums: SequenceSums
-    gap: Gap[Tensor]
     train: Tensor
     """Log-probs under the train policy."""
     ratios: Moments[Tensor]
     """``rho - 1``."""
-    kept: Tensor
-    """Response tokens that are not rejected by themselves."""
-    below_veto: Tensor | None
-    statistics: dict[str, Tensor]
-    """Statistics by name of a rule on sequences."""
-    means: Means[Tensor]
     rules: dict[str, RuleSums]
-    """Sums of rules on tokens."""
-    weights: tuple[WeightSums[Tensor], ...]
-    """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one.
-    """
+    """Of rules on tokens."""
+    statistics: dict[str, Tensor]
+    """Of rules on sequences."""
+    below_veto: Tensor | None
     raw_weight: Tensor | None
-    """Their mean ``w - 1`` before the threshold."""
-    ages: tuple[AgeTotals[Tensor], ...]
-    age: Extremes[Tensor] | None
-    full: FullTotals[Tensor] | None
-    """Tokens not rejected by themselves, of all; split by sign of the advantage."""
-    alone: dict[str, Tensor]
-    """With full diagnostics, by cause: tokens that no other cause rejects by themselves."""
+    """Mean ``w - 1`` before the threshold; None where there are no weights, or all tokens share one."""
+    totals: Totals[Tensor]
+    """What is known so far."""
 
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:

@@ -182,4 +182,4 @@ def test_nothing_is_read_from_the_device() -> None:
         result = compute_rollout_correction(
             log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions
         )
-        assert len(result.statistics.layout.ages) == 5
+        assert [f"age_{age}" in result.statistics.layout.groups for age in range(6)] == [True] * 5 + [False]

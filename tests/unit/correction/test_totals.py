@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_rc.correction.totals import Extremes, FullTotals, Gap, WeightSums, map_totals
+from verl_rc.correction.totals import Extremes, Gap, RuleTotals, WeightSums, map_totals
 from verl_rc.metrics.mean import Mean, Moments
 
 
@@ -39,17 +39,15 @@ def test_means_of_nothing_are_zero() -> None:
 
 
 def test_records_are_mapped_number_by_number_in_one_order() -> None:
-    record = FullTotals(
-        log_ratio=Extremes(1, 2),
-        token_ratios=Moments(3, 4, 5),
-        sequence_ratios=Moments(6, 7, 8),
-        turns=(Gap(9, 10, 11), Gap(12, 13, 14)),
-        splits={"b": Mean(15, 16), "a": Mean(17, 18)},
+    record = (
+        RuleTotals(Moments(1, 2, 3), Extremes(4, 5), Moments(6, 7, 8), Extremes(9, 10)),
+        {"b": Gap(11, 12, 13), "a": Gap(14, 15, 16)},
+        None,
     )
     seen: list[tuple[int, bool]] = []
     doubled = map_totals(
         lambda one, two, is_extreme: seen.append((one, is_extreme)) or one + two, record, record
     )
-    assert seen == [(number, number <= 2) for number in range(1, 19)]
-    assert doubled.turns[1] == Gap(24, 26, 28)
-    assert doubled.splits == {"b": Mean(30, 32), "a": Mean(34, 36)}
+    assert seen == [(number, number in (4, 5, 9, 10)) for number in range(1, 17)]
+    assert doubled[0].extremes == Extremes(8, 10)
+    assert doubled[1:] == ({"b": Gap(22, 24, 26), "a": Gap(28, 30, 32)}, None)
