@@ -152,9 +152,12 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
     # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
     both = [excluded + values, excluded - values]
-    if values.ndim == 2:  # the maximum of no positions at all is an error
-        both = [some.amax(dim=-1) if some.shape[-1] else sequence_sum(some) - torch.inf for some in both]
-    return Extremes(*(some.double() for some in both))
+    return Extremes(*(largest(some) if values.ndim == 2 else some.double() for some in both))
+
+
+def largest(values: Tensor) -> Tensor:
+    """Largest value of each sequence ``[b, t]``, float64 ``[b]``; -inf where there are no positions."""
+    return values.amax(dim=-1).double() if values.shape[-1] else sequence_sum(values) - torch.inf
 
 
 def sequence_sum(values: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ from torch.nn.functional import pad
 from verl_rc.config.rejection_rules import BoundedRule, Threshold
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Judged, Rejection, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.signatures import signature_metrics, signature_sums
 from verl_rc.correction.totals import (
+    Extremes,
     Gap,
     Means,
     RuleSums,
@@ -148,7 +149,7 @@ def measure_tokens(
     """What the tokens of some sequences ``[b]`` add up to; both rejections are theirs."""
     sums, raw_weight, of_weights = ratio.sums, None, dict[str, WeightSums[Tensor]]()
     kept = of_sequences.kept * sequence_sum(of_tokens.kept)
-    clamped = ratio.count(indicator(torch.ne, ratio.values, ratio.bounded))
+    clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
     means = {"safety_clamped_fraction": Mean(clamped, sums.tokens)}
     if settings.opsm_threshold is not None:
         rejected, response = sequence_sum(of_tokens.causes["opsm"]), sums.response_tokens
@@ -165,13 +166,14 @@ def measure_tokens(
         gap=Gap(
             sums.tokens, sums.log_ratio, (ratio.ratios.total - sequence_sum(ratio.precise)).clamp_min(0.0)
         ),
+        distance=Mean(sequence_sum(ratio.values.abs()), sums.tokens),
         response_tokens=sums.response_tokens,
         kept_tokens=kept,
         kept_sequences=kept > 0,
         means=means,
         splits={},
         groups={},
-        extremes={},
+        extremes={"log_ratio": Extremes(largest(ratio.values), largest(-ratio.values))},
         weights=of_weights,
         rules={},
         ratios={},
@@ -269,7 +271,6 @@ def _measure_fully(
     mask, sums, splits = ratio.response.bool(), ratio.sums, totals.splits
     exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
     totals.means["log_ratio_exact_fraction"] = Mean(exact, sums.tokens)
-    totals.extremes["log_ratio"] = extremes(ratio.values, ratio.ones)
     # A turn is a run of response tokens without a tool's between them.
     begins = mask & ~pad(mask[:, :-1], (1, 0))
     for turn, here in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):

@@ -24,6 +24,11 @@ class Extremes(Generic[T]):
     # Negated, so that one maximum over sequences, parts and ranks serves both.
     negated_smallest: T
 
+    @property
+    def farthest(self: "Extremes[float]") -> float:
+        """The largest distance from 0; 0 without any value."""
+        return max(self.largest, self.negated_smallest, 0.0)
+
 
 Means = dict[str, Mean[T]]
 """Metrics that are plain means or shares, by name."""
@@ -162,6 +167,8 @@ class Totals(Generic[T]):
 
     gap: Gap[T]
     """Over the response tokens with two finite log-probs."""
+    distance: Mean[T]
+    """``|l|``, over the same tokens."""
     response_tokens: T
     kept_tokens: T
     kept_sequences: T
@@ -173,7 +180,7 @@ class Totals(Generic[T]):
     """Gaps by age of a token in updates (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
     ones hold all above them, too."""
     extremes: dict[str, Extremes[T]]
-    """``log_ppl_diff``, ``log_ratio``, ``token_age``."""
+    """``log_ppl_diff``, ``log_ratio`` (0 among them), ``token_age``."""
     weights: dict[str, WeightSums[T]]
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
     ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold:

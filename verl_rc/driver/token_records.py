@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.schema import public_values
+from verl_rc.correction.log_ratio import LogRatio, sequence_sum
+from verl_rc.correction.sequences import LogProbs
 from verl_rc.data.batches import PolicyEvaluations, unpadded
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_record import (
@@ -189,8 +191,9 @@ class TokenRecorder:
 
 def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     """float64 ``[B]``: sum of the squared log-ratios of each row; infinite where one is not finite."""
-    difference = torch.where(mask, train.double() - rollout.double(), 0.0)
-    return torch.where(difference.isfinite(), difference.square(), torch.inf).sum(dim=-1)
+    ratio = LogRatio.from_log_probs(LogProbs(train, rollout, mask))
+    is_finite = ratio.sums.tokens == ratio.sums.response_tokens
+    return torch.where(is_finite, sequence_sum(ratio.values.double().square()), torch.inf)
 
 
 def _token_columns(

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from verl_rc.config.errors import listed
 from verl_rc.config.models import torch_name
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.correction import CorrectionStatistics, measure
 from verl_rc.metrics.bounds import BOUNDS, least_precise
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt
@@ -74,10 +75,14 @@ class LogProbGap:
     @classmethod
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
         """Gap over the True positions of ``mask`` with finite log-probs; all three are ``[B, R]``."""
-        gap = token_gaps(train_log_probs, rollout_log_probs, mask)
-        # Stacked, so that both numbers come from the device in one copy.
-        mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
-        return cls(mean, maximum)
+        plain = RolloutCorrectionConfig(diagnostics="core")
+        return cls.from_statistics(measure(train_log_probs, rollout_log_probs, mask, plain))
+
+    @classmethod
+    def from_statistics(cls, statistics: CorrectionStatistics) -> "LogProbGap":
+        """Gap of what rollout correction has measured."""
+        totals = statistics.numbers().totals
+        return cls(totals.distance.value, totals.extremes["log_ratio"].farthest)
 
     def require_at_most(self, limit: float, where: str) -> None:
         """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""
@@ -90,14 +95,6 @@ class LogProbGap:
                 "another temperature. If the gap is expected, set "
                 "actor_rollout_ref.rollout.sync_proof.gap_limit."
             )
-
-
-def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is
-    finite."""
-    gaps = (train_log_probs - rollout_log_probs).abs()[mask].double()
-    # Rollout correction has its own rule and its own limit for log-probs that are not finite.
-    return gaps[torch.isfinite(gaps)]
 
 
 # Limits of a first mean gap, nats, by the least precise part of engine and trainer: well above what rounding

@@ -4,7 +4,6 @@ over all its micro-batches and ranks."""
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from verl_rc.correction import CorrectionStatistics, require_finite
@@ -46,8 +45,6 @@ class ActorCorrection:
         """Of the mini-batches that have ended, over all ranks."""
         self._signatures: CorrectionStatistics | None = None
         """Of this rank's micro-batches of the first mini-batch."""
-        # float64: with float32 sums the gap over ranks would depend on how rows are spread over them.
-        self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
@@ -79,7 +76,6 @@ class ActorCorrection:
         batch, log_probs = self._against_rollout(batch, log_probs.detach())
         found = measure_current(batch, log_probs, self._config, self._policy_version)
         self._corrected = _merged(self._corrected, found)
-        self._add_gap(batch, log_probs)
         return correct_current(batch, log_probs, self._config, self._measured_before or found)
 
     @property
@@ -122,11 +118,9 @@ class ActorCorrection:
         return kept_counts(mini_batch).num_tokens
 
     def gap(self) -> LogProbGap:
-        """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks. Collective."""
-        sums, largest = (part.clone() for part in self._gap)
-        # Copies are reduced: an all-reduce works in place, and reduced sums would be reduced again.
-        total, count = all_reduce_sum(sums, self._mesh).tolist()
-        return LogProbGap(total / count if count else 0.0, float(all_reduce_max(largest, self._mesh)))
+        """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks."""
+        assert self._of_step is not None
+        return LogProbGap.from_statistics(self._of_step)
 
     def statistics(self) -> CorrectionStatistics:
         """Return the statistics of all mini-batches and ranks, on the CPU."""
@@ -143,16 +137,6 @@ class ActorCorrection:
             all_reduce_sum(statistics.sums.clone(), self._mesh),
             all_reduce_max(statistics.maxima.clone(), self._mesh),
         )
-
-    def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:
-        gaps = (log_probs - batch.rollout_log_probs).abs().double()
-        # Cut by a product of masks, not by an index: the host would wait for the size of the result.
-        counted = batch.response_mask & gaps.isfinite()
-        gaps = torch.where(counted, gaps, 0.0)
-        if gaps.numel():
-            sums, largest = self._gap
-            found = torch.stack([gaps.sum(), counted.sum().double()])
-            self._gap = sums.to(gaps.device) + found, torch.maximum(largest.to(gaps.device), gaps.max()[None])
 
 
 def _merged(parts: CorrectionStatistics | None, further: CorrectionStatistics) -> CorrectionStatistics:
