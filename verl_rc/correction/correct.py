@@ -2,7 +2,7 @@
 batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     sum_pi_squared: Tensor | None = None,
     varentropies: Tensor | None = None,
     engines: Tensor | None = None,
-    current_version: int | None = None,
+    current_version: Tensor | int | None = None,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
@@ -88,21 +88,21 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under
             ``nonfinite_logprob=raise``.
     """
-    log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
+    config = RolloutCorrectionConfig.model_validate(config)
+    if policy_versions is not None and current_version is None:
+        current_version = newest_version(policy_versions, response_mask)
     context = SequenceContext(
-        advantages=advantages, policy_versions=policy_versions, current_version=current_version
+        group_slots=None if group_ids is None else group_numbers(group_ids, train_log_probs.device),
+        policy_versions=policy_versions,
+        current_version=current_version,
+        advantages=advantages,
+        scores=scores,
+        entropies=entropies,
+        sum_pi_squared=sum_pi_squared,
+        varentropies=varentropies,
+        engines=engines,
     )
-    if config.diagnostics == "full":
-        slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
-        of_the_trainer = {
-            "entropies": entropies,
-            "sum_pi_squared": sum_pi_squared,
-            "varentropies": varentropies,
-        }
-        context = replace(context, group_slots=slots, scores=scores, engines=engines, **of_the_trainer)
-    context.check(train_log_probs.shape)
-    if context.policy_versions is not None and current_version is None:
-        context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
+    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     result = _correct(log_probs, config, context)
     if config.nonfinite_logprob == "raise":
         require_finite(result.statistics.nonfinite_fraction, config)
@@ -122,12 +122,9 @@ def measure(
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises
     ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
     """
-    log_probs, context = (
-        LogProbs(train_log_probs, rollout_log_probs, response_mask),
-        context or SequenceContext(),
-    )
-    context.check(train_log_probs.shape)
-    return _correct(log_probs, _as_config(config), context).statistics
+    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
+    config = RolloutCorrectionConfig.model_validate(config)
+    return _correct(log_probs, config, context or SequenceContext()).statistics
 
 
 def apply(
@@ -145,19 +142,10 @@ def apply(
     ``advantages`` ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes
     differ or advantages are missing.
     """
-    log_probs, context = (
-        LogProbs(train_log_probs, rollout_log_probs, response_mask),
-        SequenceContext(advantages=advantages),
-    )
-    context.check(train_log_probs.shape)
-    result = _correct(log_probs, _as_config(config), context, statistics)
+    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
+    config = RolloutCorrectionConfig.model_validate(config)
+    result = _correct(log_probs, config, SequenceContext(advantages=advantages), statistics)
     return result.weights, result.keep_mask
-
-
-def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
-    return (
-        given if isinstance(given, RolloutCorrectionConfig) else RolloutCorrectionConfig.model_validate(given)
-    )
 
 
 def _correct(
@@ -171,7 +159,8 @@ def _correct(
     The sequences belong to a ``batch`` with these statistics; without one they are the batch, and are
     measured.
     """
-    settings, (shape, device) = config.settings(), (log_probs.train.shape, log_probs.train.device)
+    settings, shape, device = config.settings(), log_probs.train.shape, log_probs.train.device
+    context.check(shape)
     applied = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
     keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
     kept_rows, rejected_rows = keep_mask.new_ones(shape[0]), keep_mask.new_zeros(shape[0])

@@ -51,7 +51,7 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     and no rule applies otherwise.
     """
     judged = {
-        rule.name: _judge(rule, rule_statistic(rule.rule, ratio))
+        rule.name: judge(rule, rule_statistic(rule.rule, ratio))
         for rule in settings.rules
         if rule.rule.is_per_token
     }
@@ -76,7 +76,7 @@ def reject_sequences(ratio: LogRatio, settings: CorrectionSettings) -> Rejection
     log-probs."""
     sums, below_veto = ratio.sums, None
     judged = {
-        rule.name: _judge(rule, rule_statistic(rule.rule, ratio))
+        rule.name: judge(rule, rule_statistic(rule.rule, ratio))
         for rule in settings.rules
         if not rule.rule.is_per_token
     }
@@ -102,13 +102,10 @@ def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
     return total if rule.scope == "seq_sum" else ratio.sums.mean(total)
 
 
-def outside(rule: BoundedRule, statistic: Tensor) -> tuple[Tensor, Tensor]:
-    """1 where a statistic is above the rule's bounds, and 1 where it is below; 0 elsewhere."""
-    return indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
-
-
-def _judge(rule: BoundedRule, statistic: Tensor) -> Judged:
-    return Judged(statistic, *outside(rule, statistic))
+def judge(rule: BoundedRule, statistic: Tensor) -> Judged:
+    """Compare a statistic with the rule's bounds."""
+    above, below = indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
+    return Judged(statistic, above, below)
 
 
 def _kept(causes: dict[str, Tensor], candidates: Tensor) -> Tensor:

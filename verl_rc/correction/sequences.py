@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_rc.tensor_ops.masked import in_row_blocks, row_slices
+from verl_rc.tensor_ops.masked import in_row_blocks
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
     (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
     # Most responses end long before the padding does: sequences of like length together are half the work.
     # Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
-    if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
-        order = torch.arange(num_rows, device=response_mask.device)
-        return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
-    numbers = torch.arange(1, width + 1, dtype=torch.int32)
-    lengths, order = in_row_blocks(
-        lambda mask: mask.bool().int().mul_(numbers).amax(dim=-1), response_mask
-    ).sort()
-    reach, chunks, last = lengths.tolist(), [], num_rows
+    order, reach = torch.arange(num_rows, device=response_mask.device), [width] * num_rows
+    if response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu":
+        numbers = torch.arange(1, width + 1, dtype=torch.int32)
+        lengths, order = in_row_blocks(
+            lambda mask: mask.bool().int().mul_(numbers).amax(dim=-1), response_mask
+        ).sort()
+        reach = lengths.tolist()
+    chunks, last = list[SequenceChunk](), num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)
         first = max(last - max(positions // longest, 1), 0)
         chunks.append(SequenceChunk(order[first:last], longest))
         last = first
-    return chunks
+    return chunks or [SequenceChunk(order, width)]
 
 
 @dataclass(frozen=True)

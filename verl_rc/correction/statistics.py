@@ -17,7 +17,7 @@ from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrect
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Judged, Rejection, outside
+from verl_rc.correction.rejection import Judged, Rejection, judge
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.signatures import signature_metrics, signature_sums
 from verl_rc.correction.totals import (
@@ -153,8 +153,10 @@ def measure_tokens(
     means = {"safety_clamped_fraction": Mean(clamped, sums.tokens)}
     if settings.opsm_threshold is not None:
         rejected, response = sequence_sum(of_tokens.causes["opsm"]), sums.response_tokens
-        means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
-        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, response.clamp_max(1.0))
+        means |= {
+            "rollout_rs_opsm_masked_fraction": Mean(rejected, response),
+            "rollout_rs_opsm_seq_masked_fraction": Mean(rejected > 0, response.clamp_max(1.0)),
+        }
     if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
         means |= _token_weight_means(weights, settings.weights.threshold, ratio)
         raw_weight = sums.mean(sequence_sum(weights.raw_excess))
@@ -337,15 +339,15 @@ def _sequence_totals(
     totals.means.update(_gap_means(found) | _rejection_means(found, settings))
     totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
     if settings.weights is not None:
-        _measure_weights(found, settings.weights, facts.group_slots)
+        _measure_weights(found, settings.weights, facts.group_slots if settings.full else None)
     for rule in settings.rules:
         _measure_rule(found, rule)
     if settings.full:
         totals.means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
         totals.splits.update(_splits(sums.response_tokens, totals.kept_tokens, facts.scores))
         product = torch.expm1(bound_log_ratio(sums.log_ratio))
-        totals.ratios["misalignment_z"] = found.ratios
-        totals.ratios["misalignment_z_seq"] = Moments(product, sums.real, product.square())
+        products = Moments(product, sums.real, product.square())
+        totals.ratios.update({"misalignment_z": found.ratios, "misalignment_z_seq": products})
     return totals
 
 
@@ -373,12 +375,16 @@ def _rejection_means(found: TokenSums, settings: CorrectionSettings) -> Means[Te
     means, response, kept = dict[str, Mean[Tensor]](), found.sums.response_tokens, found.totals.kept_tokens
     answered = response.clamp_max(1.0)
     if settings.rejects:
-        means["rollout_rs_masked_fraction"] = Mean(response - kept, response)
-        means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
-        means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
+        means |= {
+            "rollout_rs_masked_fraction": Mean(response - kept, response),
+            "rollout_rs_seq_masked_fraction": Mean(kept < response, answered),
+            "rollout_rs_seq_rejected_fraction": Mean(answered * (kept == 0), answered),
+        }
     if found.below_veto is not None:
-        means["rollout_is_veto_fraction"] = Mean(found.below_veto.clamp_max(1.0), found.sums.real)
-        means["rollout_is_catastrophic_token_fraction"] = Mean(found.below_veto, found.sums.tokens)
+        means |= {
+            "rollout_is_veto_fraction": Mean(found.below_veto.clamp_max(1.0), found.sums.real),
+            "rollout_is_catastrophic_token_fraction": Mean(found.below_veto, found.sums.tokens),
+        }
     return means
 
 
@@ -431,7 +437,8 @@ def _measure_rule(found: TokenSums, rule: BoundedRule) -> None:
         of_rule, judged = _sequence_rule_sums(rule, found.sums, found.statistics[rule.name]), real
         rejected = tokens * (of_rule.above + of_rule.below)
     mean, (above, below) = of_rule.mean, (of_rule.above, of_rule.below)
-    seq_above, seq_below = (real * some for some in outside(rule, mean))
+    of_means = judge(rule, mean)
+    seq_above, seq_below = real * of_means.above, real * of_means.below
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, seq_above, seq_below = below, above, seq_below, seq_above
     means = {
@@ -452,9 +459,10 @@ def _measure_rule(found: TokenSums, rule: BoundedRule) -> None:
 
 def _sequence_rule_sums(rule: BoundedRule, sums: SequenceSums, statistic: Tensor) -> RuleSums:
     # Every token counts with the statistic of its sequence.
-    tokens, clamped, (above, below) = sums.tokens, _clamped(rule, statistic), outside(rule, statistic)
+    tokens, clamped, judged = sums.tokens, _clamped(rule, statistic), judge(rule, statistic)
     moments, seen = Moments(tokens * clamped, tokens, tokens * clamped.square()), extremes(statistic, tokens)
-    return RuleSums(statistic, tokens * statistic, moments, seen, sums.real * above, sums.real * below)
+    above, below = sums.real * judged.above, sums.real * judged.below
+    return RuleSums(statistic, tokens * statistic, moments, seen, above, below)
 
 
 def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tensor]:
