@@ -21,7 +21,9 @@ from verl_rc.data.batches import Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
 from verl_rc.data.parts import Part, Sample
 from verl_rc.driver import checkpoints, weights
-from verl_rc.driver.services import Services, StopRequest
+from verl_rc.driver.guards import Guards
+from verl_rc.driver.services import Services
+from verl_rc.driver.stop import StopRequest
 from verl_rc.driver.train import train
 from verl_rc.metrics import Metric
 from verl_rc.metrics.sinks import JsonlSink, Tracker
@@ -296,6 +298,7 @@ def live(
         max_model_len=16,
         block_size=4,
     )
+    services.guards = Guards(config.trainer.alerts, services.tracker, services.stop)
     services.is_due, services.saves_at = (
         partial(Services.is_due, services),
         partial(Services.saves_at, services),

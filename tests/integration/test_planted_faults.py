@@ -25,8 +25,8 @@ from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.data.batches import TokensChangedError, TrainBatch
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import train, weights
-from verl_rc.driver.services import StoppedByAlertError, StopRequest
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.stop import StoppedByAlertError, StopRequest
 from verl_rc.health.guards import NonFiniteGradientsError, RewardHistory
 from verl_rc.ppo.ledger import LedgerError
 from verl_rc.weight_sync.proof import SyncProofError

@@ -38,7 +38,8 @@ from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
 from verl_rc.driver.scoring import open_scorer
-from verl_rc.driver.services import Services, StopRequest
+from verl_rc.driver.services import Services
+from verl_rc.driver.stop import StopRequest
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, Tracker, open_tracker
 from verl_rc.metrics.trace import TRACE, TRACE_FILE

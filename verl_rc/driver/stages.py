@@ -1,7 +1,6 @@
 """The words of the loop, one short function each."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,15 +8,10 @@ from torch import Tensor
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
-from verl_rc.correction import CorrectionStatistics, require_finite
-from verl_rc.correction.histogram import HISTOGRAM_EDGES
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TokenScores, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.health import causes, ranges
-from verl_rc.health.ranges import HealthHistory
-from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import (
     actor_limit,
@@ -29,9 +23,8 @@ from verl_rc.ppo.choices import (
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
-from verl_rc.ppo.train_batch import ScoredStep, critic_batch
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch
 from verl_rc.rollout.sampling import request_seed
-from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
@@ -40,41 +33,41 @@ def evaluate(
 ) -> PolicyEvaluations:
     """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as
     far as needed."""
-    evaluations = _proximal_policy(services, rollouts, step, record, beside)
+    proximal = _proximal_policy(services, rollouts, step, record, beside)
+    reference = values = None
     if services.config.needs_reference:
         with record.stage("ref"):
             reference = _reference_log_probs(services, rollouts, beside)
         record.add_busy("ref", reference.busy_seconds)
-        evaluations.ref_log_prob = reference.result
     if services.critic is not None:
         with record.stage("values"):
             values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config), beside)
         record.add_busy("values", values.busy_seconds)
-        evaluations.critic_values = values.result
-    return evaluations
+    return PolicyEvaluations(
+        old_log_probs=proximal.log_probs,
+        entropies=proximal.entropies,
+        sum_pi_squared=proximal.sum_pi_squared,
+        varentropies=proximal.varentropies,
+        ref_log_prob=None if reference is None else reference.result,
+        critic_values=None if values is None else values.result,
+        batch_size=rollouts.batch_size,
+    )
 
 
 def _proximal_policy(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
-) -> PolicyEvaluations:
+) -> TokenScores:
     """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy
     takes its place."""
     correction = services.config.algorithm.rollout_correction
     if not recomputes_proximal(correction, step):
-        return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
+        return TokenScores(rollouts.rollout_log_probs, None)
     with record.stage("old_log_prob"):
         answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config), beside)
     record.add_busy("old_log_prob", answer.busy_seconds)
-    scores = answer.result
     if correction.in_actor:  # for the actor to compare interpolated log-probs with
-        return PolicyEvaluations(old_log_probs=scores.log_probs, batch_size=rollouts.batch_size)
-    return PolicyEvaluations(
-        old_log_probs=scores.log_probs,
-        entropies=scores.entropies,
-        sum_pi_squared=scores.sum_pi_squared,
-        varentropies=scores.varentropies,
-        batch_size=rollouts.batch_size,
-    )
+        return TokenScores(answer.result.log_probs, None)
+    return answer.result
 
 
 def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Beside | None) -> Timed[Tensor]:
@@ -84,37 +77,18 @@ def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Bes
     return services.reference.compute_log_probs(rollouts.tokens, limit, beside)
 
 
-def judge_proximal_gap(
+def build_batch(
     services: Services,
-    state: RunState,
-    rollouts: RolloutBatch,
+    samples: Samples,
     evaluations: PolicyEvaluations,
+    control: Control,
+    version: int,
     record: StepRecord,
-) -> float | None:
-    """``judge_gap`` of the proximal policy; where the actor corrects, it finds the gap in its update, and the
-    limit stays."""
-    if services.config.algorithm.rollout_correction.in_actor:
-        return state.rollout_gap_limit
-    gap = LogProbGap.between(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
-    return judge_gap(services, state, gap, record)
-
-
-def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: StepRecord) -> float | None:
-    """Report the gap between trainer and engine on the step's rollouts; returns the limit that it calibrates.
-
-    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights. In an asynchronous run
-    the tokens are older than the trainer's weights and prove nothing: the gap is reported, and canary tokens
-    alone are judged.
-    """
-    if not services.config.async_training.is_synchronous:
-        record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-        return state.rollout_gap_limit
-    limit = services.gap_limit.limit(state.rollout_gap_limit)
-    calibrated = services.gap_limit.calibrate(gap, state.rollout_gap_limit, "this step's rollouts")
-    record.add(
-        {"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit}
-    )
-    return calibrated
+) -> ScoredStep:
+    """Rollout correction and advantages; ``version`` is that of the trainer's weights."""
+    algorithm, asynchrony = services.config.algorithm, services.config.async_training
+    with record.stage("adv"):
+        return build_train_batch(samples, evaluations, algorithm, control, version, asynchrony)
 
 
 def record_batch(
@@ -124,9 +98,11 @@ def record_batch(
     scored: ScoredStep,
     control: Control,
     record: StepRecord,
+    step: int,
 ) -> None:
-    """Record everything there is to know about the batch before the update."""
-    data, rollouts = services.config.data, samples.rollouts
+    """Record everything there is to know about the batch before the update; its samples are written as JSON
+    lines to ``trainer.rollout_data_dir`` where that is set."""
+    data, rollouts, folder = services.config.data, samples.rollouts, services.config.trainer.rollout_data_dir
     record.add(
         batch_metrics(
             scored.batch,
@@ -143,54 +119,9 @@ def record_batch(
         record.add(
             {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
         )
-    if scored.statistics is not None:
-        record_correction(services, scored.statistics, control, record)
-
-
-def record_correction(
-    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
-) -> None:
-    """Record ``rollout_corr/*`` of the step, and its histogram.
-
-    Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
-    """
-    config = services.config.algorithm.rollout_correction
-    metrics = statistics.metrics(control.correction(config))
-    require_finite(statistics.nonfinite_fraction, config)
-    record.add(metrics)
-    if config.diagnostics == "full":
-        record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
-    if control.threshold is not None:
-        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
-
-
-def judge_causes(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
-    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
-    this step."""
-    temperature = services.config.actor_rollout_ref.rollout.temperature
-    messages, further, cause_history = causes.judge_causes(record.values, step, history.causes, temperature)
-    record.add(further)
-    for name, message in messages.items():
-        if message.text:
-            alert = AlertCause(name, message.since_step, message.evidence)
-            services.tracker.alert(f"gap: {name}", message.text, step, alert)
-    return replace(history, causes=cause_history)
-
-
-def judge_health(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
-    """Warn about metrics of the step outside their healthy range; returns the history with this step.
-
-    Signatures are left out: the table of causes says in words what they mean.
-    """
-    warnings, history = ranges.judge_health(record.metrics(), step, history)
-    warnings = [
-        warning
-        for warning in warnings
-        if warning.name.removeprefix(ranges.WATCHED_PREFIX) not in causes.SIGNATURES
-    ]
-    if warnings:
-        services.tracker.alert(ranges.ALERT_TITLE, "\n".join(map(str, warnings)), step)
-    return history
+    if folder is not None:
+        with record.stage("dump_rollout_generations"):
+            write_samples(folder, samples, step)
 
 
 def update_critic(
@@ -257,14 +188,6 @@ def update_actor(
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report
-
-
-def dump_rollouts(services: Services, samples: Samples, step: int, record: StepRecord) -> None:
-    """Write the step's samples as JSON lines to ``trainer.rollout_data_dir``, when that is set."""
-    if services.config.trainer.rollout_data_dir is None:
-        return
-    with record.stage("dump_rollout_generations"):
-        write_samples(services.config.trainer.rollout_data_dir, samples, step)
 
 
 def write_samples(folder: str, samples: Samples, step: int) -> None:

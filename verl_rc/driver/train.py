@@ -5,10 +5,12 @@ from concurrent.futures import Future
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
 from verl_rc.config.run import RunConfig
+from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
+from verl_rc.driver.judge import judge, judge_health
 from verl_rc.driver.report_at_end import draw_curves, report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -17,7 +19,6 @@ from verl_rc.driver.supply import Supply
 from verl_rc.driver.token_records import TokenRecorder
 from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.train_batch import build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -34,11 +35,7 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its
     left."""
-    trainer, algorithm, asynchrony = (
-        services.config.trainer,
-        services.config.algorithm,
-        services.config.async_training,
-    )
+    config, trainer = services.config, services.config.trainer
     supply, recorder, pace = Supply(services, state), TokenRecorder(services, state.step), Pace()
     first = last = start(services, state)
     if trainer.val_only:
@@ -49,40 +46,33 @@ def train(services: Services, state: RunState) -> None:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
-        state.rollout_gap_limit = stages.judge_proximal_gap(
-            services, state, samples.rollouts, evaluations, record
-        )
-        control = Control.from_config(algorithm, state.control)
-        with record.stage("adv"):
-            scored = build_train_batch(samples, evaluations, algorithm, control, state.step, asynchrony)
-        stages.record_batch(services, samples, evaluations, scored, control, record)
-        state.health = stages.judge_causes(services, state.health, record, step)
-        state.control = (
-            control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
-        )
+        control = Control.from_config(config.algorithm, state.control)
+        scored = stages.build_batch(services, samples, evaluations, control, state.step, record)
+        stages.record_batch(services, samples, evaluations, scored, control, record, step)
+        findings = judge(services, state, scored.statistics, control, record)
+        state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
-        if guards.decide_update(services, state.rewards, samples, scored, record, step):
-            update(services, state, scored.batch, evaluations, record, supply.beside)
-        else:
-            guards.book_withheld(scored.batch, record)
-        if services.is_due(asynchrony.trigger_parameter_sync_step, step):
+        updated = (
+            update(services, state, scored.batch, evaluations, control, record, supply.beside)
+            if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
+            else None
+        )
+        state.control = (
+            control.after_penalty(scored.reward_kl, len(samples))
+            .after_correction(scored.statistics or updated)
+            .state
+        )
+        if services.is_due(config.async_training.trigger_parameter_sync_step, step):
             state.canary_gap_limit = supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
             last = validate(services, state, record, step)
         supply.admit(record)
-        stages.dump_rollouts(services, samples, step, record)
-        state.health = stages.judge_health(services, state.health, record, step)
+        state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
-        state.step, state.prompts, state.supply = (
-            step,
-            services.prompts.state_dict(),
-            supply.close_step(record),
-        )
-        checkpoints.write(services, state, record)
+        state.supply, state.prompts = supply.close_step(record), services.prompts.state_dict()
+        state.step = step
+        finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
-        record.log(services.tracker, step, {"training/global_step": step})
-        checkpoints.commit(services, step)
-        services.stop.end_if_decided()
     say(
         "written to %s: %s",
         services.folder,
@@ -98,10 +88,12 @@ def update(
     state: RunState,
     batch: TrainBatch,
     evaluations: PolicyEvaluations,
+    control: Control,
     record: StepRecord,
     beside: Beside | None = None,
-) -> None:
-    """The critic, and the actor once the critic's warm-up is over; ``beside`` is done while they compute."""
+) -> CorrectionStatistics | None:
+    """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
+    compute; returns what the actor corrected, None where the driver did."""
     config, step = services.config, state.step + 1
     correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
     norms = stages.update_critic(services, batch, evaluations, step, record, beside)
@@ -109,9 +101,8 @@ def update(
         state.nonfinite_critic_updates, "critic", norms, limit
     )
     if step < config.trainer.critic_warmup:
-        guards.book_withheld(batch, record)
-        return
-    control = Control.from_config(config.algorithm, state.control)
+        guards.withhold(batch, record)
+        return None
     report = stages.update_actor(services, state, batch, control, record, beside)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
@@ -119,15 +110,21 @@ def update(
     state.nonfinite_actor_updates = count_nonfinite_updates(
         state.nonfinite_actor_updates, "actor", report.grad_norms, limit
     )
-    if report.correction is not None and report.gap is not None:  # the actor has corrected
-        stages.record_correction(services, report.correction, control, record)
+    if report.correction is not None:  # the actor has corrected
         record.add({} if report.signatures is None else report.signatures.signatures())
-        state.health = stages.judge_causes(services, state.health, record, step)
-        state.control = control.after_correction(report.correction).state
-        state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
-        guards.act_on_gap(services, record, step)
-        guards.act_on_mismatch(services, report.correction, record, step)
-        guards.act_on_cause(services, record, step)
+        findings = judge(services, state, report.correction, control, record, report.gap)
+        state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
+        services.guards.act(findings, record, step)
+    return report.correction
+
+
+def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
+    """Save if that is due, and log: a step that is saved counts once its metrics are written. End the run if
+    that is wanted."""
+    checkpoints.write(services, state, record)
+    record.log(services.tracker, state.step, {"training/global_step": state.step})
+    checkpoints.commit(services, state.step)
+    services.stop.end_if_decided()
 
 
 def start(services: Services, state: RunState) -> float | None:

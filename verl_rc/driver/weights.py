@@ -11,7 +11,6 @@ from verl_rc.cluster.remote import wait_for_all
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver import guards
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -277,7 +276,7 @@ def _judge_answers(
         gaps.append(gap)
     largest = max(gap.mean for gap in gaps)
     record.add({"sync/canary_mean_gap": largest, "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
-    guards.act_on_canary_gap(services, largest, services.gap_limit.limit(limit), record, version)
+    services.guards.act_on_canary_gap(largest, services.gap_limit.limit(limit), record, version)
     return limit
 
 

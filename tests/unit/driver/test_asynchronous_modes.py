@@ -24,8 +24,8 @@ from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import ProcessLostError
-from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
+from verl_rc.driver.stop import StoppedByAlertError
 from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.ppo.admission import Admission, NumberRanges

@@ -14,8 +14,9 @@ from verl_rc.checkpoint.run_state import RunState, SavedRun
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import checkpoints
-from verl_rc.driver.services import Services, StopRequest
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.stop import StopRequest
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 NOT_WRITTEN = CheckpointError(

@@ -4,21 +4,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from small_models import small_run_config
 
+from verl_rc.checkpoint import RunState
 from verl_rc.data.batches import TokenBatch, TokensChangedError, TrainBatch, fingerprints
 from verl_rc.data.samples import Samples
-from verl_rc.driver import guards
-from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
-from verl_rc.driver.stages import judge_causes, judge_health
+from verl_rc.driver.guards import Guards, withhold
+from verl_rc.driver.judge import judge, judge_health
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.stop import StoppedByAlertError, StopRequest
+from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
 from verl_rc.health.ranges import HealthHistory
 from verl_rc.metrics.sinks import AlertCause
+from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
+from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 
@@ -36,7 +42,9 @@ class Tracker:
 
 def make_run(*overrides: str) -> Any:
     config = small_run_config(Path("unused"), *overrides, "trainer.alerts.reward_window=1")
-    return SimpleNamespace(config=config, tracker=Tracker(), stop=StopRequest())
+    tracker, stop = Tracker(), StopRequest()
+    guards = Guards(config.trainer.alerts, cast(Any, tracker), stop)
+    return SimpleNamespace(config=config, tracker=tracker, stop=stop, guards=guards)
 
 
 def make_batch() -> TrainBatch:
@@ -67,29 +75,26 @@ def make_batch() -> TrainBatch:
 BEFORE = RewardHistory().with_scores(torch.ones(3), window=1)
 
 
-def measured(k3_kl: float | None) -> Any:
-    return None if k3_kl is None else SimpleNamespace(k3_kl=k3_kl)
+def findings(**found: Any) -> Findings:
+    return Findings(None, HealthHistory(), **{"k3_kl": 0.01, **found})
 
 
 def look(
-    run: Any,
-    batch: TrainBatch,
-    scores: Sequence[float],
-    k3_kl: float | None = 0.01,
-    record: StepRecord | None = None,
+    run: Any, batch: TrainBatch, scores: Sequence[float], found: Findings | None = None
 ) -> tuple[bool, StepRecord]:
     """The step after one whose samples all had a score of 1."""
-    record, sampled = record or StepRecord(), make_batch()
+    record, sampled = StepRecord(), make_batch()
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
     samples = SimpleNamespace(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
     record.ledger.sampled(int(sampled.response_mask.sum()))
-    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None, statistics=measured(k3_kl)))
+    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None))
     rewards = BEFORE.with_scores(samples.scores, window=1)
-    return guards.decide_update(
-        cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3
-    ), record
+    wanted = run.guards.decide_update(
+        rewards, cast(Samples, samples), scored_step, found or findings(), record, step=3
+    )
+    return wanted, record
 
 
 def test_a_healthy_step_trains() -> None:
@@ -118,9 +123,8 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
     run = make_run(f"trainer.alerts.{cause}={action}", "trainer.alerts.mismatch_limit=0.2")
     assert look(run, make_batch(), [1.0, 1.0, 1.0])[0]
     is_mismatch = cause == "mismatch"
-    wanted, record = look(
-        run, make_batch(), [1.0] * 3 if is_mismatch else [0.0] * 3, 0.3 if is_mismatch else 0.1
-    )
+    scores = [1.0] * 3 if is_mismatch else [0.0] * 3
+    wanted, record = look(run, make_batch(), scores, findings(k3_kl=0.3 if is_mismatch else 0.1))
     assert wanted is trains
     assert record.value(f"alerts/{cause}") == 1
     assert record.value("alerts/withheld_updates") == (not trains)
@@ -143,9 +147,7 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
     """C4: a gap above the calibrated limit ends nothing by itself."""
     run = make_run(f"trainer.alerts.gap={action}")
     for found, is_unusual in ((0.19, False), (0.21, True)):
-        record = StepRecord()
-        record.add({"sync/rollout_gap_mean": found, "sync/gap_limit": 0.2})
-        wanted, record = look(run, make_batch(), [1.0] * 3, record=record)
+        wanted, record = look(run, make_batch(), [1.0] * 3, findings(mean_gap=found, gap_limit=0.2))
         assert record.value("alerts/gap") == is_unusual
         assert wanted is (trains or not is_unusual)
     assert [title for title, _ in run.tracker.alerts] == ["the engines' log-probs are unusually far off"]
@@ -154,12 +156,12 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
 
 def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
     run, record = make_run("trainer.alerts.gap=save_and_stop"), StepRecord()
-    guards.act_on_canary_gap(run, 0.1, 0.2, record, step=3)
+    run.guards.act_on_canary_gap(0.1, 0.2, record, step=3)
     assert (record.value("alerts/gap"), run.stop.decide()) == (None, False)
-    guards.act_on_canary_gap(run, 0.3, 0.2, record, step=3)
+    run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
     assert (record.value("alerts/gap"), run.stop.decide()) == (1, True)
     run = make_run("trainer.alerts.gap=skip")
-    guards.act_on_canary_gap(run, 0.3, 0.2, record, step=3)
+    run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
     assert run.tracker.texts[-1].endswith("the updates were made before, so none is left out")
 
 
@@ -178,12 +180,16 @@ COOLER = {
 )
 def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains: bool, stops: bool) -> None:
     run = make_run(f"trainer.alerts.cause={action}", "algorithm.rollout_correction.diagnostics=full")
-    history, found = HealthHistory(), []
-    for step, metrics in enumerate([COOLER, COOLER, {"rollout_corr/missing_mass": 0.0}], 1):
+    run.gap_limit, state, found = GapLimit(plausible=1.0), RunState(), []
+    for metrics in (COOLER, COOLER, {"rollout_corr/missing_mass": 0.0}):
+        measured = MagicMock(k3_kl=0.01, nonfinite_fraction=0.0)
+        measured.metrics.return_value = metrics
+        control = Control.from_config(run.config.algorithm)
         record = StepRecord()
-        record.add(metrics)
-        history = judge_causes(cast(Services, run), history, record, step)
-        found.append(look(run, make_batch(), [1.0] * 3, record=record)[0])
+        with patch("verl_rc.driver.judge.HISTOGRAM_EDGES", ()):
+            step = judge(cast(Services, run), state, measured, control, record, LogProbGap(0.0, 0.0))
+        state.health, state.step = step.health, state.step + 1
+        found.append(look(run, make_batch(), [1.0] * 3, step)[0])
     assert found == [True, trains, True]
     assert run.tracker.alerts == [("gap: temperature", 2)]
     assert run.stop.requested is stops
@@ -192,26 +198,25 @@ def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains:
 def test_of_signatures_the_table_of_causes_speaks() -> None:
     run, record = make_run(), StepRecord()
     record.add({**COOLER, "rollout_corr/lag": 1.0, "rollout_corr/nonfinite_token_fraction": 0.1})
-    judge_health(cast(Services, run), HealthHistory(), record, step=1)
+    judge_health(run.tracker, HealthHistory(), record, step=1)
     (text,) = run.tracker.texts
     assert "nonfinite_token_fraction" in text
     assert "lag" not in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)]
-)
-def test_limits_and_missing_numbers(limit: str, k3_kl: float | None, alarm: bool) -> None:
-    record = look(make_run(f"trainer.alerts.mismatch_limit={limit}"), make_batch(), [1.0] * 3, k3_kl)[1]
+@pytest.mark.parametrize(("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True)])
+def test_limits_and_numbers_that_are_none(limit: str, k3_kl: float, alarm: bool) -> None:
+    run = make_run(f"trainer.alerts.mismatch_limit={limit}")
+    record = look(run, make_batch(), [1.0] * 3, findings(k3_kl=k3_kl))[1]
     assert record.value("alerts/mismatch") == alarm
 
 
-def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
+def test_where_the_actor_corrects_the_mismatch_is_judged_after_the_update() -> None:
     run = make_run(BYPASS, "trainer.alerts.mismatch=save_and_stop", "trainer.alerts.mismatch_limit=0.2")
-    wanted, record = look(run, make_batch(), [1.0] * 3, k3_kl=None)
+    wanted, record = look(run, make_batch(), [1.0] * 3, findings(k3_kl=None))
     assert wanted
     assert record.value("alerts/mismatch") is None
-    guards.act_on_mismatch(cast(Services, run), measured(0.5), record, step=3)
+    run.guards.act(findings(k3_kl=0.5), record, step=3)
     assert record.value("alerts/mismatch") == 1
     assert run.stop.requested
 
@@ -219,5 +224,5 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
 def test_a_withheld_batch_is_booked() -> None:
     record = StepRecord()
     record.ledger.sampled(tokens=5)
-    guards.book_withheld(make_batch(), record)
+    withhold(make_batch(), record)
     assert record.ledger.close()["ledger/withheld_tokens"] == 5

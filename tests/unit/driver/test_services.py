@@ -19,7 +19,8 @@ from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.dataset import PromptStream
-from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
+from verl_rc.driver.services import Services
+from verl_rc.driver.stop import StoppedByAlertError, StopRequest
 from verl_rc.metrics.sinks import Tracker
 
 MAY_CHANGE = {

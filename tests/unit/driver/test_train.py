@@ -10,6 +10,9 @@ import pytest
 from formula_run import STEPS, World, live, without_processes
 
 from verl_rc.checkpoint import RunState, SavedRun
+from verl_rc.correction import measure
+from verl_rc.data.batches import Timed
+from verl_rc.weight_sync.proof import LogProbGap
 
 INTERRUPTED = 2
 TIMES = ("timing_", "perf/")
@@ -86,3 +89,38 @@ def test_a_run_that_forgets_a_field_leaves_something_else(
         assert field in ("step", "supply")
     else:
         assert found != undisturbed
+
+
+THRESHOLD = "rollout_corr/rollout_rs_adaptive_threshold"
+
+
+class CorrectingActor(World):
+    """Its updates are told a threshold, and correct where the driver does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thresholds: list[float] = []
+
+    def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any, *beside: Any) -> Any:
+        self.thresholds.append(request.correction.rollout_rs_threshold)
+        answer = super().update(batch, mini_batches, limit, request, *beside)
+        if not request.correction.in_actor:
+            return answer
+        measured = measure(
+            batch.old_log_probs + 0.3, batch.old_log_probs, batch.response_mask, request.correction
+        )
+        report = dataclasses.replace(answer.result, correction=measured, gap=LogProbGap(0.01, 0.01))
+        return Timed(report, answer.busy_seconds)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_a_step_has_one_control_and_moves_all_of_it(tmp_path: Path, mode: str) -> None:
+    """The threshold in force is that of the step's beginning, also in the update; both the weight of the KL
+    penalty, which the driver moves, and the threshold move from there."""
+    world = CorrectingActor()
+    bypass = f"algorithm.rollout_correction.bypass_mode={mode == 'bypass'}"
+    live(tmp_path, RunState(), None, bypass, "trainer.alerts.mismatch_limit=null", world=world)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert world.thresholds == [line[THRESHOLD] for line in steps]
+    assert len({*world.thresholds}) == len({line["actor/reward_kl_penalty_coeff"] for line in steps}) == STEPS

@@ -25,7 +25,8 @@ from table_engines import FILTER, GREEDY_SCORE, make_run, sample
 from verl_rc.checkpoint import LengthTotals, RunState
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
-from verl_rc.correction import compute_rollout_correction
+from verl_rc.config.run import AlertsConfig
+from verl_rc.correction import compute_rollout_correction, measure
 from verl_rc.data.batches import (
     CriticBatch,
     PolicyEvaluations,
@@ -36,14 +37,16 @@ from verl_rc.data.batches import (
     TrainBatch,
 )
 from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.guards import act_on_gap, act_on_mismatch, decide_update
+from verl_rc.driver.guards import Guards
+from verl_rc.driver.judge import judge, record_correction
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
-from verl_rc.driver.stages import judge_gap, record_batch, record_correction, update_actor
+from verl_rc.driver.stages import record_batch, update_actor
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.health.causes import judge_causes
-from verl_rc.health.ranges import CauseEpisode, CauseHistory
+from verl_rc.health.findings import Findings
+from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
@@ -54,7 +57,7 @@ from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.engine import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapLimit, LogProbGap
+from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
@@ -529,14 +532,15 @@ def validation_by_two_samples_of_a_prompt():
 
 @example
 def engine_against_trainer():
-    synchronous = SimpleNamespace(async_training=SimpleNamespace(is_synchronous=True))
-    services = SimpleNamespace(config=synchronous, gap_limit=GapLimit.for_precision("float32", fixed=0.5))
+    services = MagicMock(gap_limit=GapLimit.for_precision("float32", fixed=0.5))
+    services.config.algorithm.rollout_correction = config = RolloutCorrectionConfig()
     mask = torch.tensor([[True, True, False]])
-    gap = LogProbGap.between(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask)
-    record = StepRecord()
-    judge_gap(services, SimpleNamespace(rollout_gap_limit=None), gap, record)
+    statistics = measure(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask, config)
+    record, state = StepRecord(), RunState()
+    control = SimpleNamespace(correction=lambda config: config, threshold=None)
+    judge(services, state, statistics, control, record)
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
-    return record.metrics(), expected
+    return {name: record.metrics()[name] for name in expected}, expected
 
 
 @example
@@ -596,39 +600,31 @@ def responses_of_several_versions():
 
 @example
 def a_mismatch_above_its_limit():
-    alerts = SimpleNamespace(mismatch="warn", mismatch_limit=0.1)
-    record, statistics = StepRecord(), SimpleNamespace(k3_kl=0.25)
-    services = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(alerts=alerts)), tracker=Mock())
-    assert act_on_mismatch(services, statistics, record, step=1)
+    guards = Guards(AlertsConfig(mismatch_limit=0.1), Mock(), Mock())
+    record, found = StepRecord(), Findings(None, HealthHistory(), k3_kl=0.25)
+    assert guards.act(found, record, step=1)
     return record.metrics(), {"alerts/mismatch": 1}
 
 
 @example
 def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
     """0.3 nats where 0.2 is usual."""
-    record, run = StepRecord(), MagicMock()
-    run.config.trainer.alerts.gap = "warn"
-    record.add({"sync/rollout_gap_mean": 0.3, "sync/gap_limit": 0.2})
-    act_on_gap(run, record, step=1)
+    guards = Guards(AlertsConfig(mismatch_limit=None), Mock(), Mock())
+    record = StepRecord()
+    found = Findings(None, HealthHistory(), k3_kl=0.0, mean_gap=0.3, gap_limit=0.2)
+    assert guards.act(found, record, step=1)
     return record.metrics(), {"alerts/gap": 1}
 
 
 @example
 def a_reward_that_has_collapsed():
-    alerts = SimpleNamespace(
-        reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None
-    )
-    correction = SimpleNamespace(in_actor=False)
-    config = SimpleNamespace(
-        trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction)
-    )
+    guards = Guards(AlertsConfig(reward_window=1, reward_collapse="skip"), Mock(), Mock())
     record, batch = StepRecord(), train_batch()
     record.ledger.sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.driver.guards.require_sampled_tokens"):
-        scored = SimpleNamespace(batch=batch, keep_mask=None, statistics=None)
-        services = SimpleNamespace(config=config, tracker=Mock())
-        assert not decide_update(services, rewards, Mock(), scored, record, step=2)
+        scored, found = SimpleNamespace(batch=batch, keep_mask=None), Findings(None, HealthHistory())
+        assert not guards.decide_update(rewards, Mock(), scored, found, record, step=2)
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 
 
@@ -937,6 +933,7 @@ def canary_tokens_of_two_engines():
         actor=actor,
         tokenizer=Mock(),
         gap_limit=GapLimit.for_precision("float32", fixed=0.75),
+        guards=Mock(),
     )
     record = StepRecord()
     with (
@@ -1004,7 +1001,7 @@ def penalties_of_the_divergence():
         patch(f"{stages}.batch_metrics", return_value={}),
         patch(f"{stages}.policy_gap_metrics", return_value={}),
     ):
-        record_batch(services, Mock(), evaluations, scored, control, record)
+        record_batch(services, Mock(), evaluations, scored, control, record, step=1)
     batch = train_batch()
     record.ledger.sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):

@@ -1,0 +1,98 @@
+"""What a step is judged by: the gap of trainer and engine, the mismatch, causes of it, and healthy ranges."""
+
+from dataclasses import replace
+
+from verl_rc.checkpoint import RunState
+from verl_rc.correction import CorrectionStatistics, require_finite
+from verl_rc.correction.histogram import HISTOGRAM_EDGES
+from verl_rc.driver.services import Services
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.health import causes, ranges
+from verl_rc.health.findings import Findings
+from verl_rc.health.ranges import HealthHistory
+from verl_rc.metrics.sinks import AlertCause, Tracker
+from verl_rc.ppo.control import Control
+from verl_rc.weight_sync.proof import LogProbGap
+
+
+def judge(
+    services: Services,
+    state: RunState,
+    statistics: CorrectionStatistics | None,
+    control: Control,
+    record: StepRecord,
+    gap: LogProbGap | None = None,
+) -> Findings:
+    """Record what rollout correction measured in the step, and judge it.
+
+    ``statistics`` are None where the actor has still to correct: nothing is judged then. ``gap`` is that
+    before any update where the statistics were measured during updates; None: theirs.
+
+    Raises ``SyncProofError`` when an engine cannot have held the trainer's weights, and
+    ``NonFiniteLogProbError`` when too many log-probs are not finite.
+    """
+    if statistics is None:
+        return Findings(state.rollout_gap_limit, state.health)
+    record_correction(services, statistics, control, record)
+    step, gap = state.step + 1, gap or LogProbGap.from_statistics(statistics)
+    record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
+    health, has_cause = _judge_causes(services, state.health, record, step)
+    findings = Findings(
+        state.rollout_gap_limit, health, statistics.k3_kl, mean_gap=gap.mean, has_cause=has_cause
+    )
+    # In a run that samples ahead, tokens are older than the trainer's weights and prove nothing: canary
+    # tokens alone are judged.
+    if not services.config.async_training.is_synchronous:
+        return findings
+    limit = services.gap_limit.limit(state.rollout_gap_limit)
+    record.add({"sync/gap_limit": limit})
+    calibrated = services.gap_limit.calibrate(gap, state.rollout_gap_limit, "this step's rollouts")
+    return replace(findings, gap_limit=limit, next_gap_limit=calibrated)
+
+
+def record_correction(
+    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
+) -> None:
+    """Record ``rollout_corr/*`` of the step, and its histogram.
+
+    Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
+    """
+    config = services.config.algorithm.rollout_correction
+    metrics = statistics.metrics(control.correction(config))
+    require_finite(statistics.nonfinite_fraction, config)
+    record.add(metrics)
+    if config.diagnostics == "full":
+        record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
+    if control.threshold is not None:
+        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
+
+
+def _judge_causes(
+    services: Services, history: HealthHistory, record: StepRecord, step: int
+) -> tuple[HealthHistory, bool]:
+    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
+    this step, and whether one is named."""
+    temperature = services.config.actor_rollout_ref.rollout.temperature
+    messages, further, cause_history = causes.judge_causes(record.values, step, history.causes, temperature)
+    record.add(further)
+    for name, message in messages.items():
+        if message.text:
+            alert = AlertCause(name, message.since_step, message.evidence)
+            services.tracker.alert(f"gap: {name}", message.text, step, alert)
+    return replace(history, causes=cause_history), bool(further.get(causes.CAUSE))
+
+
+def judge_health(tracker: Tracker, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
+    """Warn about metrics of the step outside their healthy range; returns the history with this step.
+
+    Signatures are left out: the table of causes says in words what they mean.
+    """
+    warnings, history = ranges.judge_health(record.metrics(), step, history)
+    warnings = [
+        warning
+        for warning in warnings
+        if warning.name.removeprefix(ranges.WATCHED_PREFIX) not in causes.SIGNATURES
+    ]
+    if warnings:
+        tracker.alert(ranges.ALERT_TITLE, "\n".join(map(str, warnings)), step)
+    return history
