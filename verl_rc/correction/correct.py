@@ -2,13 +2,13 @@
 batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.log_ratio import LogRatio, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
 from verl_rc.correction.rejection import reject_sequences, reject_tokens
 from verl_rc.correction.sequences import (
@@ -62,7 +62,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     sum_pi_squared: Tensor | None = None,
     varentropies: Tensor | None = None,
     engines: Tensor | None = None,
-    current_version: Tensor | int | None = None,
+    current_version: int | None = None,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
@@ -89,8 +89,6 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
             ``nonfinite_logprob=raise``.
     """
     config = RolloutCorrectionConfig.model_validate(config)
-    if policy_versions is not None and current_version is None:
-        current_version = newest_version(policy_versions, response_mask)
     context = SequenceContext(
         group_slots=None if group_ids is None else group_numbers(group_ids, train_log_probs.device),
         policy_versions=policy_versions,
@@ -102,6 +100,9 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         varentropies=varentropies,
         engines=engines,
     )
+    context.check(train_log_probs.shape)
+    if policy_versions is not None and current_version is None:
+        context = replace(context, current_version=newest_version(policy_versions, response_mask))
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     result = _correct(log_probs, config, context)
     if config.nonfinite_logprob == "raise":
@@ -178,7 +179,7 @@ def _correct(
         if tokens.causes:
             chunk.write((ratio.response - tokens.kept).bool().logical_not_(), keep_mask)
         chunk.write(sequences.kept.bool(), kept_rows)
-        nothing_left = sequences.kept * sequence_sum(tokens.kept) == 0
+        nothing_left = sequences.kept * tokens.kept.sum(dim=-1) == 0
         chunk.write((ratio.sums.response_tokens > 0) & nothing_left, rejected_rows)
         if batch is None:  # statistics are those before rejection
             measured.append(measure_tokens(ratio, weights, tokens, sequences, settings, facts))

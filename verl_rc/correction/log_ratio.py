@@ -12,8 +12,8 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.sequences import LogProbs
-from verl_rc.correction.totals import Extremes, SequenceSums
-from verl_rc.metrics.mean import Moments
+from verl_rc.correction.totals import SequenceSums
+from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate, require_functions
 
 PROBABILITY_MARGIN = 1e-8

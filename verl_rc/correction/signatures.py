@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from verl_rc.correction.histogram import NUM_BINS, bin_value
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.totals import Quotient, Signatures
+from verl_rc.correction.totals import Signatures
 from verl_rc.metrics.bounds import BOUNDS
-from verl_rc.metrics.mean import Mean, Moments
+from verl_rc.metrics.mergeable import Mean, Moments, Quotient
 
 STRIDES = (1, 8, 64)
 """By bucket of positions, the distance of those that are looked at: 46 of the first 256, 106 of 4,096."""

@@ -21,7 +21,6 @@ from verl_rc.correction.rejection import Judged, Rejection, judge
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.signatures import signature_metrics, signature_sums
 from verl_rc.correction.totals import (
-    Extremes,
     Gap,
     Means,
     RuleSums,
@@ -33,7 +32,7 @@ from verl_rc.correction.totals import (
     map_totals,
 )
 from verl_rc.correction.weights import Weights, sequence_weights
-from verl_rc.metrics.mean import Mean, Moments
+from verl_rc.metrics.mergeable import Extremes, Mean, Moments
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5
@@ -148,7 +147,7 @@ def measure_tokens(
 ) -> Measured:
     """What the tokens of some sequences ``[b]`` add up to; both rejections are theirs."""
     sums, raw_weight, of_weights = ratio.sums, None, dict[str, WeightSums[Tensor]]()
-    kept = of_sequences.kept * sequence_sum(of_tokens.kept)
+    kept = of_sequences.kept * of_tokens.kept.sum(dim=-1)
     clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
     means = {"safety_clamped_fraction": Mean(clamped, sums.tokens)}
     if settings.opsm_threshold is not None:

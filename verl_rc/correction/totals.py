@@ -4,30 +4,15 @@
 same on the host).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from verl_rc.metrics.mean import Mean, Moments
+from verl_rc.metrics.mergeable import Extremes, Mean, Moments, Quotient
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Extremes(Generic[T]):
-    """Largest and smallest value; merged by maximum, not by sum. -inf: no value."""
-
-    largest: T
-    # Negated, so that one maximum over sequences, parts and ranks serves both.
-    negated_smallest: T
-
-    @property
-    def farthest(self: "Extremes[float]") -> float:
-        """The largest distance from 0; 0 without any value."""
-        return max(self.largest, self.negated_smallest, 0.0)
 
 
 Means = dict[str, Mean[T]]
@@ -90,46 +75,6 @@ class Gap(Generic[T]):
     def mean_k3(self: "Gap[float]") -> float:
         """The k3 estimate of KL(rollout || train), nats per token; 0 without tokens."""
         return self.k3 / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class Quotient(Generic[T]):
-    """``sum a / sum b`` over sequences, which are independent of each other as their tokens are not."""
-
-    a: T
-    b: T
-    aa: T
-    ab: T
-    bb: T
-
-    @classmethod
-    def from_sequences(cls, a: Tensor, b: Tensor) -> "Quotient[Tensor]":
-        """Sum up what each sequence adds, ``[B]``."""
-        return Quotient(a, b, a * a, a * b, b * b)
-
-    @property
-    def value(self: "Quotient[float]") -> float:
-        """0 when there is nothing to divide by."""
-        return self.a / self.b if self.b else 0.0
-
-    @property
-    def error(self: "Quotient[float]") -> float:
-        """Standard error over sequences."""
-        value = self.value
-        return (
-            math.sqrt(max(self.aa - 2 * value * self.ab + value**2 * self.bb, 0.0)) / self.b
-            if self.b
-            else 0.0
-        )
-
-    @property
-    def z(self: "Quotient[float]") -> float | None:
-        """The value in standard errors; None where sequences do not differ, so that there is nothing to
-        compare it with."""
-        if self.aa == 0.0:
-            return 0.0
-        # Sequences that are all the same leave an error of rounding, not of 0.
-        return self.value / self.error if self.error * self.b > 1e-6 * math.sqrt(self.aa) else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.algorithms import AGGREGATIONS, LossAggregation
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 from verl_rc.tensor_ops import masked_sum
 
 Count: TypeAlias = float | Tensor

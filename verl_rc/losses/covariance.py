@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.losses.clipped import surrogates
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 
 # A signed number of 32 bits above 31 bits of hash fits an int64.
 _HASH_BITS = 31

@@ -15,7 +15,7 @@ from torch import Tensor
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.user_code import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, token_mean
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]

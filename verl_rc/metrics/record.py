@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 
 
 class Reduction(StrEnum):

@@ -32,7 +32,7 @@ from verl_rc.losses import (
     share_at_threshold,
     token_mean,
 )
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 from verl_rc.ppo.choices import policy_loss_name
 
 

@@ -9,7 +9,7 @@ from appendix_a import random_case, rows
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import Numbers, acceptance, bound_for_acceptance, compute_rollout_correction, measure
 from verl_rc.correction.metrics import misalignment_z
-from verl_rc.metrics.mean import Moments
+from verl_rc.metrics.mergeable import Moments
 
 APPENDIX = {
     "training_ppl": 2.889127,

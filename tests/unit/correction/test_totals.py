@@ -2,21 +2,8 @@
 
 import math
 
-import pytest
-
-from verl_rc.correction.totals import Extremes, Gap, RuleTotals, WeightSums, map_totals
-from verl_rc.metrics.mean import Mean, Moments
-
-
-def test_moments_of_one_two_three() -> None:
-    moments = Moments(total=6.0, square=14.0, count=3)
-    assert (moments.value, moments.variance) == (2.0, pytest.approx(2 / 3))
-    assert moments.sample_std == pytest.approx(1.0)
-
-
-def test_nothing_has_moments_of_zero() -> None:
-    nothing = Moments(0.0, 0.0, 0)
-    assert (nothing.value, nothing.std, nothing.sample_std) == (0.0, 0.0, 0.0)
+from verl_rc.correction.totals import Gap, RuleTotals, WeightSums, map_totals
+from verl_rc.metrics.mergeable import Extremes, Moments
 
 
 def weights(*values: float) -> WeightSums[float]:
@@ -33,8 +20,6 @@ def test_effective_sample_size() -> None:
 
 
 def test_means_of_nothing_are_zero() -> None:
-    assert Mean(0.0, 0.0).value == 0.0
-    assert Mean(3.0, 4.0).value == 0.75
     assert WeightSums(Moments(0.0, 0.0, 0.0), 0.0, Extremes(-math.inf, -math.inf)).mean == 0.0
 
 

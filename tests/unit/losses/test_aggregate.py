@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.losses import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "loss_aggregation.json").read_text())["cases"]
 

@@ -29,7 +29,7 @@ from verl_rc.losses import (
     selection_threshold,
     share_at_threshold,
 )
-from verl_rc.metrics.mean import Mean
+from verl_rc.metrics.mergeable import Mean
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
 NAMES = tuple(POLICY_LOSSES)
