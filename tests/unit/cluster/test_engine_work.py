@@ -140,7 +140,7 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
     second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True, evenly=True)
     assert second == [3]
     work.record({0: collected([1, 3], [1, 33])})
-    work.record({0: collected([2])})  # its engine had ended it before it was told
+    work.record({0: collected([2])})  # it had ended before it was given up
     assert work.finished() == [3]
     assert first_tokens(work.take(second)) == [33]
 
@@ -188,7 +188,7 @@ TWICE = (
         (collected([2, 3]), TWICE.format(2)),  # again
         (collected([3, 3]), TWICE.format(3)),
         (collected([0, 3]), TWICE.format(0)),  # another engine's
-        (collected([9, 3]), TWICE.format(9)),  # nobody asked for it
+        (collected([9, 3]), TWICE.format(9)),  # it was never requested
         (Collected([sample(3, [3])], {2: "the tool failed"}), TWICE.format(2)),
         (Collected([sample(3, [3]), Sample(7, ())]), "engine 1 returned sample 7 without one"),
         (
