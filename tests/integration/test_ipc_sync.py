@@ -22,7 +22,7 @@ from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
+from verl_rc.weight_sync.proof import LoadReceipt, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -194,17 +194,6 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     publish(sender, engine, 4)
     assert gap_to_model(model, engine, 4) < 1e-4
     assert {version for one in collect(engine, 2).values() for version in versions_of(one)} == {4}
-
-
-def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
-    change(model, seed=5)
-    engine.call("begin_update")
-    for index in range(sender.num_buckets):
-        handle = sender.offer(index, True)
-        if index != 1:
-            engine.call("load_bucket", handle)
-    with pytest.raises(SyncProofError, match="must receive all"):
-        check_receipts(sender.manifest, sender.release(), [engine.call("finish_update", 5)], 5)
 
 
 def samples(count: int, first: int = 0) -> list[QueuedSample]:
