@@ -1,8 +1,8 @@
 """Memory of one rank in an update, measured by running the project's own code on tensors without memory.
 
-``python fake_update.py [LAYERS TOKENS SHARING]``: of micro-batches with so many tokens that so many ranks
-share. Prints a line of JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their
-sizes are read anew.
+``python fake_update.py [LAYERS TOKENS SHARING [TOKENS SHARING]...]``: of micro-batches with so many tokens
+that so many ranks share. Prints a line of JSON for each. A dispatch mode follows every storage; FSDP frees by
+resizing storages, so their sizes are read anew.
 """
 
 import json
@@ -111,11 +111,11 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
 if __name__ == "__main__":
     torch.set_num_threads(1)
     forward.F = SimpleNamespace(scaled_dot_product_attention=attention)  # type: ignore[assignment]
-    layers, tokens, sharing = map(int, sys.argv[1:]) if sys.argv[1:] else DEFAULT
+    layers, *pairs = map(int, sys.argv[1:]) if sys.argv[1:] else DEFAULT
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     ranks = init_device_mesh("cpu", (RANKS,))
-    places = PackedLayout.from_lengths(torch.tensor([tokens]), divide_ranks(ranks, sharing)[1])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        sys.stdout.write(
-            json.dumps({str(whole): measure(ranks, whole, layers, places) for whole in (True, False)})
-        )
+    for tokens, sharing in zip(pairs[::2], pairs[1::2], strict=True):
+        places = PackedLayout.from_lengths(torch.tensor([tokens]), divide_ranks(ranks, sharing)[1])
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            numbers = {str(whole): measure(ranks, whole, layers, places) for whole in (True, False)}
+        sys.stdout.write(f"{json.dumps(numbers)}\n")

@@ -1,15 +1,12 @@
 """The doctor passes a run that can start, names each planted fault with what to do, and its exit code says
 which it was."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from small_runs import ROOT, run_overrides
+from small_runs import run_overrides
 
 from verl_rc.cli import main
 
@@ -20,15 +17,17 @@ def examined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return status, capsys.readouterr().out
 
 
-def test_a_run_that_can_start(task: dict[str, Path], tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "verl_rc.cli", "doctor", *run_overrides(task, tmp_path / "run")]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.endswith("The run can start.\n")
-    assert "FAIL" not in result.stdout
+def test_a_run_that_can_start(
+    task: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = examined(capsys, *run_overrides(task, tmp_path / "run"))
+    assert status == 0, output
+    assert output.endswith("The run can start.\n")
+    assert "FAIL" not in output
     for said in (
         "vllm",
         "cores",
@@ -39,7 +38,7 @@ def test_a_run_that_can_start(task: dict[str, Path], tmp_path: Path) -> None:
         "host memory",
         "run folder",
     ):
-        assert said in result.stdout
+        assert said in output
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,9 @@
 """A real engine with fp8 weights on a CPU where PyTorch's choice of a kernel would take hours."""
 
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -16,38 +19,32 @@ ARGUMENTS = {
 }
 
 
-def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
+@pytest.fixture(scope="module")
+def engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
     options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
     environment = engine_environment(1, "cpu", one_node=True)
-    engine = ChildProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
-    try:
-        assert engine.call("facts").measured["fp8 products"].startswith("PyTorch's emulation (")
-        requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
-        sampling = SamplingOptions(
-            1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True
-        )
-        log_probs, slow_products = engine.call("log_probs", requests, sampling)
-        assert slow_products == 0
-        engine.call("become_fast")
-        assert log_probs.equal(engine.call("log_probs", requests, sampling)[0])
-    finally:
-        engine.end()
+    process = ChildProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
+    yield process
+    process.end()
+
+
+def test_it_takes_the_fast_way_with_the_same_numbers(engine: ChildProcess) -> None:
+    assert engine.call("facts").measured["fp8 products"].startswith("PyTorch's emulation (")
+    requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
+    sampling = SamplingOptions(1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True)
+    log_probs, slow_products = engine.call("log_probs", requests, sampling)
+    assert slow_products == 0
+    engine.call("become_fast")
+    assert log_probs.equal(engine.call("log_probs", requests, sampling)[0])
     assert (log_probs < 0).all()
 
 
-def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> None:
+def test_an_update_must_fill_what_a_checkpoint_fills(engine: ChildProcess) -> None:
     """C3: not the scales that quantisation derives, also those with another name: a block's is
     ``weight_scale_inv``."""
-    options = VllmOptions(str(task["model"]), "bfloat16", max_model_len=96, arguments=ARGUMENTS)
-    engine = ChildProcess(
-        "slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options
-    )
-    try:
-        engine.call("rename_scales", "weight_scale_inv")
-        engine.call("begin_update")
-        (receipt,) = engine.call("finish_update", 1)
-    finally:
-        engine.end()
+    engine.call("rename_scales", "weight_scale_inv")
+    engine.call("begin_update")
+    (receipt,) = engine.call("finish_update", 1)
     expected = receipt.not_loaded  # nothing was loaded
     assert "model.layers.0.self_attn.qkv_proj.weight" in expected
     assert "model.embed_tokens.weight" in expected

@@ -78,14 +78,27 @@ def test_both_ways_give_the_same_gradients(found: Any, case: str) -> None:
         torch.testing.assert_close(often[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
 
 
-@pytest.mark.parametrize(("tokens", "sharing"), [(16_384, 1), (32_768, 4)])
-def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(tokens: int, sharing: int) -> None:
-    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory; with
-    ``sharing``, rows of 32,768 tokens that four ranks share."""
+UPDATES = ((16_384, 1), (32_768, 4))
+"""Tokens of a micro-batch, and ranks that share them."""
+
+
+@pytest.fixture(scope="module")
+def updates() -> dict[tuple[int, int], Any]:
+    """What each of ``UPDATES`` holds on one rank: four layers of a 7B model on eight ranks, by the project's
+    own code on tensors without memory."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, str(ROOT / "tests" / "fake_update.py"), "4", str(tokens), str(sharing)]
+    numbers = ["4", *(str(number) for pair in UPDATES for number in pair)]
+    command = [sys.executable, str(ROOT / "tests" / "fake_update.py"), *numbers]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    measured = json.loads(answer.stdout.splitlines()[-1])
+    lines = answer.stdout.splitlines()[-len(UPDATES) :]
+    return {pair: json.loads(line) for pair, line in zip(UPDATES, lines, strict=True)}
+
+
+@pytest.mark.parametrize(("tokens", "sharing"), UPDATES)
+def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(
+    updates: dict[tuple[int, int], Any], tokens: int, sharing: int
+) -> None:
+    measured = updates[tokens, sharing]
     layer = 2 * 3584 * 3584 + 3584 + 2 * (512 * 3584 + 512) + 3 * 3584 * 18_944 + 2 * 3584
     embeddings = 2 * 152_064 * 3584
     shape = ModelShape(embeddings + 4 * layer + 3584, embeddings, 0, 4, 3584, 152_064, 32_768)
