@@ -164,19 +164,19 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     os.set_inheritable(descriptor, False)  # what the object starts must not hold the connection open
-    with Connection(descriptor) as connection, suppress(EOFError, ConnectionError):
-        current_process().authkey, sys.path[:] = connection.recv()
-        served = _answer(connection, construct, *connection.recv(), keep=True)
+    with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
+        current_process().authkey, sys.path[:] = pipe.recv()
+        served = _answer(pipe, construct, *pipe.recv(), keep=True)
         while True:
-            method, arguments = connection.recv()
-            _answer(connection, lambda name, given: getattr(served, name)(*given), method, arguments)
+            method, arguments = pipe.recv()
+            _answer(pipe, lambda name, given: getattr(served, name)(*given), method, arguments)
 
 
-def _answer(connection: Connection, work: Callable[..., Any], *arguments: Any, keep: bool = False) -> Any:
+def _answer(pipe: Connection, work: Callable[..., Any], *arguments: Any, keep: bool = False) -> Any:
     try:
         result = work(*arguments)
     except Exception:  # noqa: BLE001  (the caller raises it)
-        connection.send((None, traceback.format_exc()))
+        pipe.send((None, traceback.format_exc()))
         return None
-    connection.send((None if keep else result, None))
+    pipe.send((None if keep else result, None))
     return result
