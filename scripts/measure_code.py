@@ -20,6 +20,7 @@ ADDITIONS = {
     "rejection rule": "kpop",
     "metric": "response_length/clip_ratio",
     "stage": "dump_rollout_generations",
+    "engine": "vllm",
 }
 """One of each kind: the files that name it are the places that another one has to touch."""
 COMMENTED = ("correction", "losses", "weight_sync", "rollout", "workers")

@@ -88,7 +88,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under
             ``nonfinite_logprob=raise``.
     """
-    config = RolloutCorrectionConfig.model_validate(config)
+    config = _as_config(config)
     context = SequenceContext(
         group_slots=None if group_ids is None else group_numbers(group_ids, train_log_probs.device),
         policy_versions=policy_versions,
@@ -124,7 +124,7 @@ def measure(
     ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    config = RolloutCorrectionConfig.model_validate(config)
+    config = _as_config(config)
     return _correct(log_probs, config, context or SequenceContext()).statistics
 
 
@@ -144,9 +144,18 @@ def apply(
     differ or advantages are missing.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    config = RolloutCorrectionConfig.model_validate(config)
+    config = _as_config(config)
     result = _correct(log_probs, config, SequenceContext(advantages=advantages), statistics)
     return result.weights, result.keep_mask
+
+
+def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
+    # A model is not checked again: a caller may have changed one field of it on purpose.
+    return (
+        config
+        if isinstance(config, RolloutCorrectionConfig)
+        else RolloutCorrectionConfig.model_validate(config)
+    )
 
 
 def _correct(

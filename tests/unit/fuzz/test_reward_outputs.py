@@ -22,6 +22,7 @@ from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.scoring import ResponseScorer, reward_metrics
 from verl_rc.driver.stages import write_samples
+from verl_rc.metrics import reduce_metrics
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward
 
 SOURCE = "def compute_score(solution_str, extra_info, **_):\n    return extra_info['behave'](solution_str)\n"
@@ -197,7 +198,7 @@ def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardO
     )
     assert all(type(output.score) is float and math.isfinite(output.score) for output in outputs)
     assert all(is_plain(dict(output.extras)) for output in outputs)
-    assert all(math.isfinite(metric.value) for metric in reward_metrics(outputs))
+    assert all(map(math.isfinite, reduce_metrics(reward_metrics(outputs)).values()))
     names = sorted({name for output in outputs for name in output.extras})
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
     rollouts = ones_rollouts(torch.zeros(SAMPLES, 1), torch.ones(SAMPLES, dtype=torch.int64), group=1)

@@ -62,6 +62,7 @@ def test_every_patch_of_contributing_is_counted() -> None:
         "rejection rule",
         "metric",
         "stage",
+        "engine",
     ]
     assert set(ADDITIONS) == set(patched_files(ROOT))
 
