@@ -7,6 +7,9 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any
 
+SERVER = get_context("forkserver")
+"""Ranks are forks of one process, which has imported what takes seconds and holds nothing else."""
+SERVER.set_forkserver_preload(["verl_rc.workers.trainer_rank", "verl_rc.workers.policy_worker"])
 _PORTS = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
 
 
@@ -19,10 +22,7 @@ def run_two_ranks(run_rank: Callable[..., None], *arguments: Any) -> None:
 def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> None:
     """``run_rank(rank, *arguments)`` for ``count`` ranks at the same time; returns when all have ended
     without an error."""
-    ranks = [
-        get_context("spawn").Process(target=run_rank, args=(rank, *arguments), daemon=True)
-        for rank in range(count)
-    ]
+    ranks = [SERVER.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(count)]
     for process in ranks:
         process.start()
     for process in ranks:

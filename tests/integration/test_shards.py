@@ -1,6 +1,5 @@
 """Two real gloo ranks save what one loads and the reverse, and go on from it as if nothing had happened."""
 
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
-from two_processes import free_port
+from two_processes import SERVER, free_port
 
 from verl_rc.checkpoint import (
     BackgroundWriter,
@@ -229,7 +228,7 @@ def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     ports = [free_port() for _ in range(4)]
-    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(1, folder, ports))
+    other = SERVER.Process(target=run_rank, args=(1, folder, ports))
     other.start()
     run_rank(0, folder, ports)  # here, where torch is loaded already
     other.join(timeout=600)

@@ -1,7 +1,6 @@
 """Two real gloo ranks give the update of one, with uneven token counts and a rank of which everything is
 rejected."""
 
-import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import make_train_batch, small_run_config, write_small_model
-from two_processes import free_port
+from two_processes import SERVER, free_port
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
 REJECTED = (4, 5, 6, 7)
@@ -113,10 +112,9 @@ def flat(tensors: Any) -> torch.Tensor:
 
 
 def gradients(folder: Path, world_size: int) -> Gradients:
-    context = multiprocessing.get_context("spawn")
     port = free_port()
     others = [
-        context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port))
+        SERVER.Process(target=gradients_of_rank, args=(folder, rank, world_size, port))
         for rank in range(1, world_size)
     ]
     for process in others:
