@@ -84,7 +84,9 @@ class _Process:
     def _gpu_bytes(self) -> int:
         import torch  # noqa: PLC0415  (once its environment is set)
 
-        return int(torch.cuda.get_device_properties(0).total_memory)
+        from verl_rc.distributed.process_group import trainer_device  # noqa: PLC0415  (as above)
+
+        return int(torch.cuda.get_device_properties(trainer_device("cuda")).total_memory)
 
     def listen(self, host: str | None) -> _Answer:
         return self._timed(self._listen, host)

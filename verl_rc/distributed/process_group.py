@@ -43,7 +43,8 @@ def trainer_device(kind: str) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "trainer.device=cuda needs a CUDA device, and torch sees none. Use trainer.device=cpu or auto."
+            "trainer.device=cuda needs a CUDA device, and torch sees none: verl-rc doctor says why. Use "
+            "trainer.device=cpu or auto."
         )
     return torch.device(kind)
 

@@ -221,7 +221,7 @@ def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str
                 path: ModelShape.from_model_folder(path, trusted)
                 for path, trusted in model_paths(config).items()
             }
-        gpu_bytes = processes.gpu_bytes()
+            gpu_bytes = processes.gpu_bytes()
     config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
     for choice in choices:
         say("%s", choice)

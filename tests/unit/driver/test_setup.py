@@ -4,13 +4,35 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 from small_models import small_run_config
 from small_runs import ROOT
 
+from verl_rc.cluster.remote import RemoteError, _Process
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS
+from verl_rc.driver import setup
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.rollout.vllm.options import engine_options
+
+
+def test_gpus_that_pytorch_does_not_see_end_the_run_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that is too old for PyTorch's CUDA is noticed by the first rank."""
+    config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(setup, "model_paths", lambda _: {})
+
+    class Processes:
+        def gpu_bytes(self) -> int:
+            try:
+                return _Process.__ray_metadata__.modified_class._gpu_bytes(None)
+            except ValueError as error:
+                raise RemoteError("rank 0 failed", error) from error
+
+    with pytest.raises(ConfigError, match=r"^trainer\.device=cuda needs .* verl-rc doctor says why"):
+        setup._with_gradient_sums(config, Processes(), "cuda", tmp_path)
 
 
 @pytest.mark.parametrize(
