@@ -75,8 +75,15 @@ find_python() {
     "With uv: uv python install 3.11, then PYTHON=\"\$(uv python find 3.11)\" bash scripts/install.sh $device"
 }
 
+python="$venv_python" is_missing=""
 if ! { [[ -x "$venv_python" ]] && is_supported "$venv_python" && "$venv_python" -m pip --version >/dev/null 2>&1; }; then
-  python="$(find_python)"
+  python="$(find_python)" is_missing=yes
+fi
+if [[ "$device" == gpu ]]; then
+  (cd "$root" && "$python" -m verl_rc.preflight.gpu_host) >&2 \
+    || fail "this machine cannot run the GPU build, and nothing was downloaded: mend what stands above, then run this again."
+fi
+if [[ -n "$is_missing" ]]; then
   "$python" -c 'import ensurepip, venv' 2>/dev/null \
     || fail "$python lacks the venv module. Debian or Ubuntu: sudo apt install $(basename "$python")-venv"
   if [[ -d "$venv" && ! -f "$venv/pyvenv.cfg" && -n "$(ls -A "$venv")" ]]; then
@@ -150,15 +157,16 @@ import sys
 versions = [f"python {platform.python_version()}"]
 for name in ("torch", "ray", "transformers", "vllm", "verl_rc"):
     versions.append(f"{name} {importlib.import_module(name).__version__}")
-torch = sys.modules["torch"]
 sys.stdout.write(f"install: {', '.join(versions)}\n")
-if sys.argv[1] == "gpu" and not torch.cuda.is_available():
-    sys.stdout.write(f"install: torch, built for CUDA {torch.version.cuda}, sees no CUDA device.\n")
+if sys.argv[1] == "gpu":
     from verl_rc.preflight.machine import check_driver
 
-    for finding in check_driver():
-        sys.stdout.write("".join(f"install: {line}\n" for line in finding.lines()))
+    findings = list(check_driver())
+    if failed := [line for finding in findings if finding.status == "failed" for line in finding.lines()]:
+        sys.exit("\n".join(failed))
+    if not any(finding.subject == "driver" for finding in findings):
+        sys.stdout.write("install: there is no NVIDIA driver here; a node that trains needs one.\n")
 PYTHON
-) 2>"$log" || { tail -n 15 "$log" >&2; fail "an import failed; remove $venv and run this again."; }
+) 2>"$log" || { tail -n 15 "$log" >&2; fail "an import or the check of this machine failed; mend what stands above, or remove $venv, and run this again."; }
 printf '%s %s %s\n' "$device" "$inputs" "$dev" >"$stamp"
 say "done: $venv ($device${dev:+, dev}). Use it with: source $venv/bin/activate"

@@ -2,7 +2,6 @@
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
+from verl_rc.preflight import gpu_host
 from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.memory import (
     ENGINE_MIB,
@@ -95,47 +95,31 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         yield from _check_cores(config, processes)
 
 
-NEEDED_DRIVERS = {12: 525, 13: 580}
-"""The oldest driver by the major version of CUDA that PyTorch was built for."""
+_COMPILED_FROM = 10
+"""Compute capability (Blackwell) from which vLLM picks kernels that are not shipped compiled."""
 
 
 def check_driver() -> Iterator[Finding]:
-    """Check that NVIDIA's driver is new enough for PyTorch's CUDA, and that what is compiled at first use can
-    be compiled."""
+    """Check that PyTorch's CUDA works with NVIDIA's driver, and that what is compiled at first use can be
+    compiled."""
     cuda = torch.version.cuda
-    driver = _driver_version()
-    if cuda is None or driver is None:
+    if cuda is None:
         return
-    needed = NEEDED_DRIVERS.get(int(cuda.partition(".")[0]), max(NEEDED_DRIVERS.values()))
-    yield Finding.from_condition(
-        int(driver.partition(".")[0]) >= needed,
-        "driver",
-        f"NVIDIA {driver}; PyTorch was built for CUDA {cuda}",
-        f"CUDA {cuda} needs driver {needed} or newer",
-        "update the driver, or run docker/Dockerfile.gpu on a host that has it",
-    )
-    is_new = torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
+    # Numbers of versions do not know of cuda-compat in a container, PyTorch does.
+    is_available = torch.cuda.is_available()
+    if is_available:
+        yield Finding(
+            "ok", "driver", f"NVIDIA {gpu_host.driver_version()}; PyTorch, built for CUDA {cuda}, works"
+        )
+    else:
+        yield from gpu_host.check_driver(cuda)
+    yield from gpu_host.check_compiler()
+    is_new = is_available and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
     if is_new and shutil.which("nvcc") is None:
         must = "nvcc must be in PATH: flashinfer compiles kernels for this GPU at first use"
         yield Finding(
             "failed", "nvcc", "not found", must, "install the CUDA toolkit, or run docker/Dockerfile.gpu"
         )
-
-
-_COMPILED_FROM = 10
-"""Compute capability (Blackwell) from which vLLM picks kernels that are not shipped compiled."""
-
-
-def _driver_version() -> str | None:
-    """Read the version of NVIDIA's driver, e.g. 580.65.06; None without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=True
-        ).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer[0] if answer else None
 
 
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
