@@ -2,7 +2,7 @@
 process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -109,10 +109,11 @@ def _check_nodes(config: RunConfig, device: str) -> None:
     """Raise ``ConfigError`` unless there are enough nodes, each with enough GPUs."""
     rollout, own_pool = config.actor_rollout_ref.rollout, not config.actor_rollout_ref.hybrid_engine
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    connect = "" if config.ray_kwargs.ray_init.address else f" and pass {_CONNECT}"
     if len(nodes) < config.trainer.nnodes:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} nodes are needed, the cluster has {len(nodes)}. Lower "
-            "trainer.nnodes, or start Ray on the missing ones."
+            f"trainer.nnodes, or start Ray on the missing ones{connect} (docs/cluster.md)."
         )
     if device == "cpu":
         return
@@ -122,20 +123,14 @@ def _check_nodes(config: RunConfig, device: str) -> None:
             "engines that share GPUs (hybrid_engine=True): NCCL refuses two processes on one GPU. Pass "
             "backend=auto."
         )
-    judge = config.reward.reward_model
-    of_judge = judge.n_gpus_per_node if judge.enable else 0
     gpus = [int(node.get("GPU", 0)) for node in nodes]
-    needed, found = config.num_devices + of_judge, sum(gpus)
-    per_node = max(config.trainer.n_gpus_per_node, rollout.n_gpus_per_node if own_pool else 0)
-    fitting = sum(of_node >= per_node for of_node in gpus)
-    if needed > found or fitting < config.trainer.nnodes:
-        engines = f" and {config.num_devices - config.num_ranks} for engines" if own_pool else ""
-        engines += f" and {of_judge} for the reward model" if of_judge else ""
+    asked = _GpusPerNode.of_config(config)
+    if not asked.fit(gpus):
         raise ConfigError(
-            f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, "
-            f"{per_node} on a node; the cluster has {found} on {len(nodes)} "
-            f"nodes{_largest_share(gpus, config.trainer.nnodes)}. Lower trainer.n_gpus_per_node, or pass "
-            "trainer.device=cpu to train on the CPU."
+            f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed"
+            f"{asked.beside_ranks()}, {max(asked.ranks, asked.engines)} on a node; the cluster has "
+            f"{sum(gpus)} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. "
+            f"{_what_fits(config, asked, gpus)}"
         )
     size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
     room = {
@@ -149,6 +144,59 @@ def _check_nodes(config: RunConfig, device: str) -> None:
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
             f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
         )
+
+
+_CONNECT = "ray_kwargs.ray_init.address=auto"
+
+
+@dataclass(frozen=True)
+class _GpusPerNode:
+    """The GPUs that a run asks for."""
+
+    nodes: int
+    ranks: int
+    """Of trainer ranks, on each node."""
+    engine_nodes: int
+    engines: int
+    """Of engines that do not share those of ranks, on each of their nodes."""
+    judge: int
+    """Of the reward model, on one node."""
+
+    @classmethod
+    def of_config(cls, config: RunConfig) -> "_GpusPerNode":
+        trainer, rollout, judge = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
+        own = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
+        of_judge = judge.n_gpus_per_node if judge.enable else 0
+        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, own, of_judge)
+
+    def fit(self, gpus: Sequence[int]) -> bool:
+        """Whether nodes with so many GPUs each have enough."""
+        needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.judge
+        large_enough = sum(of_node >= max(self.ranks, self.engines) for of_node in gpus)
+        return needed <= sum(gpus) and large_enough >= self.nodes
+
+    def beside_ranks(self) -> str:
+        """What is needed beside the ranks' GPUs, for a message."""
+        engines = f" and {self.engine_nodes * self.engines} for engines" if self.engines else ""
+        return engines + (f" and {self.judge} for the reward model" if self.judge else "")
+
+
+def _what_fits(config: RunConfig, asked: _GpusPerNode, gpus: Sequence[int]) -> str:
+    """A sentence with the keys that would fit the cluster; parts of the number asked for keep batches
+    divisible."""
+    ways = [] if config.ray_kwargs.ray_init.address else [f"{_CONNECT} where a cluster of more nodes runs"]
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for part in range(2, asked.ranks + 1):
+        smaller = replace(asked, ranks=asked.ranks // part, engines=asked.engines // part)
+        divides = asked.ranks % part == asked.engines % part == 0
+        devices = smaller.engine_nodes * smaller.engines or smaller.nodes * smaller.ranks
+        if divides and devices % size == 0 and smaller.fit(gpus):
+            of_engines = (
+                f" actor_rollout_ref.rollout.n_gpus_per_node={smaller.engines}" if smaller.engines else ""
+            )
+            ways.append(f"trainer.n_gpus_per_node={smaller.ranks}{of_engines}")
+            break
+    return f"Pass {', or '.join([*ways, 'trainer.device=cpu to train on the CPU'])}."
 
 
 def _largest_share(gpus: Sequence[int], nodes: int) -> str:

@@ -131,8 +131,15 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
         f"{found} ({names}); {processes} on {needed}",
         f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for "
         "engines alone",
-        "lower trainer.n_gpus_per_node, or pass trainer.device=cpu",
+        f"lower {_pools(config)}, pass ray_kwargs.ray_init.address=auto where a cluster runs, or "
+        "trainer.device=cpu",
     )
+
+
+def _pools(config: RunConfig) -> str:
+    """The keys with the number of GPUs that a run takes of a node."""
+    own = "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
+    return f"trainer.n_gpus_per_node{own}"
 
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:

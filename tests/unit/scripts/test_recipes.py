@@ -6,8 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import ray
 from recipe_arguments import RECIPES, ROOT, arguments_of
 
+from verl_rc.cluster import placement
+from verl_rc.cluster.placement import plan_placement
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.preflight.explain import plan_text
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
@@ -143,7 +147,60 @@ def test_the_head_says_what_is_needed_and_what_to_expect(recipe):
 
 def test_several_nodes_join_a_running_cluster(configs):
     for name, config in configs.items():
-        assert (config.ray_kwargs.ray_init.address == "auto") == (config.trainer.nnodes > 1), name
+        own_nodes = 0 if config.actor_rollout_ref.hybrid_engine else config.actor_rollout_ref.rollout.nnodes
+        several = config.trainer.device == "cuda" and config.trainer.nnodes + own_nodes > 1
+        assert (config.ray_kwargs.ray_init.address == "auto") == several, name
+
+
+class ReservedError(Exception):
+    """All checks passed, and places were asked for."""
+
+
+@pytest.fixture
+def start_on(monkeypatch):
+    """Start a configuration on a cluster whose nodes have so many GPUs each."""
+
+    def reserve(*_, **__):
+        raise ReservedError
+
+    def start(config, gpus):
+        nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": float(count)}} for count in gpus]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": float(sum(gpus))})
+        plan_placement(config)
+
+    monkeypatch.setattr(placement, "placement_group", reserve)
+    return start
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.stem)
+def test_a_recipe_is_placed_on_the_nodes_in_its_name_and_says_what_fits_fewer(recipe, configs, start_on):
+    """On a node less, or a GPU less on one node, the keys that the message names are placed there."""
+    nodes, each = re.fullmatch(r".*?(?:(\d+)x)?(\d+)gpu", recipe.stem).groups()
+    gpus = [int(each)] * int(nodes or 1)
+    with pytest.raises(ReservedError):
+        start_on(configs[recipe.stem], gpus)
+    for fewer in (gpus[1:], [*gpus[1:], gpus[0] - 1]):
+        with pytest.raises(ConfigError) as refusal:
+            start_on(configs[recipe.stem], fewer)
+        named = re.findall(r"[\w.]+\.(?:nnodes|n_gpus_per_node)=\d+(?= |,|\.$)", str(refusal.value))
+        if "n_gpus_per_node=" in "".join(named):
+            with pytest.raises(ReservedError):
+                start_on(load_run_config(arguments_of(recipe, *named)[2:]), fewer)
+        else:
+            assert sum(fewer) < len(gpus) or "Lower trainer.nnodes" in str(refusal.value)
+
+
+def test_the_asynchronous_recipe_fits_one_node_as_its_head_says(configs, start_on):
+    recipe = ROOT / "recipes" / "math_qwen2.5_7b_async_2x8gpu.sh"
+    given = re.search(r"without a cluster: pass\n# (.*)\.\n", recipe.read_text())[1].split()
+    config = load_run_config(arguments_of(recipe, *given)[2:])
+    assert config.ray_kwargs.ray_init.address is None
+    with pytest.raises(ReservedError):
+        start_on(config, [8])
+    local = load_run_config(arguments_of(recipe, "ray_kwargs.ray_init.address=null")[2:])
+    with pytest.raises(ConfigError, match=r"Pass ray_kwargs\.ray_init\.address=auto where a cluster"):
+        start_on(local, [8])
 
 
 @pytest.mark.parametrize("name", ["ppo_qwen2.5_32b_token_is_4x8gpu", "dapo_qwen2.5_32b_rollout_corr_16x8gpu"])
