@@ -10,12 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import snapshot_download
 
 from verl_rc.config.paths import output_folder
 
 Row = dict[str, Any]
 SPLITS = ("train", "test")
 SUFFIXES = (".parquet", ".jsonl")
+_CONVERTED = "refs/convert/parquet"
+"""The hub's branch with a data set as parquet files (huggingface.co/docs/dataset-viewer/parquet)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def read_rows(path: Path) -> list[Row]:
 def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
     """The rows of every split found under ``path``; the rows of a single file are all called ``train``.
 
-    In a folder the names of files say which split they belong to: ``train*`` or ``test*``, at any depth.
+    In a folder the names of files, or of the folders that they are in, say which split they belong to:
+    ``train*`` or ``test*``, at any depth.
     Raises ``ValueError`` when ``path`` is not there or holds no such file.
     """
     if path.is_file():
@@ -60,7 +64,12 @@ def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
         raise ValueError(f"--local_dataset_path must name a file or a folder, {path} is not there.")
     root = path / subset if (path / subset).is_dir() else path
     files = [file for file in sorted(root.rglob("*")) if file.suffix in SUFFIXES]
-    named = {split: [file for file in files if file.stem.startswith(split)] for split in SPLITS}
+    named = {
+        split: [
+            file for file in files if any(name.startswith(split) for name in file.relative_to(root).parts)
+        ]
+        for split in SPLITS
+    }
     if not named["train"]:
         raise ValueError(
             f"--local_dataset_path must hold files named train* and test* ({' or '.join(SUFFIXES)}), {root} "
@@ -75,17 +84,22 @@ def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
 
 
 def read_hub(benchmark: Benchmark) -> dict[str, list[Row]]:
-    """The rows of both splits from the Hugging Face hub. Raises ``ValueError`` when ``datasets`` is not
-    installed."""
+    """The rows of both splits from the Hugging Face hub. Raises ``ValueError`` when they cannot be had.
+
+    The hub converts each public data set to files ``<subset>/<split>/<number>.parquet``.
+    """
     try:
-        import datasets
-    except ModuleNotFoundError:
+        copy = snapshot_download(
+            benchmark.data_source,
+            repo_type="dataset",
+            revision=_CONVERTED,
+            allow_patterns=f"{benchmark.subset}/*/*.parquet",
+        )
+    except OSError as error:
         raise ValueError(
-            f"to load {benchmark.data_source} from the hub the package `datasets` is needed: pip install "
-            "datasets. Or give a local copy with --local_dataset_path."
-        ) from None
-    loaded = datasets.load_dataset(benchmark.data_source, benchmark.subset)
-    return {split: list(loaded[split]) for split in SPLITS}
+            f"the hub does not give the data: {error}. Pass a local copy with --local_dataset_path."
+        ) from error
+    return read_local(Path(copy), benchmark.subset)
 
 
 def hold_out(rows: list[Row], num_test: int | None, seed: int) -> dict[str, list[Row]]:

@@ -1,7 +1,7 @@
 """Write GSM8K (arXiv:2110.14168), grade-school word problems with a number as answer, in verl's format.
 
 Example: python scripts/prepare_data/gsm8k.py --local_dataset_path ~/datasets/gsm8k --output_dir data/gsm8k
-Without --local_dataset_path the data comes from the Hugging Face hub (pip install datasets).
+Without --local_dataset_path the data comes from the Hugging Face hub.
 """
 
 import re

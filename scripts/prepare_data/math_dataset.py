@@ -1,9 +1,10 @@
 """Write MATH (arXiv:2103.03874), competition problems whose solutions box the answer, in verl's format.
 
 Example: python scripts/prepare_data/math_dataset.py --local_dataset_path ~/datasets/MATH-lighteval
---output_dir data/math Without --local_dataset_path the data comes from the Hugging Face hub (pip install
-datasets). The file is not called math.py: as a script it would stand before the standard library's module of
-that name.
+--output_dir data/math
+
+Without --local_dataset_path the data comes from the Hugging Face hub. The file is not called math.py: as a
+script it would stand before the standard library's module of that name.
 """
 
 import re

@@ -1,11 +1,9 @@
 """What both benchmarks share: files by the name of their split, rows held out, and errors that say what to
 do."""
 
-import sys
-import types
-
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 
 @pytest.fixture
@@ -108,21 +106,34 @@ def test_a_missing_column_or_value_is_named(run, write_rows, tmp_path, row):
         run(tmp_path / "in")
 
 
-def test_without_a_local_copy_the_hub_is_asked_for_data_set_and_subset(run, monkeypatch):
+def test_without_a_local_copy_the_hub_is_asked_for_data_set_and_subset(
+    run, write_rows, conversion, monkeypatch, tmp_path
+):
+    """The layout is that of the hub's branch with parquet files."""
+    hub = tmp_path / "hub"
+    for split, letters in {"train": "ab", "test": "c"}.items():
+        write_rows(hub / "main" / split / "0000.parquet", rows(letters))
+    write_rows(hub / "main" / "validation" / "0000.parquet", rows("z"))
     asked = []
 
-    def load_dataset(*names):
-        asked.append(names)
-        return {"train": rows("ab"), "test": rows("c"), "extra": rows("d")}
+    def download(name, **options):
+        asked.append((name, options))
+        return str(hub)
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(conversion, "snapshot_download", download)
     assert run(None) == ["AB", "C"]
-    assert asked == [("letters", "main")]
+    wanted = {
+        "revision": "refs/convert/parquet",
+        "allow_patterns": "main/*/*.parquet",
+        "repo_type": "dataset",
+    }
+    assert asked == [("letters", wanted)]
 
 
-def test_without_the_hubs_library_the_message_says_what_to_install(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        SystemExit, match=r"pip install datasets. Or give a local copy with --local_dataset_path"
-    ):
+def test_without_the_hub_the_message_says_what_to_pass(run, conversion, monkeypatch):
+    def refuse(*_, **__):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(conversion, "snapshot_download", refuse)
+    with pytest.raises(SystemExit, match=r"no connection. Pass a local copy with --local_dataset_path"):
         run(None)
