@@ -7,7 +7,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.models import FsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
 
@@ -465,6 +465,18 @@ def _shard_groups(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _half_precision(config: RunConfig) -> Iterator[str]:
+    """Small gradients are 0 in float16 unless the loss is scaled."""
+    for section, fsdp in _fsdp_sections(config).items():
+        for key in ("model_dtype", "dtype") if isinstance(fsdp, LearnerFsdpConfig) else ():
+            if torch_name(given := getattr(fsdp, key)) == "float16":
+                yield (
+                    f"{section}.fsdp_config.{key} must be bfloat16 or float32, got {given}: training in "
+                    "float16 needs a loss scaler, which is not built. Pass bfloat16; engines and reference "
+                    "may have float16."
+                )
+
+
 def _devices(config: RunConfig) -> Iterator[str]:
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     if shared and config.num_engine_devices != config.num_ranks:
@@ -531,6 +543,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _engine,
     _devices,
     _shard_groups,
+    _half_precision,
     check_async_training,
     _resuming,
     _alerts,

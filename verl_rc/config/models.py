@@ -101,9 +101,9 @@ class FsdpConfig(StrictModel):
     layers are gathered inside nodes, and only gradients travel between them, for more memory. It divides the
     number of ranks; -1: all of them."""
     model_dtype: Precision = "fp32"
-    """Precision of the master weights that the optimizer updates."""
+    """Precision of the master weights that the optimizer updates; no float16 where a model learns."""
     dtype: Precision = "bfloat16"
-    """Precision of forward and backward."""
+    """Precision of forward and backward; no float16 where a model learns."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = False

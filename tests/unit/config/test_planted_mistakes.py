@@ -185,6 +185,11 @@ VARIANTS: list[Mistake] = [
         "'int8'",
         "'bfloat16'",
     ),
+    *(
+        (f"{key}={given}", key, "must be bfloat16 or float32", given, "Pass bfloat16")
+        for key in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.model_dtype")
+        for given in ("fp16", "float16")
+    ),
     (
         f"{CORRECTION}.rollout_is=tokens",
         f"{CORRECTION}.rollout_is",
@@ -480,3 +485,13 @@ def test_a_missing_file_gives_one_message(
     with pytest.raises(ConfigError) as caught:
         check_files(load_run_config([*SOUND, *overrides.split()]))
     assert_complete(str(caught.value), key, "must", "nowhere")
+
+
+def test_a_critic_in_float16_is_refused_and_a_frozen_reference_is_not():
+    gae = ["algorithm.adv_estimator=gae", "critic.model.path=model"]
+    with pytest.raises(
+        ConfigError, match=r"critic\.fsdp_config\.dtype must be bfloat16 or float32, got fp16"
+    ):
+        load_run_config([*SOUND, *gae, "critic.fsdp_config.dtype=fp16"])
+    frozen = [f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.fsdp_config.dtype=fp16"]
+    assert load_run_config([*SOUND, *frozen]).actor_rollout_ref.ref.fsdp_config.dtype == "fp16"
