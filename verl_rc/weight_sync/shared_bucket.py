@@ -7,6 +7,7 @@ the memory back.
 """
 
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,17 +148,19 @@ class CudaBucket:
 def without_expandable_segments() -> Iterator[None]:
     """What is allocated inside can be shared with another process.
 
-    Memory of PyTorch's expandable segments is shared through a system call that containers forbid.
+    Memory of PyTorch's expandable segments is shared through a system call that containers forbid. PyTorch
+    resets each option that is missing from the settings it is given, so they are always the user's whole ones.
     """
-    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if "expandable_segments:True" not in settings:
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    without = re.sub(r"(expandable_segments\s*:\s*)(True|true|1)\b", r"\1False", settings)
+    if without == settings:
         yield
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch.cuda.memory._set_allocator_settings(without)
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def fill(flat: Tensor, parts: Iterable[Tensor]) -> None:

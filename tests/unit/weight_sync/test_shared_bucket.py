@@ -24,6 +24,7 @@ from verl_rc.weight_sync.shared_bucket import (
     copy_bucket,
     device_key,
     share_bucket,
+    without_expandable_segments,
 )
 
 SPECS = (TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "bfloat16", (1,)))
@@ -148,3 +149,48 @@ def test_one_rank_offers_on_every_engine_device(
 def test_an_engine_without_a_rank_on_its_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"backend=ipc needs .* without a rank: \['g3'\]"):
         choose_offering_ranks(["g0", "g1"], ["g1", "g3"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "written"),
+    [
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True,pinned_use_x:1"},
+            [
+                "max_split_size_mb:512,expandable_segments:False,pinned_use_x:1",
+                "max_split_size_mb:512,expandable_segments:True,pinned_use_x:1",
+            ],
+        ),
+        (
+            # PyTorch reads the first of both alone.
+            {
+                "PYTORCH_ALLOC_CONF": "expandable_segments: True",
+                "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:1",
+            },
+            ["expandable_segments: False", "expandable_segments: True"],
+        ),
+        (
+            {
+                "PYTORCH_ALLOC_CONF": "max_split_size_mb:1",
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            },
+            [],
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({}, []),
+    ],
+)
+def test_the_allocators_other_settings_stay(
+    variables: dict[str, str], written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even after an error inside."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", calls.append)
+    with pytest.raises(KeyError), without_expandable_segments():
+        assert calls == written[:1]
+        raise KeyError
+    assert calls == written
