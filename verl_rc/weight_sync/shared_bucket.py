@@ -149,7 +149,7 @@ def without_expandable_segments() -> Iterator[None]:
     """What is allocated inside can be shared with another process.
 
     Memory of PyTorch's expandable segments is shared through a system call that containers forbid. PyTorch
-    resets each option that is missing from the settings it is given, so they are always the user's whole ones.
+    resets each option that is missing from the settings it is given, so they are the user's whole ones.
     """
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     without = re.sub(r"(expandable_segments\s*:\s*)(True|true|1)\b", r"\1False", settings)

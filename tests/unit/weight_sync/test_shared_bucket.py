@@ -183,14 +183,12 @@ def test_an_engine_without_a_rank_on_its_device_is_refused() -> None:
 def test_the_allocators_other_settings_stay(
     variables: dict[str, str], written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even after an error inside."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", calls.append)
-    with pytest.raises(KeyError), without_expandable_segments():
+    with without_expandable_segments():
         assert calls == written[:1]
-        raise KeyError
     assert calls == written
