@@ -15,8 +15,8 @@ STAGES: Mapping[str, float] = {
     "machine": 120.0,
     "ring": 180.0,
     "lending": 120.0,
-    "trainer": 300.0,
-    "engine": 420.0,
+    "trainer": 600.0,
+    "engine": 900.0,
 }
 """Names of the methods of ``Stages`` in their order, with the seconds each may take."""
 _TARGET = "verl_rc.preflight.bring_up.stages:Stages"

@@ -22,7 +22,7 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.run import Report
 from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import check_driver, uses_gpus
-from verl_rc.preflight.memory import ModelShape, estimate_roles, model_paths
+from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, model_paths
 from verl_rc.rollout.engine import engine_options
 from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -132,17 +132,26 @@ class Stages:
         return Report({"seconds": seconds, "bytes": _LENT_MIB << 20}, [finding])
 
     def trainer(self) -> Report:
-        """Log-probs and two updates of the fullest micro-batch on every rank; peak memory against the
-        estimate."""
-        config, report = self._config, Report()
-        shape = self._shape()
+        """Log-probs and two updates of two of the fullest micro-batches on every rank, which add up gradients
+        as in a run; peak memory against the estimate."""
+        shape, gpu_bytes = self._shape(), self._gpu_bytes()
+        shapes = dict.fromkeys(model_paths(self._config), shape)
+        config, choices = choose_gradient_sums(self._config, shapes, gpu_bytes)
+        estimate = estimate_roles(config, shapes, gpu_bytes)[0].model
+        report = Report(findings=[Finding("note", "gradients", str(choice)) for choice in choices])
+        if gpu_bytes is not None and estimate > gpu_bytes:
+            found = (
+                f"not measured: an update takes {_gib(estimate)} of a GPU's {_gib(gpu_bytes)} GiB on one node"
+            )
+            report.findings.append(Finding("note", "trainer", found))
+            return report
         with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
-            tokens, rows = _full_micro_batch(config, shape.vocabulary)
+            tokens, micro_batches = _full_micro_batches(config, shape.vocabulary)
             started = time.perf_counter()
-            log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, [rows])[0][0]
+            log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, micro_batches)[0][0]
             scored = time.perf_counter()
             sharing = config.sequence_parallel_sizes["actor"]
-            batch, share = _train_batch(tokens, log_probs, len(ranks) // sharing)
+            batch, share = _train_batch(tokens, log_probs, micro_batches, len(ranks) // sharing)
             request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
             _all(ranks, "update", batch, request)
             begun = time.perf_counter()
@@ -162,26 +171,24 @@ class Stages:
             "update_seconds": ended - begun,
             "update_tokens_per_second": num_tokens * len(ranks) / (ended - begun),
             "peak_bytes": max(peaks) * _GIB if peaks else None,
+            "estimated_bytes": estimate,
         }
         found = (
             f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in "
             f"{ended - begun:.2f} s"
         )
         report.findings.append(Finding("ok", "trainer", found))
-        if peaks:
-            shapes = dict.fromkeys(model_paths(config), shape)
-            estimate = estimate_roles(config, shapes, torch.cuda.mem_get_info(0)[1])[0].model
-            report.numbers["estimated_bytes"] = estimate
-            found = f"{max(peaks):.2f} GiB at the peak of an update, {estimate / _GIB:.2f} GiB estimated"
-            must, remedy = (
-                "the estimate must not be exceeded",
-                "report both numbers with this file: the estimate is wrong",
-            )
-            report.findings.append(
-                Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy)
-            )
-        else:
+        if not peaks:
             report.findings.append(Finding("note", "peak memory", "not measured without a GPU"))
+            return report
+        found = f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated"
+        must, remedy = (
+            "the estimate must not be exceeded",
+            "report both numbers with this file: the estimate is wrong",
+        )
+        report.findings.append(
+            Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy)
+        )
         return report
 
     def engine(self) -> Report:
@@ -264,6 +271,9 @@ class Stages:
         model = self._config.actor_rollout_ref.model
         return ModelShape.from_model_folder(model.path, model.trust_remote_code)
 
+    def _gpu_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(0)[1] if self._device == "cuda" else None
+
     def _free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(0)[0] if self._device == "cuda" else None
 
@@ -315,6 +325,10 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - started
 
 
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"
+
+
 def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
     """Restrict a process to some of the GPUs that this one sees."""
     if device == "cpu":
@@ -335,10 +349,15 @@ def _on_one_node(config: RunConfig) -> RunConfig:
     )
 
 
-def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[int]]:
-    """Random tokens: as many sequences of the greatest length as one micro-batch of the update may hold."""
+_MICRO_BATCHES = 2
+"""Of an update that is measured; gradients are added up from the second one on."""
+
+
+def _full_micro_batches(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[list[int]]]:
+    """Random tokens, and micro-batches: each of as many sequences of the greatest length as one may hold."""
     limit, data = actor_limit(config).shared_by(config.sequence_parallel_sizes["actor"]), config.data
-    rows = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
+    size = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
+    rows = _MICRO_BATCHES * size
     generator = torch.Generator().manual_seed(0)
     tokens = TokenBatch(
         prompts=torch.randint(vocabulary, (rows, data.max_prompt_length), generator=generator),
@@ -347,10 +366,12 @@ def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, l
         response_lengths=torch.full((rows,), data.max_response_length),
         batch_size=[rows],
     )
-    return tokens, list(range(rows))
+    return tokens, [list(range(start, start + size)) for start in range(0, rows, size)]
 
 
-def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_shares: int) -> tuple[TrainBatch, MiniBatchShare]:
+def _train_batch(
+    tokens: TokenBatch, log_probs: Tensor, micro_batches: list[list[int]], num_shares: int
+) -> tuple[TrainBatch, MiniBatchShare]:
     """The batch of one update, and a share of a mini-batch in which all shares have the same rows."""
     rows, width = log_probs.shape
     mask = torch.ones(rows, width, dtype=torch.bool)
@@ -368,4 +389,4 @@ def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_shares: int) -> tupl
         batch_size=[rows],
     )
     num_tokens = rows * width * num_shares
-    return batch, MiniBatchShare([list(range(rows))], num_tokens, rows * num_shares, num_tokens)
+    return batch, MiniBatchShare(micro_batches, num_tokens, rows * num_shares, num_tokens)
