@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GSM8K with Qwen2.5-0.5B-Instruct on one GPU: GRPO with sequence-level rollout correction.
 #
-# Hardware: one GPU of 40 GB with bf16 (trainer and engine share it), 16 GiB of memory, 4 cores. Estimated: 12 GiB a GPU in an
-# update, 23 GiB while engines sample. With 24 GB pass
+# Hardware: one GPU of 40 GB with bf16 (trainer and engine share it), 16 GiB of memory, 4 cores. Estimated: 14 GiB a GPU in an
+# update, 24 GiB while engines sample. With 24 GB pass
 # actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 actor_rollout_ref.rollout.gpu_memory_utilization=0.35.
 # Data: python scripts/prepare_data/gsm8k.py --output_dir data/gsm8k   (7,473 problems to train on, 1,319 to test)
 # One epoch is 29 steps; a checkpoint every 20 steps, the whole test split every 10. Further arguments are passed on.

@@ -3,8 +3,8 @@
 #
 # Hardware: 4 x 8 GPUs of 80 GB with bf16 and fast links between nodes, 512 GiB of memory a node (weights and moments of
 # actor and critic wait there: some 250 GiB), a file system that all nodes see. A Ray cluster first:
-# docs/cluster.md. Estimated: 33 GiB a GPU in an update, 56 GiB while engines sample; gradients are reduced after every
-# micro-batch, as whole ones would make it 148 GiB. Never run here.
+# docs/cluster.md. Estimated: 35 GiB a GPU in an update, 57 GiB while engines sample; gradients are reduced after every
+# micro-batch, as whole ones would make it 150 GiB. Never run here.
 # Method: PPO (arXiv:1707.06347) with GAE at gamma = lambda = 1, a critic that trains alone for the first 4 steps, and
 # truncated importance sampling (Yao et al. 2025) with a cap of 10: wide enough to leave nearly every token unbiased, tight
 # enough to stop single tokens.

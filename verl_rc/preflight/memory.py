@@ -17,7 +17,7 @@ from verl_rc.config.models import (
     model_source,
     recomputes_activations,
 )
-from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
+from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
@@ -42,11 +42,13 @@ TRAINER_MIB = 440
 ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
 
-CONTEXT_MIB = 1024
-"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. A guess, as no GPU was at
-hand."""
-ASLEEP_MIB = 1536
-"""What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. A guess, too."""
+CUDA_PROCESS_MIB = 4096
+"""Host memory of a trainer rank or engine with a CUDA build of torch: the middle of 3 to 5 GiB, an estimate,
+as no GPU was at hand."""
+CONTEXT_MIB = 2048
+"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. An estimate, too."""
+ASLEEP_MIB = 2560
+"""What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. An estimate, too."""
 _FULL_UP_TO = 0.9
 """The share of a GPU that an estimate may fill: allocators leave gaps."""
 
@@ -202,7 +204,7 @@ def estimate_roles(
             )
         )
     if config.reward.reward_model.enable:
-        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)]))
+        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
 
 
@@ -212,13 +214,25 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, on_gpus
     tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
     predicted = tokens * sizes.longest_response // sizes.longest_sequence
     update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, recomputes_activations(model, on_gpus))
-    bucket = min(
-        rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB,
-        shape.parameters * _bytes(rollout.dtype),
-    )
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
-    largest = max(_beside_gathered(learner, update, shape, fsdp), bucket)
-    return replace(learner, activations=largest, knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+    largest = max(_beside_gathered(learner, update, shape, fsdp), _bucket_bytes(rollout, shape))
+    return replace(
+        learner,
+        activations=largest,
+        baseline=_library_bytes(TRAINER_MIB, on_gpus),
+        knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}",
+    )
+
+
+def _library_bytes(mebibytes: int, on_gpus: bool) -> int:
+    """Host memory of a process before it loads a model; ``mebibytes`` with CPU builds."""
+    return (CUDA_PROCESS_MIB if on_gpus else mebibytes) * MIB
+
+
+def _bucket_bytes(rollout: RolloutConfig, shape: ModelShape) -> int:
+    """Bytes of the largest part in which weights travel to engines."""
+    whole = shape.parameters * _bytes(rollout.dtype)
+    return min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, whole)
 
 
 def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fsdp: LearnerFsdpConfig) -> int:
@@ -268,11 +282,10 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
         * _reduced_bytes(fsdp)
         if ranks > 1
         else 0,
-        baseline=TRAINER_MIB * MIB if role == "actor" else 0,
     )
 
 
-def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
+def _reward_model(config: RunConfig, shape: ModelShape, on_gpus: bool) -> RoleMemory:
     judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
     longest = judge.max_length or config.longest_sequence
     of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
@@ -281,7 +294,7 @@ def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
         processes=1,
         weights=shape.parameters * width,
         activations=of_layer,
-        baseline=TRAINER_MIB * MIB,
+        baseline=_library_bytes(TRAINER_MIB, on_gpus),
         knob="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
     )
 
@@ -292,6 +305,10 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     blocks = shape.parameters - shape.embedding_parameters
     weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
     staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
+    # Where engines share no device, the KV cache stays while weights arrive: a bucket that is received, one
+    # that is loaded, and the tensors of a layer that is not complete.
+    is_alone = not config.actor_rollout_ref.hybrid_engine
+    arriving = is_alone * (2 * _bucket_bytes(rollout, shape) + blocks // shape.layers * width)
     logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
         cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
@@ -304,9 +321,9 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
         "engine",
         processes=config.num_engines * per_engine,
         weights=weights // per_engine + staged,
-        activations=logits,
+        activations=logits + arriving,
         cache=cache,
-        baseline=ENGINE_MIB * MIB,
+        baseline=_library_bytes(ENGINE_MIB, gpu_bytes is not None),
         knob=f"actor_rollout_ref.rollout.{knob}",
     )
 

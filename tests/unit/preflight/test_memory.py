@@ -15,6 +15,7 @@ from verl_rc.config.verl.migration import arguments_of_script
 from verl_rc.preflight.memory import (
     ASLEEP_MIB,
     CONTEXT_MIB,
+    CUDA_PROCESS_MIB,
     DRIVER_MIB,
     ENGINE_MIB,
     MIB,
@@ -183,6 +184,25 @@ def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:
     assert on_gpu.model == 5 * 10**10
 
 
+@pytest.mark.parametrize(("megabytes", "expected"), [(2048, 4.43), (1024, 2.43)])
+def test_an_engine_alone_needs_two_buckets_and_a_layer_beside_its_share(
+    megabytes: int, expected: float
+) -> None:
+    """Of Qwen2.5-7B in bfloat16, whose layer has (7.616 - 1.090) / 28 = 0.233 billion weights."""
+    given: Given = {
+        f"{ROLLOUT}.gpu_memory_utilization": 0.8,
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": megabytes,
+    }
+    size, shapes = 80 << 30, {"unused": SEVEN}
+    beside = {}
+    for shared in (True, False):
+        config = config_of({**given, "trainer.device": "cuda", "actor_rollout_ref.hybrid_engine": shared})
+        engine = next(role for role in estimate_roles(config, shapes, size) if role.role == "engine")
+        beside[shared] = (engine.model - int(0.8 * size)) / (1 << 30)
+    assert beside[True] == 0
+    assert beside[False] == pytest.approx(expected, abs=0.01)
+
+
 def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
     config = config_of(FULL)
     roles = list(roles_of(FULL).values())
@@ -191,15 +211,14 @@ def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
         host_bytes(config, roles, on_gpu=False)
         == sum(role.model for role in roles) + common + (TRAINER_MIB + ENGINE_MIB) * MIB
     )
-    assert host_bytes(config, roles, on_gpu=True) == common + (TRAINER_MIB + ENGINE_MIB) * MIB
     critic = RoleMemory(
         "critic", 1, weights=10, gathered=2, activations=5
     )  # in the actor's process, after it
     assert host_bytes(config, [*roles, critic], on_gpu=False) == host_bytes(config, roles, on_gpu=False) + 10
+    roles = list(roles_of(FULL, gpu_bytes=10**11).values())
+    assert host_bytes(config, roles, on_gpu=True) == common + 2 * CUDA_PROCESS_MIB * MIB
     offloading = config_of({**FULL, f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True})
-    assert (
-        host_bytes(offloading, roles, on_gpu=True) == common + (TRAINER_MIB + ENGINE_MIB) * MIB + 12 * 10**9
-    )
+    assert host_bytes(offloading, roles, on_gpu=True) == common + 2 * CUDA_PROCESS_MIB * MIB + 12 * 10**9
     copying = {**FULL, "actor_rollout_ref.actor.checkpoint.async_save": True}
     assert host_bytes(config_of(copying), roles, on_gpu=True) == host_bytes(config, roles, on_gpu=True)
     saving = config_of({**copying, "trainer.save_freq": 5})
@@ -297,14 +316,14 @@ def test_gradients_take_what_was_measured_at_7b() -> None:
     [
         (79, {}, {"actor": True}),
         (40, {}, {"actor": False}),
-        (79, {"algorithm.adv_estimator": "gae"}, {"actor": True, "critic": True}),
+        (82, {"algorithm.adv_estimator": "gae"}, {"actor": True, "critic": True}),
         (
-            77,
+            79,
             {"algorithm.adv_estimator": "gae"},
             {"actor": True, "critic": False},
         ),  # whose micro-batches have 32,768 tokens
         (
-            77,
+            79,
             {"algorithm.adv_estimator": "gae", "critic.ppo_max_token_len_per_gpu": 16_384},
             {"actor": True, "critic": True},
         ),

@@ -234,6 +234,15 @@ def test_a_recipe_fits_smaller_gpus_as_its_head_says(name, room, expected):
     ) == expected
 
 
+def test_the_engines_of_the_asynchronous_recipe_use_the_gpus_that_are_theirs(configs):
+    """Not the 60 % of engines that share them."""
+    shared = configs["math_qwen2.5_7b_token_is_8gpu"].actor_rollout_ref.rollout.gpu_memory_utilization
+    assert (
+        configs["math_qwen2.5_7b_async_2x8gpu"].actor_rollout_ref.rollout.gpu_memory_utilization
+        > shared + 0.1
+    )
+
+
 def test_a_recipe_with_a_wrong_key_would_be_caught():
     overrides = arguments_of(RECIPES[0], "actor_rollout_ref.rollout.no_such_key=1")[2:]
     with pytest.raises(ValueError, match="no_such_key is not a known key"):
