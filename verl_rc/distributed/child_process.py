@@ -78,6 +78,11 @@ class ChildProcess:
         if wait:
             self.answer()
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object and wait for its result."""
         self.ask(method, *arguments)

@@ -10,6 +10,7 @@ from itertools import permutations
 from os import environ
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -209,9 +210,16 @@ class Stages:
                 [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
             )
             rounds = [self._sleep_load_and_sample(ranks, engine, offers, version) for version in (1, 2)]
+            load = self._time_process(engine)
             _all(ranks, "close")
-        report.numbers["rounds"] = [numbers for numbers, _ in rounds]
+        report.numbers["rounds"], report.numbers["full_load"] = [numbers for numbers, _ in rounds], load
         report.findings.append(Finding("ok", "engine", f"started in {report.numbers['start_seconds']:.1f} s"))
+        whole, computing = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
+        found = (
+            f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
+            f"computes {computing:.1f} ms"
+        )
+        report.findings.append(Finding("note", "engine's process", found))
         limit = GapLimit.from_config(config).limit(None)
         for numbers, gap in rounds:
             found = (
@@ -229,7 +237,6 @@ class Stages:
     def _sleep_load_and_sample(
         self, ranks: Sequence[ChildProcess], engine: ChildProcess, offers: Sequence[bool], version: int
     ) -> tuple[dict[str, Any], LogProbGap]:
-        config, rollout = self._config, self._config.actor_rollout_ref.rollout
         numbers: dict[str, Any] = {"free_bytes_awake": self._free_bytes()}
         numbers["sleeps"], numbers["sleep_seconds"] = _timed(lambda: engine.call("sleep"))
         numbers["free_bytes_asleep"] = self._free_bytes()
@@ -249,23 +256,49 @@ class Stages:
             engine.call("wake_up", ["kv_cache"])
 
         _, numbers["load_seconds"] = _timed(load)
-        count = min(_SAMPLED_TOKENS, config.data.max_response_length)
-        sampling = SamplingOptions(
-            rollout.temperature, rollout.top_p, rollout.top_k, count, (), ignore_eos=True
-        )
-        width = min(_PROMPT_TOKENS, config.data.max_prompt_length)
-        prompts = torch.randint(
-            self._shape().vocabulary, (_SAMPLES, width), generator=torch.Generator().manual_seed(0)
-        )
-        requests = [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts.tolist())]
+        prompts, requests, sampling = self._requests(_SAMPLES)
         samples, numbers["sample_seconds"] = _timed(lambda: engine.call("generate", requests, sampling))
-        rollouts = build_rollout_batch(prompts.tolist(), range(_SAMPLES), samples, pad_token_id=0)
+        rollouts = build_rollout_batch(prompts, range(_SAMPLES), samples, pad_token_id=0)
         numbers["sampled_tokens"] = int(rollouts.response_mask.sum())
-        log_probs = _all(ranks, "compute_log_probs", rollouts.tokens, [[row] for row in range(_SAMPLES)])[0][
-            0
-        ]
+        parts = [[row] for row in range(_SAMPLES)]
+        log_probs = _all(ranks, "compute_log_probs", rollouts.tokens, parts)[0][0]
         gap = LogProbGap.between(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         return numbers | {"gap": asdict(gap)}, gap
+
+    def _time_process(self, engine: ChildProcess) -> dict[str, Any]:
+        """Seconds of sampling as many sequences as a run keeps in an engine, and those in which the engine's
+        process computes: it schedules and returns outputs in the thread that feeds the GPU."""
+        config = self._config
+        rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // config.num_engines
+        count = max(1, min(config.actor_rollout_ref.rollout.max_num_seqs, rows))
+        _, requests, sampling = self._requests(count)
+        process = psutil.Process(engine.pid)
+        before = process.cpu_times()
+        _, seconds = _timed(lambda: engine.call("generate", requests, sampling))
+        after = process.cpu_times()
+        computing = after.user + after.system - before.user - before.system
+        return {
+            "sequences": count,
+            "steps": sampling.max_tokens,
+            "seconds": seconds,
+            "process_seconds": computing,
+        }
+
+    def _requests(self, count: int) -> tuple[list[list[int]], list[GenerationRequest], SamplingOptions]:
+        """Random prompts, and the requests for a response to each."""
+        rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
+        sampling = SamplingOptions(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            min(_SAMPLED_TOKENS, data.max_response_length),
+            (),
+            ignore_eos=True,
+        )
+        width = min(_PROMPT_TOKENS, data.max_prompt_length)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(self._shape().vocabulary, (count, width), generator=generator).tolist()
+        return prompts, [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts)], sampling
 
     def _shape(self) -> ModelShape:
         model = self._config.actor_rollout_ref.model
