@@ -99,9 +99,9 @@ def make_inputs() -> Inputs:
     rollout = -2.5 * torch.rand(ROWS, WIDTH, generator=generator) - 0.05
     proximal = rollout + scale * noise(1.0)
     evaluations = PolicyEvaluations(
-        old_log_probs=proximal,
+        proximal_log_probs=proximal,
         entropies=noise(0.1) + 1.0,
-        ref_log_prob=proximal + noise(0.3),
+        reference_log_probs=proximal + noise(0.3),
         critic_values=noise(0.5),
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
         varentropies=noise(0.1).square(),
@@ -124,7 +124,7 @@ def current_scores() -> TokenScores:
     leaves."""
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
     spread = torch.tensor([0.05, 0.3, 0.6, 1.6]).repeat(ROWS // 4)[:, None]
-    log_probs = (INPUTS.evaluations.old_log_probs + spread * noise).requires_grad_()
+    log_probs = (INPUTS.evaluations.proximal_log_probs + spread * noise).requires_grad_()
     return TokenScores(log_probs, (noise.abs() + 0.5).requires_grad_())
 
 
@@ -132,7 +132,7 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.in_actor:
-        evaluations.old_log_probs = inputs.samples.rollouts.rollout_log_probs
+        evaluations.proximal_log_probs = inputs.samples.rollouts.rollout_log_probs
     return build_train_batch(
         inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0
     )
@@ -169,7 +169,7 @@ def corrected(
         batch = with_interpolated_proximal(
             batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99
         )
-        log_probs = batch.old_log_probs
+        log_probs = batch.proximal_log_probs
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)

@@ -64,7 +64,7 @@ def make_train_batch(
         tokens=tokens,
         response_mask=response_mask,
         loss_mask=response_mask & keep,
-        old_log_probs=torch.where(response_mask, log_probs, 0.0),
+        proximal_log_probs=torch.where(response_mask, log_probs, 0.0),
         rollout_log_probs=torch.where(response_mask, log_probs, 0.0),
         advantages=torch.where(response_mask, torch.randn(rows, 1, generator=generator), 0.0),
         returns=torch.zeros(rows, 7),

@@ -84,7 +84,7 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
         loss_mask=rollouts.response_mask,
-        old_log_probs=rollouts.rollout_log_probs,
+        proximal_log_probs=rollouts.rollout_log_probs,
         rollout_log_probs=rollouts.rollout_log_probs,
         advantages=zeros + 0.1,
         returns=zeros,

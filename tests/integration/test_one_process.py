@@ -63,7 +63,7 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for step in range(2):
         batch = make_train_batch([7, 2, 5, 6, 1, 4], seed=step)
-        batch.ref_log_prob = batch.old_log_probs
+        batch.reference_log_probs = batch.proximal_log_probs
         counts = (int(batch.response_mask.sum()), 6, int(batch.loss_mask.sum()))
         values = CriticBatch(
             batch.tokens,

@@ -26,8 +26,8 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "response_mask": (torch.bool, "BR"),
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
-    "old_log_probs": (torch.float32, "BR"),
-    "ref_log_prob": (torch.float32, "BR"),
+    "proximal_log_probs": (torch.float32, "BR"),
+    "reference_log_probs": (torch.float32, "BR"),
     "log_probs": (torch.float32, "BR"),
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
@@ -129,7 +129,7 @@ class RolloutBatch(TensorClass):
 class PolicyEvaluations(TensorClass):
     """Outputs of the trainer's models on the sampled tokens before the update."""
 
-    old_log_probs: Tensor
+    proximal_log_probs: Tensor
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
     step); where the actor corrects, the rollout policy takes its place."""
     entropies: Tensor | None = None
@@ -141,7 +141,7 @@ class PolicyEvaluations(TensorClass):
     varentropies: Tensor | None = None
     """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2; with both
     of the above."""
-    ref_log_prob: Tensor | None = None
+    reference_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
     """float32 ``[B, R]``: the critic's value before each token."""
@@ -160,7 +160,7 @@ class TrainBatch(TensorClass):
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
     """bool ``[B, R]``: ``response_mask`` and kept by rollout correction."""
-    old_log_probs: Tensor
+    proximal_log_probs: Tensor
     """float32 ``[B, R]``: denominator of the clipped ratio."""
     rollout_log_probs: Tensor
     """float32 ``[B, R]``: log-prob under the rollout policy."""
@@ -170,7 +170,7 @@ class TrainBatch(TensorClass):
     """float32 ``[B, R]``."""
     rollout_is_weights: Tensor | None = None
     """float32 ``[B, R]``: importance weights of rollout correction, constants."""
-    ref_log_prob: Tensor | None = None
+    reference_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     scores: Tensor | None = None
     """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""

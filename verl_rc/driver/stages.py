@@ -44,11 +44,11 @@ def evaluate(
             values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config), beside)
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
-        old_log_probs=proximal.log_probs,
+        proximal_log_probs=proximal.log_probs,
         entropies=proximal.entropies,
         sum_pi_squared=proximal.sum_pi_squared,
         varentropies=proximal.varentropies,
-        ref_log_prob=None if reference is None else reference.result,
+        reference_log_probs=None if reference is None else reference.result,
         critic_values=None if values is None else values.result,
         batch_size=rollouts.batch_size,
     )

@@ -118,7 +118,7 @@ class TokenRecorder:
     ) -> TokenRecord:
         config, rollouts = self._services.config, samples.rollouts
         in_actor = config.algorithm.rollout_correction.in_actor
-        squares = _squares(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        squares = _squares(evaluations.proximal_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
         wanted = len(samples) if why == "full" else self._settings.rows_per_step
         chosen = ChosenRows.some(squares, wanted, seed)
@@ -207,16 +207,18 @@ def _token_columns(
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
     if not in_actor:
-        yield "old_log_prob", evaluations.old_log_probs
+        yield "old_log_prob", evaluations.proximal_log_probs
         yield "kept", batch.loss_mask | ~batch.response_mask
         if batch.rollout_is_weights is not None:
             yield "weight", batch.rollout_is_weights
     if evaluations.sum_pi_squared is not None:
-        excess = 1.0 - 2.0 * evaluations.old_log_probs.double().exp() + evaluations.sum_pi_squared.double()
+        excess = (
+            1.0 - 2.0 * evaluations.proximal_log_probs.double().exp() + evaluations.sum_pi_squared.double()
+        )
         yield "noise_scale", excess.clamp_min(0.0).sqrt()
     optional = {
         "entropy": evaluations.entropies,
-        "ref_log_prob": evaluations.ref_log_prob,
+        "ref_log_prob": evaluations.reference_log_probs,
         "value": evaluations.critic_values,
     }
     yield from ((name, values) for name, values in optional.items() if values is not None)

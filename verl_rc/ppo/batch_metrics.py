@@ -100,7 +100,7 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
     entropy = float(evaluations.entropies[mask].double().mean())
     return {
         "actor/entropy": entropy,
-        **probability_gap(evaluations.old_log_probs, rollouts.rollout_log_probs, mask),
+        **probability_gap(evaluations.proximal_log_probs, rollouts.rollout_log_probs, mask),
     }
 
 

@@ -66,7 +66,7 @@ def policy_objective(
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
         policy_loss_name(config, correction),
-        old_log_probs=batch.old_log_probs,
+        old_log_probs=batch.proximal_log_probs,
         log_probs=current.log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
@@ -86,10 +86,10 @@ def policy_objective(
         loss = loss - config.entropy_coeff * entropy
         terms["actor/entropy_loss"] = entropy.detach()
     if config.use_kl_loss:
-        assert batch.ref_log_prob is not None
+        assert batch.reference_log_probs is not None
         divergence, divergence_metrics = compute_kl_loss(
             current.log_probs,
-            batch.ref_log_prob,
+            batch.reference_log_probs,
             config.kl_loss_type,
             batch.loss_mask,
             denominator_mask,
@@ -122,7 +122,7 @@ def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig)
     """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""
     return clean_policy_loss_inputs(
         PolicyLossInputs(
-            old_log_probs=batch.old_log_probs,
+            old_log_probs=batch.proximal_log_probs,
             log_probs=log_probs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
@@ -223,13 +223,13 @@ def with_interpolated_proximal(
         proximal = interpolate_proximal(batch.rollout_log_probs, log_probs, versions, first, first + updates)
         proximal = torch.where(batch.rollout_log_probs.isfinite(), proximal, log_probs)
     interpolated = batch.clone(recurse=False)
-    interpolated.old_log_probs = proximal
+    interpolated.proximal_log_probs = proximal
     return interpolated
 
 
 def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
     """How far interpolated log-probs of the proximal policy are from recomputed ones."""
-    gap = (interpolated.old_log_probs - recomputed.old_log_probs).abs()
+    gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()
     return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
 
 
@@ -253,8 +253,8 @@ def correct_current(
     )
     corrected = batch.clone(recurse=False)
     if config.nonfinite_logprob == "neutral":
-        known = batch.old_log_probs.isfinite()
-        corrected.old_log_probs = torch.where(known, batch.old_log_probs, log_probs)
+        known = batch.proximal_log_probs.isfinite()
+        corrected.proximal_log_probs = torch.where(known, batch.proximal_log_probs, log_probs)
     corrected.loss_mask = batch.response_mask & keep
     corrected.rollout_is_weights = (
         weights if config.loss_type == "reinforce" or not config.bypass_mode else None

@@ -78,14 +78,14 @@ def build_train_batch(
             reward_baselines=samples.reward_baselines,
             component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=evaluations.old_log_probs,
+            old_log_probs=evaluations.proximal_log_probs,
             sum_pi_squared=evaluations.sum_pi_squared,
             rollout_is_weights=weights,
         )
 
     def corrected(advantages: Tensor | None) -> CorrectionResult:
         return compute_rollout_correction(
-            evaluations.old_log_probs,
+            evaluations.proximal_log_probs,
             rollouts.rollout_log_probs,
             rollouts.response_mask,
             config,
@@ -115,12 +115,12 @@ def build_train_batch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
         loss_mask=rollouts.response_mask if keep_mask is None else rollouts.response_mask & keep_mask,
-        old_log_probs=evaluations.old_log_probs,
+        proximal_log_probs=evaluations.proximal_log_probs,
         rollout_log_probs=rollouts.rollout_log_probs,
         advantages=advantages,
         returns=returns,
         rollout_is_weights=None if correction is None else correction.weights,
-        ref_log_prob=evaluations.ref_log_prob,
+        reference_log_probs=evaluations.reference_log_probs,
         scores=scores if config.in_actor and full else None,
         policy_versions=versions if config.in_actor else None,
         engines=rollouts.engines if config.in_actor and full else None,
@@ -143,11 +143,11 @@ def _weights_for_baseline(
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
     return compute_rollout_correction(
-        evaluations.old_log_probs,
+        evaluations.proximal_log_probs,
         rollouts.rollout_log_probs,
         rollouts.response_mask,
         config,
-        advantages=torch.zeros_like(evaluations.old_log_probs),
+        advantages=torch.zeros_like(evaluations.proximal_log_probs),
     ).weights
 
 
@@ -173,11 +173,11 @@ def _rewards(
     outcome = outcome_rewards(scores, rollouts.response_mask)
     if not algorithm.use_kl_in_reward:
         return outcome, None
-    assert evaluations.ref_log_prob is not None
+    assert evaluations.reference_log_probs is not None
     rewards, divergence = apply_kl_in_reward(
         outcome,
-        evaluations.old_log_probs,
-        evaluations.ref_log_prob,
+        evaluations.proximal_log_probs,
+        evaluations.reference_log_probs,
         rollouts.response_mask,
         kl_coef,
         algorithm.kl_penalty,

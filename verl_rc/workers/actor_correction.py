@@ -102,7 +102,7 @@ class ActorCorrection:
         batch = with_interpolated_proximal(
             batch, log_probs, self._policy_version, self.updates, self._updates_per_step
         )
-        return batch, batch.old_log_probs
+        return batch, batch.proximal_log_probs
 
     def finish(self) -> int:
         """End a mini-batch; returns the tokens kept of it over all ranks. Collective.

@@ -63,12 +63,12 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
                 mini_batch.num_sequences,
             )
         found = [
-            rows.old_log_probs[row].tolist()
+            rows.proximal_log_probs[row].tolist()
             for rows, share in shares
             for part in share.micro_batches
             for row in part
         ]
-        assert sorted(found) == sorted(batch.old_log_probs[mini_batch.rows].tolist())
+        assert sorted(found) == sorted(batch.proximal_log_probs[mini_batch.rows].tolist())
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

@@ -138,7 +138,7 @@ def make_batch(*, broken: bool) -> Batch:
     if broken:
         rollout[6::20, 0], rollout[11::25, 0] = -torch.inf, torch.nan
     evaluations = PolicyEvaluations(
-        old_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS]
+        proximal_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS]
     )
     return ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator)
 
@@ -165,8 +165,8 @@ def train_on(
     )
     if config.in_actor:
         evaluations = evaluations.clone()
-        evaluations.old_log_probs = rollouts.rollout_log_probs
-    proximal = FINITE[1].old_log_probs
+        evaluations.proximal_log_probs = rollouts.rollout_log_probs
+    proximal = FINITE[1].proximal_log_probs
     try:
         batch = build_train_batch(
             Samples(rollouts, scores),
@@ -274,7 +274,7 @@ def metric_names(fields: Fields) -> dict[str, float]:
     rollouts, evaluations, _ = FINITE
     config = RolloutCorrectionConfig.model_validate(fields)
     mask = rollouts.response_mask
-    return measure(evaluations.old_log_probs, rollouts.rollout_log_probs, mask, config).metrics(config)
+    return measure(evaluations.proximal_log_probs, rollouts.rollout_log_probs, mask, config).metrics(config)
 
 
 METRICS_CHANGES: list[tuple[Fields, Fields]] = [

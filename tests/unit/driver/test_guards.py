@@ -64,7 +64,7 @@ def make_batch() -> TrainBatch:
         tokens=tokens,
         response_mask=mask,
         loss_mask=mask,
-        old_log_probs=zeros,
+        proximal_log_probs=zeros,
         rollout_log_probs=zeros,
         advantages=zeros,
         returns=zeros,

@@ -187,7 +187,7 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
     evaluations = INPUTS.evaluations.clone()
     if config.algorithm.rollout_correction.in_actor:
         evaluations = PolicyEvaluations(
-            old_log_probs=samples.rollouts.rollout_log_probs, batch_size=evaluations.batch_size
+            proximal_log_probs=samples.rollouts.rollout_log_probs, batch_size=evaluations.batch_size
         )
     TokenRecorder(cast(Services, services), 0).write(
         samples, evaluations, scored, control, StepRecord(), step
@@ -223,7 +223,7 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
     exact = {
         "response_mask": rollouts.response_mask,
         "rollout_log_prob": rollouts.rollout_log_probs,
-        "old_log_prob": evaluations.old_log_probs,
+        "old_log_prob": evaluations.proximal_log_probs,
         "advantage": scored.batch.advantages,
         "kept": scored.batch.loss_mask,
         "version": rollouts.policy_versions,
@@ -236,7 +236,7 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
     assert not record.tokens["kept"].all()
     for i, (p, q) in enumerate(
         zip(
-            evaluations.old_log_probs[written].tolist(),
+            evaluations.proximal_log_probs[written].tolist(),
             evaluations.sum_pi_squared[written].tolist(),
             strict=True,
         )
@@ -283,7 +283,7 @@ def test_some_rows_of_a_step(tmp_path: Path) -> None:
     assert record.rows["chosen_by"].tolist() == ["random"] * 3 + ["worst"] * 3
     assert record.facts["rows_of_batch"] == ROWS
     assert record.facts["tokens_of_batch"] == int(samples.rollouts.response_mask.sum())
-    difference = (INPUTS.evaluations.old_log_probs - samples.rollouts.rollout_log_probs).double()
+    difference = (INPUTS.evaluations.proximal_log_probs - samples.rollouts.rollout_log_probs).double()
     gaps = difference**2 * samples.rollouts.response_mask
     order = gaps.sum(dim=-1).argsort(descending=True).tolist()
     drawn = record.rows["row"].tolist()[:3]

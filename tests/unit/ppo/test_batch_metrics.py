@@ -46,7 +46,9 @@ def test_the_gap_of_probabilities_against_numpy() -> None:
     proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(
         3, 7, generator=torch.Generator().manual_seed(1)
     )
-    evaluations = PolicyEvaluations(old_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3])
+    evaluations = PolicyEvaluations(
+        proximal_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3]
+    )
     metrics = policy_gap_metrics(rollouts, evaluations)
     mask = rollouts.response_mask.numpy()
     ours = np.exp(proximal.double().numpy()[mask])
@@ -63,7 +65,7 @@ def test_equal_probabilities_give_no_nan() -> None:
     rollouts = make_rollouts([2, 1])
     constant = torch.where(rollouts.response_mask, -1.0, 0.0)
     rollouts.rollout_log_probs = constant
-    evaluations = PolicyEvaluations(old_log_probs=constant, entropies=constant, batch_size=[2])
+    evaluations = PolicyEvaluations(proximal_log_probs=constant, entropies=constant, batch_size=[2])
     assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())
 
 

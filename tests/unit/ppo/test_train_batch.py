@@ -26,7 +26,9 @@ def make_rollouts(log_ratio_of_last_token: float = 0.0) -> tuple[RolloutBatch, P
     proximal = rollout.clone()
     proximal[0, 2] += log_ratio_of_last_token
     rollouts = ones_rollouts(rollout, LENGTHS, group=2)
-    return rollouts, PolicyEvaluations(old_log_probs=proximal, entropies=torch.zeros(4, 3), batch_size=[4])
+    return rollouts, PolicyEvaluations(
+        proximal_log_probs=proximal, entropies=torch.zeros(4, 3), batch_size=[4]
+    )
 
 
 def algorithm(**correction: object) -> AlgorithmConfig:
@@ -122,7 +124,7 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
         statistics = step.statistics
         if bypass:
             statistics = measure_current(
-                step.batch, step.batch.old_log_probs, config.rollout_correction, policy_version=5
+                step.batch, step.batch.proximal_log_probs, config.rollout_correction, policy_version=5
             )
         assert statistics is not None
         assert statistics.metrics(config.rollout_correction).get("rollout_corr/token_age_mean") == ages
@@ -131,9 +133,9 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
 def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
     """One token of nine with l = -1/2, and g = 1 - 2p + 2p = 1 for each: s = 1/2 / 3."""
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
-    evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()
-    evaluations.entropies = evaluations.varentropies = torch.zeros_like(evaluations.old_log_probs)
-    rollouts.engines = torch.arange(len(evaluations.old_log_probs))
+    evaluations.sum_pi_squared = 2 * evaluations.proximal_log_probs.exp()
+    evaluations.entropies = evaluations.varentropies = torch.zeros_like(evaluations.proximal_log_probs)
+    rollouts.engines = torch.arange(len(evaluations.proximal_log_probs))
     metrics = {}
     for diagnostics in ("core", "full"):
         correction = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics)).correction
@@ -154,14 +156,16 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
 @pytest.mark.parametrize("diagnostics", ["core", "full"])
 def test_the_actor_gets_the_engines_of_rows_where_it_measures_by_them(diagnostics: str) -> None:
     rollouts, evaluations = make_rollouts()
-    rollouts.engines = torch.arange(len(evaluations.old_log_probs))
+    rollouts.engines = torch.arange(len(evaluations.proximal_log_probs))
     batch = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics, bypass_mode=True)).batch
     assert (batch.engines is None) == (diagnostics == "core")
 
 
 def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:
     rollouts, evaluations = make_rollouts()
-    evaluations.ref_log_prob = evaluations.old_log_probs - torch.tensor([[0.4], [0.0], [0.2], [0.0]])
+    evaluations.reference_log_probs = evaluations.proximal_log_probs - torch.tensor(
+        [[0.4], [0.0], [0.2], [0.0]]
+    )
     config = AlgorithmConfig(
         adv_estimator="grpo",
         use_kl_in_reward=True,
@@ -227,8 +231,8 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     The importance weight of row 0 is e^0.5 at its first token, that of row 1 is 1; returns are 1 and 0.
     """
     rollouts, evaluations = make_rollouts()
-    evaluations.old_log_probs[0, 0] += 0.5
-    evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()  # 1 - 2 pi + sum pi^2 = 1
+    evaluations.proximal_log_probs[0, 0] += 0.5
+    evaluations.sum_pi_squared = 2 * evaluations.proximal_log_probs.exp()  # 1 - 2 pi + sum pi^2 = 1
     correction = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_opsm_threshold": opsm}
     samples = Samples(rollouts, SCORES)
     step = estimated("optimal_token_baseline", samples, evaluations, **correction)

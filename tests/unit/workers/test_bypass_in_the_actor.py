@@ -87,7 +87,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     config = case_config(case).model_copy(update={"bypass_mode": False})
     corrected = compute_rollout_correction(table, batch.rollout_log_probs, batch.response_mask, config)
     kept = corrected.keep_mask & batch.response_mask
-    batch.old_log_probs, batch.loss_mask = table, kept
+    batch.proximal_log_probs, batch.loss_mask = table, kept
     batch.rollout_is_weights = None if corrected.weights is None else corrected.weights.float()
     worker._correction = config
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
@@ -193,7 +193,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     batch.policy_versions = (
         torch.where(torch.arange(rows)[:, None] % 2 == 0, 6, 7).expand(rows, width).contiguous()
     )
-    batch.scores, batch.old_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
+    batch.scores, batch.proximal_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
     request = UpdateRequest(

@@ -20,6 +20,7 @@ from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed import sequence_parallel
 from verl_rc.distributed.sequence_parallel import SequenceParallel
 from verl_rc.losses import Aggregation
+from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     correct_current,
     covariance_inputs,
@@ -73,8 +74,10 @@ def batch(model: nn.Module) -> TrainBatch:
     with torch.no_grad():
         current = score_tokens(model, batch.tokens, ForwardOptions(), with_entropy=False).log_probs
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
-    batch.old_log_probs = batch.rollout_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
-    batch.ref_log_prob = torch.where(batch.response_mask, current - noise, 0.0)
+    batch.proximal_log_probs = batch.rollout_log_probs = torch.where(
+        batch.response_mask, current + noise, 0.0
+    )
+    batch.reference_log_probs = torch.where(batch.response_mask, current - noise, 0.0)
     return batch
 
 
@@ -141,7 +144,7 @@ def test_every_policy_loss(
             objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, covariance)
             objective.loss.backward()
             totals.add(objective)
-        return [*gradients_of(model), torch.tensor([metric.value for metric in totals.metrics(True)])]
+        return [*gradients_of(model), torch.tensor([*reduce_metrics(totals.metrics(True)).values()])]
 
     on_both(work, [model])
 

@@ -46,7 +46,7 @@ def batch(worker: PolicyWorker) -> TrainBatch:
     batch = make_train_batch(LENGTHS, REJECTED)
     current = worker.compute_log_probs(batch.tokens, [ROWS])[0]
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
-    batch.old_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
+    batch.proximal_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
     return batch
 
 

@@ -81,7 +81,7 @@ def test_what_lies_on_padding_does_not_change_the_gradient(worker: PolicyWorker)
     expected = gradient(worker, batch, [list(range(len(LENGTHS)))])
     padding = ~positions_mask(batch.tokens.response_lengths, 7)
     batch.tokens.responses = torch.where(padding, 3, batch.tokens.responses)
-    for name in ("old_log_probs", "advantages", "rollout_is_weights"):
+    for name in ("proximal_log_probs", "advantages", "rollout_is_weights"):
         setattr(batch, name, getattr(batch, name).masked_fill(padding, float("nan")))
     assert_same_gradient(gradient(worker, batch, [list(range(len(LENGTHS)))]), expected)
 

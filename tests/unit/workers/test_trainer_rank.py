@@ -97,7 +97,7 @@ def trained(folder: Path, *roles: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for step in range(2):
         batch = make_train_batch([7, 2, 5, 6], seed=step)
-        batch.ref_log_prob = batch.old_log_probs
+        batch.reference_log_probs = batch.proximal_log_probs
         for role in roles:
             found[f"{role} {step}"] = rank.call(role, scoring[role], batch.tokens, ROWS)[0]
         for role in reversed(roles):
@@ -152,7 +152,7 @@ def test_a_role_that_is_resumed_goes_on_with_its_own_random_numbers(
 ) -> None:
     """A checkpoint holds the generator of each; the critic's is loaded after the actor's."""
     batch = make_train_batch([7, 2, 5, 6])
-    batch.ref_log_prob = batch.old_log_probs
+    batch.reference_log_probs = batch.proximal_log_probs
     weights = []
     rank = start(with_dropout, *WORKERS)
     train(rank, "actor", batch)  # the generators differ now

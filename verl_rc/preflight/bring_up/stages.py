@@ -413,12 +413,12 @@ def _train_batch(
         tokens=tokens,
         response_mask=mask,
         loss_mask=mask,
-        old_log_probs=log_probs,
+        proximal_log_probs=log_probs,
         rollout_log_probs=log_probs,
         advantages=advantages,
         returns=advantages,
         rollout_is_weights=torch.ones(rows, width),
-        ref_log_prob=log_probs,
+        reference_log_probs=log_probs,
         batch_size=[rows],
     )
     num_tokens = rows * width * num_shares

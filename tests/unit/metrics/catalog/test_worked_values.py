@@ -283,7 +283,9 @@ MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, Fals
 
 def train_batch(**fields: Any) -> TrainBatch:
     zeros = torch.zeros(MASK.shape)
-    given = dict.fromkeys(("old_log_probs", "rollout_log_probs", "advantages", "returns"), zeros) | fields
+    given = (
+        dict.fromkeys(("proximal_log_probs", "rollout_log_probs", "advantages", "returns"), zeros) | fields
+    )
     return TrainBatch(tokens=TOKENS, response_mask=MASK, loss_mask=MASK, **given, batch_size=[3])
 
 
@@ -334,7 +336,7 @@ def probabilities_and_entropy_of_the_proximal_policy():
     old[0], rollout[0] = torch.tensor([1 / 2, 1 / 4, 1 / 2]).log(), torch.tensor([1 / 4, 1 / 4, 1 / 2]).log()
     entropies = torch.full((3, 3), 9.0)
     entropies[0] = torch.tensor([1.0, 2.0, 6.0])
-    evaluations = PolicyEvaluations(old_log_probs=old, entropies=entropies, batch_size=[3])
+    evaluations = PolicyEvaluations(proximal_log_probs=old, entropies=entropies, batch_size=[3])
     found = policy_gap_metrics(rollout_batch(response_mask=mask, rollout_log_probs=rollout), evaluations)
     return found, {
         "actor/entropy": 3,
@@ -374,11 +376,11 @@ def the_actors_loss():
         tokens=ROW,
         response_mask=everything,
         loss_mask=everything,
-        old_log_probs=one_row(-5, -5, -5, -5),
+        proximal_log_probs=one_row(-5, -5, -5, -5),
         rollout_log_probs=one_row(-5, -5, -5, -5),
         advantages=one_row(1, -1, -1, 1),
         returns=one_row(0, 0, 0, 0),
-        ref_log_prob=current - one_row(1, 1, 2, 0),
+        reference_log_probs=current - one_row(1, 1, 2, 0),
         batch_size=[1],
     )
     correction = config.algorithm.rollout_correction
@@ -413,7 +415,7 @@ def the_entropy_of_the_policy_that_is_updated():
         tokens=ROW,
         response_mask=torch.tensor([[True, True, True, False]]),
         loss_mask=torch.tensor([[True, False, True, False]]),
-        old_log_probs=torch.zeros(1, 4),
+        proximal_log_probs=torch.zeros(1, 4),
         rollout_log_probs=torch.zeros(1, 4),
         advantages=torch.zeros(1, 4),
         returns=torch.zeros(1, 4),
@@ -889,7 +891,7 @@ def interpolated_against_recomputed_log_probs():
     """Gaps of 1/4, 1/2 and 0; the last token is the tool's."""
     mask = torch.tensor([[True, True, True, False]])
     interpolated, recomputed = (
-        SimpleNamespace(old_log_probs=torch.tensor([values]), response_mask=mask)
+        SimpleNamespace(proximal_log_probs=torch.tensor([values]), response_mask=mask)
         for values in ([-1.0, -2.0, -3.0, -4.0], [-1.25, -1.5, -3.0, -9.0])
     )
     found = interpolation_gap(interpolated, recomputed)
@@ -980,8 +982,8 @@ def penalties_of_the_divergence():
     coefficient of 1/4."""
     mask = torch.tensor([[True, True], [True, False]])
     evaluations = SimpleNamespace(
-        old_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
-        ref_log_prob=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
+        proximal_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
+        reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
     algorithm = SimpleNamespace(use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
     _, divergence = _rewards(
