@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.config.run import RunConfig
+    from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest
     from verl_rc.insight.verdict import Verdict
     from verl_rc.insight.what_if import Answer
     from verl_rc.preflight.finding import Finding
@@ -27,8 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.subcommand is None:
         parser.print_help(sys.stderr)
         return USER_ERROR
-    status: int = given.run(given)
+    try:
+        status: int = given.run(given)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __package__:
+            raise
+        return _refuse(given.subcommand, ValueError(_needed(error.name.partition(".")[0])))
     return status
+
+
+def _needed(package: str) -> str:
+    """What to install where a package is missing that the bare wheel does not bring."""
+    if package == "torch":
+        return "it needs torch, any version from 2.4 on, which is not installed here: pip install torch."
+    return f"it needs {package}, which comes with the trainer: bash scripts/install.sh cpu (or gpu)."
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -382,8 +395,7 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
 
 
 def _diagnose(given: argparse.Namespace) -> int:
-    _quieten_libraries()
-    from verl_rc.insight.replay import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (torch, transformers)
+    from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
 
     names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
     unknown = [name for name in names if name not in REPLAYS]
@@ -393,12 +405,20 @@ def _diagnose(given: argparse.Namespace) -> int:
         )
     steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
     try:
-        found = diagnose(DiagnosisRequest(given.folder, names, given.rows, **steps))
+        request = DiagnosisRequest(given.folder, names, given.rows, **steps)
+        found = _with_replays(request) if names else diagnose(request)
     except (ValueError, OSError) as error:
         return _refuse("diagnose", error)
     lines = [json.dumps(found.as_json(), indent=2)] if given.json else list(found.lines())
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _with_replays(request: "DiagnosisRequest") -> "Diagnosis":
+    _quieten_libraries()
+    from verl_rc.insight.replay import diagnose_with_replays  # noqa: PLC0415  (torch, transformers)
+
+    return diagnose_with_replays(request)
 
 
 def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:

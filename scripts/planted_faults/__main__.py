@@ -60,10 +60,11 @@ def main() -> int:
 
 def replay(folder: Path, names: list[str]) -> None:
     """Replay what a run recorded; says why where it cannot be done."""
-    from verl_rc.insight.replay import DiagnosisRequest, diagnose
+    from verl_rc.insight.diagnosis import DiagnosisRequest
+    from verl_rc.insight.replay import diagnose_with_replays
 
     try:
-        seconds = diagnose(DiagnosisRequest(folder, names)).seconds
+        seconds = diagnose_with_replays(DiagnosisRequest(folder, names)).seconds
         print(f"{folder.name}: replayed in {sum(seconds.values()):.0f} s", flush=True)
     except ValueError as error:
         print(f"{folder.name}: not replayed: {error}", flush=True)

@@ -15,7 +15,8 @@ from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.health.cause_table import STALE_CACHE
-from verl_rc.insight.replay import DiagnosisRequest, diagnose
+from verl_rc.insight.diagnosis import DiagnosisRequest
+from verl_rc.insight.replay import diagnose_with_replays
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
@@ -78,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stale_prefix_cache_is_named_and_a_fresh_one_reproduced(run: Path) -> None:
-    found = diagnose(DiagnosisRequest(run, ("R0", "R3", "R5", "R6", "R7")))
+    found = diagnose_with_replays(DiagnosisRequest(run, ("R0", "R3", "R5", "R6", "R7")))
     healthy, *stale = found.replayed
     assert healthy.gap < 1e-3
     assert healthy.numbers["own_cache"] < 1e-4

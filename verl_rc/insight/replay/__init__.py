@@ -3,15 +3,12 @@
 Beside export the only tools that load models and engines.
 """
 
-from verl_rc.insight.replay.diagnosis import REPLAYS, Diagnosis, DiagnosisRequest, diagnose
+from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 from verl_rc.insight.replay.gradients import ParameterGradients
 from verl_rc.insight.replay.rows import NothingToReplayError
 
 __all__ = [
-    "REPLAYS",
-    "Diagnosis",
-    "DiagnosisRequest",
     "NothingToReplayError",
     "ParameterGradients",
-    "diagnose",
+    "diagnose_with_replays",
 ]

@@ -1,13 +1,12 @@
-"""What makes the gap of a run: the verdict of its metrics, and of replays where they are asked for."""
+"""What replays of recorded tokens say of the gap of a run, beside its metrics."""
 
 import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,97 +16,29 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.token_record import FOLDER, record_files
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.health.statement import Statement
+from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, causes_from_metrics
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.rows import RecordedRows, chosen, read_rows
 from verl_rc.insight.replay.trainer import TrainerReplay, wrong_inputs
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder import DIAGNOSIS, read_run
-from verl_rc.insight.run_folder.records import LARGEST_STEP
-from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.diagnosis import ranked
 from verl_rc.insight.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
 
-REPLAYS: Mapping[str, str] = {
-    "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
-    "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
-    "R2": "the trainer's code in the engine's precision: 1 forward",
-    "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
-    "R4": "ids decoded and encoded again: no model",
-    "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
-    "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
-    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
-    "as R5, and 3 generations a record",
-}
-"""What is built of the replays in docs/see_why.md, and what each costs for a record."""
 _SAME = 1e-4
 """Nats; below it log-probs count as reproduced by a mistake in the inputs."""
 
 
-@dataclass(frozen=True)
-class DiagnosisRequest:
-    """What ``verl-rc diagnose`` was asked for."""
-
-    folder: Path
-    replays: Sequence[str] = ()
-    """Names out of ``REPLAYS``."""
-    rows: int = 64
-    """Most rows of a record that are replayed."""
-    first_step: int = 0
-    last_step: int = LARGEST_STEP
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Causes of the gap, the first first, and what they rest on."""
-
-    statements: tuple[Statement, ...]
-    replayed: tuple[ReplayedRecord, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time of each replay."""
-    notes: tuple[str, ...] = ()
-    """What was not replayed, and why."""
-
-    def lines(self) -> Iterator[str]:
-        """For the console."""
-        for statement in self.statements:
-            yield f"{statement.level}: {statement.cause}: {statement.text}"
-            if statement.next_test:
-                yield f"  next: {statement.next_test}"
-        for record in self.replayed:
-            parts = ", ".join(
-                f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items()
-            )
-            yield (
-                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; "
-                f"{parts or 'no part was replayed'}"
-            )
-        yield from (f"  {note}" for note in self.notes)
-        if self.seconds:
-            yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
-
-    def as_json(self) -> dict[str, Any]:
-        """For machines."""
-        return {
-            "statements": [statement.as_json() for statement in self.statements],
-            "replayed": [record.as_json() for record in self.replayed],
-            "seconds": dict(self.seconds),
-            "notes": list(self.notes),
-        }
-
-
-def diagnose(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run; with replays, also write them beside the run, with those of before, where its
+def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
+    """Judge the gap of a run from its metrics and from replays, which are written beside the run, where its
     report finds them.
 
     Raises:
         ValueError: the folder holds no run, or lacks what the replays need.
     """
     run = read_run(request.folder, request.first_step, request.last_step)
-    said = [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]
-    if not request.replays:
-        notes = (f"{name} ({what})" for name, what in REPLAYS.items())
-        return Diagnosis(tuple(said), notes=("replays that --replay makes: " + "; ".join(notes),))
+    said = causes_from_metrics(run)
     config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))

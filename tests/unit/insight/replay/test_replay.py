@@ -20,7 +20,8 @@ from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
 from verl_rc.data.token_record import FOLDER, record_files
 from verl_rc.health.cause_table import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
-from verl_rc.insight.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
+from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
+from verl_rc.insight.replay import NothingToReplayError, diagnose_with_replays, diagnosis
 from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
@@ -95,7 +96,7 @@ def noisy(values: Sequence[float], size: float = 0.01) -> list[float]:
 
 def test_a_healthy_run_is_reproduced_and_no_fault_is_named(kept: dict[str, Path]) -> None:
     train = log_probs(kept["later"], PROMPTS)
-    found = diagnose(DiagnosisRequest(run_with(kept, train, noisy(train)), TRAINER))
+    found = diagnose_with_replays(DiagnosisRequest(run_with(kept, train, noisy(train)), TRAINER))
     (record,) = found.replayed
     assert record.tokens == sum(LENGTHS)
     assert record.gap == pytest.approx(0.01, rel=1e-3)
@@ -115,12 +116,12 @@ def test_a_healthy_run_is_reproduced_and_no_fault_is_named(kept: dict[str, Path]
 def test_what_was_replayed_before_is_kept_until_its_step_is_made_again(kept: dict[str, Path]) -> None:
     train = log_probs(kept["later"], PROMPTS)
     folder = run_with(kept, train, noisy(train), steps=(4, 5))
-    diagnose(DiagnosisRequest(folder, ("R1",)))
-    found = diagnose(DiagnosisRequest(folder, ("R2",), first_step=5)).replayed
+    diagnose_with_replays(DiagnosisRequest(folder, ("R1",)))
+    found = diagnose_with_replays(DiagnosisRequest(folder, ("R2",), first_step=5)).replayed
     assert [(one.step, {"alone", "precision"} <= one.numbers.keys()) for one in found] == [(5, True)]
     later = time.time() + 60
     os.utime(next(path for step, path in record_files(folder / FOLDER) if step == 4), (later, later))
-    found = diagnose(DiagnosisRequest(folder, ("R4",), first_step=5)).replayed
+    found = diagnose_with_replays(DiagnosisRequest(folder, ("R4",), first_step=5)).replayed
     assert [one.step for one in found] == [5]
     assert [one["step"] for one in json.loads((folder / "diagnosis.json").read_text())["replayed"]] == [5]
 
@@ -128,7 +129,7 @@ def test_what_was_replayed_before_is_kept_until_its_step_is_made_again(kept: dic
 def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) -> None:
     train = log_probs(kept["later"], PROMPTS)
     folder = run_with(kept, train, noisy(log_probs(kept["base"], PROMPTS)), steps=(4, 5))
-    found = diagnose(DiagnosisRequest(folder, TRAINER))
+    found = diagnose_with_replays(DiagnosisRequest(folder, TRAINER))
     assert (found.statements[0].cause, found.statements[0].confidence) == (OLDER_WEIGHTS.name, "named")
     assert found.statements[0].evidence["held"] == 0
     assert [one.best_version for one in found.replayed] == [0, 0]
@@ -138,7 +139,9 @@ def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) ->
 
 def test_a_prompt_that_the_trainer_cuts_is_named_with_the_mistake(kept: dict[str, Path]) -> None:
     right, cut = log_probs(kept["later"], PROMPTS), [prompt[1:] or prompt for prompt in PROMPTS]
-    found = diagnose(DiagnosisRequest(run_with(kept, log_probs(kept["later"], cut), noisy(right)), TRAINER))
+    found = diagnose_with_replays(
+        DiagnosisRequest(run_with(kept, log_probs(kept["later"], cut), noisy(right)), TRAINER)
+    )
     assert found.statements[0].cause == OTHER_INPUTS.name
     assert "prompts without their first token" in found.statements[0].sentence
 
@@ -154,7 +157,7 @@ def test_prompts_that_the_engine_was_not_to_be_given_are_named(
     kept: dict[str, Path], given: Sequence[Sequence[int]], said: str
 ) -> None:
     train = log_probs(kept["later"], PROMPTS)
-    found = diagnose(
+    found = diagnose_with_replays(
         DiagnosisRequest(run_with(kept, train, noisy(log_probs(kept["later"], given), 1e-4)), TRAINER)
     )
     assert found.statements[0].cause == ENGINES_INPUTS.name
@@ -162,7 +165,9 @@ def test_prompts_that_the_engine_was_not_to_be_given_are_named(
 
 
 def test_where_the_actor_corrects_the_weights_are_still_compared(kept: dict[str, Path]) -> None:
-    found = diagnose(DiagnosisRequest(run_with(kept, None, noisy(log_probs(kept["base"], PROMPTS))), TRAINER))
+    found = diagnose_with_replays(
+        DiagnosisRequest(run_with(kept, None, noisy(log_probs(kept["base"], PROMPTS))), TRAINER)
+    )
     assert "trainer" not in found.replayed[0].parts
     assert found.statements[0].cause == OLDER_WEIGHTS.name
 
@@ -197,7 +202,7 @@ def test_parts_of_engines_stand_between_trainer_and_record(
     train = np.array(log_probs(kept["later"], PROMPTS))
     signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
     folder = run_with(kept, train.tolist(), (train - 0.5 * signs).tolist())
-    (record,) = diagnose(DiagnosisRequest(folder, ("R0", "R5", "R6", "R7"))).replayed
+    (record,) = diagnose_with_replays(DiagnosisRequest(folder, ("R0", "R5", "R6", "R7"))).replayed
     expected = {"engine": 0.1, "precision": 0.1, "decode": 0.1, "rest": 0.2}
     for name, size in expected.items():
         assert record.parts[name].size == pytest.approx(size, abs=1e-5), name
@@ -217,7 +222,7 @@ def test_parts_of_engines_stand_between_trainer_and_record(
     }
     for name, sizes in of_replays.items():
         (folder / "diagnosis.json").unlink()
-        (record,) = diagnose(DiagnosisRequest(folder, ("R0", name))).replayed
+        (record,) = diagnose_with_replays(DiagnosisRequest(folder, ("R0", name))).replayed
         found = {
             part: record.parts[part].size for part in record.parts if part not in ("trainer", "versions")
         }
@@ -230,7 +235,7 @@ def test_a_stale_cache_and_other_code_are_named(
     monkeypatch.setattr(diagnosis, "ReplayEngine", TableEngine)
     train = np.array(log_probs(kept["later"], PROMPTS))
     signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
-    found = diagnose(
+    found = diagnose_with_replays(
         DiagnosisRequest(run_with(kept, train.tolist(), (train - 0.5 * signs).tolist()), ("R6", "R7"))
     )
     assert [one.cause for one in found.statements if one.level == "fault"] == [
@@ -244,7 +249,7 @@ def test_engines_that_are_given_tokens_need_temperature_1(kept: dict[str, Path])
     train = log_probs(kept["later"], PROMPTS)
     folder = run_with(kept, train, train)
     save_resolved_config(small_run_config(kept["base"], "actor_rollout_ref.rollout.temperature=0.7"), folder)
-    found = diagnose(DiagnosisRequest(folder, ("R6", "R7")))
+    found = diagnose_with_replays(DiagnosisRequest(folder, ("R6", "R7")))
     assert found.notes == ("R6, R7 left out: engines that are given tokens score them at temperature 1",)
 
 
@@ -254,7 +259,7 @@ def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:
     for path in (folder / "tokens").glob("*.parquet"):
         path.unlink()
     with pytest.raises(NothingToReplayError, match=r"trainer\.token_records\.contents=full"):
-        diagnose(DiagnosisRequest(folder, ("R0",)))
+        diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
     without = diagnose(DiagnosisRequest(folder))
     assert without.replayed == ()
     assert "R3 (the trainer with each version" in without.notes[0]

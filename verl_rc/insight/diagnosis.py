@@ -1,0 +1,89 @@
+"""What makes the gap of a run, from its metrics; and which replays would say more. Needs no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl_rc.health.statement import Statement
+from verl_rc.insight.run_folder import RunData, read_run
+from verl_rc.insight.run_folder.records import LARGEST_STEP
+from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.replays import ReplayedRecord
+
+REPLAYS: Mapping[str, str] = {
+    "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
+    "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
+    "R2": "the trainer's code in the engine's precision: 1 forward",
+    "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
+    "R4": "ids decoded and encoded again: no model",
+    "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
+    "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
+    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
+    "as R5, and 3 generations a record",
+}
+"""What is built of the replays in docs/see_why.md, and what each costs for a record."""
+
+
+@dataclass(frozen=True)
+class DiagnosisRequest:
+    """What ``verl-rc diagnose`` was asked for."""
+
+    folder: Path
+    replays: Sequence[str] = ()
+    """Names out of ``REPLAYS``."""
+    rows: int = 64
+    """Most rows of a record that are replayed."""
+    first_step: int = 0
+    last_step: int = LARGEST_STEP
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Causes of the gap, the first first, and what they rest on."""
+
+    statements: tuple[Statement, ...]
+    replayed: tuple[ReplayedRecord, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of each replay."""
+    notes: tuple[str, ...] = ()
+    """What was not replayed, and why."""
+
+    def lines(self) -> Iterator[str]:
+        """For the console."""
+        for statement in self.statements:
+            yield f"{statement.level}: {statement.cause}: {statement.text}"
+            if statement.next_test:
+                yield f"  next: {statement.next_test}"
+        for record in self.replayed:
+            parts = ", ".join(
+                f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items()
+            )
+            yield (
+                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; "
+                f"{parts or 'no part was replayed'}"
+            )
+        yield from (f"  {note}" for note in self.notes)
+        if self.seconds:
+            yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "statements": [statement.as_json() for statement in self.statements],
+            "replayed": [record.as_json() for record in self.replayed],
+            "seconds": dict(self.seconds),
+            "notes": list(self.notes),
+        }
+
+
+def diagnose(request: DiagnosisRequest) -> Diagnosis:
+    """Judge the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
+    causes = causes_from_metrics(read_run(request.folder, request.first_step, request.last_step))
+    replays = "; ".join(f"{name} ({what})" for name, what in REPLAYS.items())
+    return Diagnosis(tuple(causes), notes=(f"replays that --replay makes: {replays}",))
+
+
+def causes_from_metrics(run: RunData) -> list[Statement]:
+    """What the verdict says of the gap without the replays that stand beside the run."""
+    return [one for one in judge(replace(run, replays=())).statements if one.topic == "gap"]
