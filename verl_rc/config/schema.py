@@ -76,7 +76,8 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The model of a field that is a section; None for a leaf."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    # In Python 3.10 list[int] counts as a type, of which issubclass knows nothing.
+    if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return None
 

@@ -1,8 +1,9 @@
 """Configuration of the task: prompts and rewards."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from verl_rc.config.schema import StrictModel, UserPath, follows
 

@@ -4,12 +4,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from verl_rc.metrics.mergeable import Mean
 
 
-class Reduction(StrEnum):
+class Reduction(str, Enum):
     """How the records of one name are reduced to one number."""
 
     MEAN = "mean"
