@@ -1,33 +1,21 @@
 """An installed package writes pages too: the wheel has the page's files, and needs no checkout beside it."""
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from built_wheel import build_wheel
 from planted_series import healthy, write_run
 from small_runs import ROOT
-
-BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('dist'))"
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with what the wheel holds."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "verl_rc", source / "verl_rc", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "dist").mkdir()
-    built = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stderr[-2000:]
-    (wheel,) = (source / "dist").glob("*.whl")
     folder = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel"))) as archive:
         archive.extractall(folder)
     return folder
 
