@@ -97,7 +97,7 @@ def make_inputs() -> Inputs:
     lengths[EMPTY_ROW], lengths[0] = 0, WIDTH
     scale = torch.tensor([0.05, 0.2, 0.4, 0.8]).repeat(ROWS // 4)[:, None]
     rollout = -2.5 * torch.rand(ROWS, WIDTH, generator=generator) - 0.05
-    proximal = rollout + scale * noise(1.0)
+    proximal = (rollout + scale * noise(1.0)).clamp_max(0.0)
     evaluations = PolicyEvaluations(
         proximal_log_probs=proximal,
         entropies=noise(0.1) + 1.0,

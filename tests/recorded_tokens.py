@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, class_of, write_record
+from verl_rc.data.token_parquet import write_record
+from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, class_of
 
 PIECES_OF_DIGITS = {0: "<eos>", **{digit + 1: str(digit) for digit in range(10)}, 11: " and", 12: "\n"}
 
@@ -23,15 +24,17 @@ def token_record(
     rows, count = len(lengths), sum(lengths)
     of_row = np.repeat(np.arange(rows), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths]) if count else np.zeros(0, "int64")
-    rollout = -0.1 * (1 + positions % 3).astype("float32")
+    rollout = (-0.1 * (1 + positions % 3) - gap * rows).astype("float32")
+    old = (rollout + gap * (of_row + 1) * (-1.0) ** positions).astype("float32")
+    scored = np.asarray(old if changed.get("old_log_prob") is None else changed["old_log_prob"], "float64")
     tokens: dict[str, Any] = {
         "response_ids": 1 + positions % 10,
         "token_class": np.full(count, 1),
         "response_mask": np.ones(count, bool),
         "rollout_log_prob": rollout,
-        "old_log_prob": (rollout + gap * (of_row + 1) * (-1.0) ** positions).astype("float32"),
+        "old_log_prob": old,
         "entropy": np.full(count, 0.5),
-        "noise_scale": np.full(count, 0.5),
+        "sum_pi_squared": (2.0 * np.exp(scored) - 0.75).astype("float32"),  # g = 0.25
         "weight": np.full(count, 1.0),
         "kept": np.ones(count, bool),
         "advantage": np.ones(count, "float32"),
@@ -49,6 +52,7 @@ def token_record(
         "finished": np.ones(rows, bool),
     }
     facts: Mapping[str, Any] = {
+        "trainer": "verl_rc",
         "step": step,
         "why": why,
         "current_version": step - 1,

@@ -16,16 +16,8 @@ from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs
 from verl_rc.data.batches import PolicyEvaluations, unpadded
 from verl_rc.data.samples import Samples
-from verl_rc.data.token_record import (
-    FOLDER,
-    PIECES,
-    Array,
-    TokenRecord,
-    class_of,
-    set_aside_later,
-    thin_out,
-    write_record,
-)
+from verl_rc.data.token_parquet import set_aside_later, thin_out, write_record
+from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
@@ -160,7 +152,11 @@ class TokenRecorder:
         config, public = self._services.config, public_values(self._services.config)
         rollout = config.actor_rollout_ref.rollout
         return {
-            "sampling": {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
+            "trainer": "verl_rc",
+            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
+            "logprobs_mode": "processed_logprobs",
+            "engine_dtype": rollout.dtype,
+            "trainer_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
             "engine": {name: getattr(rollout, name) for name in ("dtype", "quantization", "kv_cache_dtype")},
             "contents": self._settings.contents,
             "config_hash": hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16],
@@ -211,13 +207,10 @@ def _token_columns(
         yield "kept", batch.loss_mask | ~batch.response_mask
         if batch.rollout_is_weights is not None:
             yield "weight", batch.rollout_is_weights
-    if evaluations.sum_pi_squared is not None:
-        excess = (
-            1.0 - 2.0 * evaluations.proximal_log_probs.double().exp() + evaluations.sum_pi_squared.double()
-        )
-        yield "noise_scale", excess.clamp_min(0.0).sqrt()
     optional = {
         "entropy": evaluations.entropies,
+        "sum_pi_squared": evaluations.sum_pi_squared,
+        "varentropy": evaluations.varentropies,
         "ref_log_prob": evaluations.reference_log_probs,
         "value": evaluations.critic_values,
     }
@@ -225,8 +218,10 @@ def _token_columns(
 
 
 def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
-    rows, prompts = chosen.rows, samples.rows
+    rows, prompts, engines = chosen.rows, samples.rows, samples.rollouts.engines
+    numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
+        **numbers,
         "row": np.array(rows),
         "group": samples.rollouts.group_ids[rows].numpy(),
         "source": np.array([str(prompts[row].data_source) for row in rows], dtype=object),

@@ -12,10 +12,7 @@ import pytest
 from pyarrow import parquet
 from recorded_tokens import token_record
 
-from verl_rc.data.token_record import (
-    TOKEN_CLASSES,
-    DamagedRecordError,
-    class_of,
+from verl_rc.data.token_parquet import (
     read_facts,
     read_record,
     record_files,
@@ -24,6 +21,7 @@ from verl_rc.data.token_record import (
     thin_out,
     write_record,
 )
+from verl_rc.data.token_record import TOKEN_CLASSES, DamagedRecordError, class_of
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -31,7 +29,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         7, (3, 0, 5), entropy=np.linspace(0, 2, 8), old_log_prob=[-np.inf, np.nan, *[-0.25] * 6]
     )
     read = read_record(write_record(tmp_path, written))
-    assert (read.step, read.facts["why"], read.facts["schema_version"]) == (7, "regular", 1)
+    assert (read.step, read.facts["why"], read.facts["token_record"]) == (7, "regular", 1)
     assert read.lengths.tolist() == [3, 0, 5]
     assert read.starts.tolist() == [0, 3, 3]
     for name, values in written.tokens.items():
@@ -87,8 +85,8 @@ def rewritten(path: Path, change: str) -> None:
     table = parquet.read_table(path)
     metadata = dict(table.schema.metadata)
     if change == "version":
-        facts = json.loads(metadata[b"verl_rc.token_record"])
-        metadata[b"verl_rc.token_record"] = json.dumps({**facts, "schema_version": 9}).encode()
+        facts = json.loads(metadata[b"token_record"])
+        metadata[b"token_record"] = json.dumps({**facts, "token_record": 9}).encode()
         table = table.replace_schema_metadata(metadata)
     if change == "lengths":
         place = table.schema.get_field_index("entropy")
@@ -109,7 +107,7 @@ def rewritten(path: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("version", "version 9 of the schema"),
+        ("version", "version 9 of the record"),
         ("lengths", "differ in length"),
         ("type", "row|string|parse"),
         ("gaps", "rollout_log_prob has gaps"),

@@ -20,7 +20,8 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import PolicyEvaluations
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
-from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, read_record, record_files
+from verl_rc.data.token_parquet import read_record, record_files
+from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, noise_scale
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.token_records import ChosenRows, TokenRecorder
@@ -234,6 +235,8 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
         record.tokens["weight"], scored.batch.rollout_is_weights[written].numpy(), rtol=1e-3
     )
     assert not record.tokens["kept"].all()
+    scales = noise_scale(record.tokens)
+    assert scales is not None
     for i, (p, q) in enumerate(
         zip(
             evaluations.proximal_log_probs[written].tolist(),
@@ -242,7 +245,7 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
         )
     ):
         expected = max(1 - 2 * np.exp(np.float64(p)) + q, 0.0) ** 0.5
-        assert record.tokens["noise_scale"][i] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert scales[i] == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: Path) -> None:
@@ -296,7 +299,9 @@ def test_where_the_actor_corrects_no_log_probs_of_the_trainer_are_invented(tmp_p
         "algorithm.rollout_correction.loss_type": "ppo_clip",
     }
     record = recorded(tmp_path, config_of(bypass), samples_with_prompts())
-    assert {"old_log_prob", "weight", "kept", "noise_scale", "entropy"}.isdisjoint(record.tokens)
+    assert {"old_log_prob", "weight", "kept", "sum_pi_squared", "varentropy", "entropy"}.isdisjoint(
+        record.tokens
+    )
     assert "advantage" in record.tokens
 
 
@@ -309,7 +314,7 @@ def test_seconds_of_a_record() -> None:
 
     from recorded_tokens import token_record
 
-    from verl_rc.data.token_record import write_record
+    from verl_rc.data.token_parquet import write_record
 
     record = token_record(1, [4_096] * 16)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,13 +2,14 @@
 profiles as bars."""
 
 import base64
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, noise_scale
 from verl_rc.insight.page.encode import packed
 from verl_rc.insight.page.text import escaped, number, table
 from verl_rc.insight.run_folder import RunData
@@ -17,7 +18,7 @@ from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToke
 
 MOST_TOKENS = 100_000
 """Tokens of rows that a page holds, with their prompts."""
-_UNKNOWN = 0xFFFF
+_UNKNOWN, _UNKNOWN_CLASS = 0xFFFF, 0xFF
 _MOST_PIECES = _UNKNOWN
 _POLICY, _KEPT, _CUT = 1, 2, 4
 """Bits of a token: the policy sampled it; rollout correction keeps it; its weight was cut."""
@@ -82,7 +83,7 @@ def _worst_table(data: TokenData) -> str:
             str(token.row),
             str(token.position),
             f"<bdi>{escaped(_piece(data, token))}</bdi>",
-            TOKEN_CLASSES[token.token_class] if 0 <= token.token_class < len(TOKEN_CLASSES) else "",
+            "" if token.token_class is None else TOKEN_CLASSES[token.token_class],
             number(token.rollout_log_prob),
             number(token.old_log_prob),
             number(token.old_log_prob - token.rollout_log_prob),
@@ -191,14 +192,15 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "step": row.step,
         "why": str(row.facts.get("why", "")),
-        **{name: row.cells[name] for name in ("row", "group", "chosen_by", "finished")},
+        **{name: row.cells[name] for name in ("row", "group", "chosen_by")},
+        "finished": row.cells.get("finished"),
         "source": str(row.cells["source"]),
-        "score": _number(float(row.cells["score"])),
+        "score": _number(float(row.cells.get("score", math.nan))),
         "gap": _number(row.squares),
         "length": len(mask),
         "ids": _ids(tokens.get("response_ids"), places),
         "prompt": _ids(row.prompt, places),
-        "kinds": _bytes(tokens["token_class"].astype("uint8")),
+        "kinds": _bytes(tokens.get("token_class", np.full(len(mask), _UNKNOWN_CLASS)).astype("uint8")),
         "flags": _bytes(flags.astype("uint8")),
         "rollout": packed(tokens["rollout_log_prob"].tolist()),
         "train": packed(tokens["old_log_prob"].tolist()) if "old_log_prob" in tokens else None,
@@ -207,7 +209,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "weight": weight,
         "advantage": tokens.get("advantage"),
         "entropy": tokens.get("entropy"),
-        "noise": tokens.get("noise_scale"),
+        "noise": noise_scale(tokens),
         "age": age,
     }
     return made | {name: _small(values, mask) for name, values in small.items() if values is not None}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig
-from verl_rc.data.token_record import FOLDER, record_files
+from verl_rc.data.token_parquet import record_files
+from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, causes_from_metrics

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.data.batches import TokenBatch, left_padded
-from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord, read_record, record_files
+from verl_rc.data.token_parquet import read_record, record_files
+from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord
 
 
 class NothingToReplayError(ValueError):

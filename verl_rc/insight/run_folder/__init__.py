@@ -1,8 +1,16 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
-from verl_rc.insight.run_folder.folder import DIAGNOSIS, NothingToReadError, read_run
+from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_run
 from verl_rc.insight.run_folder.lines import whole_lines
-from verl_rc.insight.run_folder.records import Alert, HeatMap, RunData, SavedSample, Series
+from verl_rc.insight.run_folder.recognise import token_source
+from verl_rc.insight.run_folder.records import (
+    Alert,
+    HeatMap,
+    NothingToReadError,
+    RunData,
+    SavedSample,
+    Series,
+)
 
 __all__ = [
     "DIAGNOSIS",
@@ -13,5 +21,6 @@ __all__ = [
     "SavedSample",
     "Series",
     "read_run",
+    "token_source",
     "whole_lines",
 ]

@@ -19,16 +19,20 @@ from verl_rc.insight.run_folder.lines import (
     read_records,
     reading_notes,
 )
+from verl_rc.insight.run_folder.recognise import token_source
 from verl_rc.insight.run_folder.records import (
     LARGEST_STEP,
     OWN_RUN,
     Alert,
     Columns,
     Ending,
+    NothingToReadError,
     RunData,
     SavedSample,
 )
+from verl_rc.insight.run_folder.token_source import OWN_TRAINER, TokenSource
 from verl_rc.insight.run_folder.tokens import read_tokens
+from verl_rc.insight.run_folder.trainers import LAYOUTS, prime_rl
 from verl_rc.metrics.run_files import ENDING
 
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
@@ -42,10 +46,6 @@ _MOST_SAMPLES = 20_000
 _MOST_RUNS_NAMED = 8
 _LARGEST_TEXT_FILE = 4 << 20
 """Bytes of a plan or a configuration that are read; longer files are not ours."""
-
-
-class NothingToReadError(ValueError):
-    """The path holds no run and no log that is known; the message says what was looked for."""
 
 
 def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> RunData:
@@ -68,25 +68,57 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
 def _read(path: Path) -> RunData:
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
-    if path.is_dir() and ((path / _METRICS).is_file() or (path / _CONFIG).is_file()):
-        return _read_folder(path)
-    foreign = read_foreign(path)
-    if foreign is not None:
-        return foreign
-    if path.is_file() and path.suffix == ".jsonl":
+    source = token_source(path)
+    is_of_others = source is not None and source.trainer not in ("", OWN_TRAINER)
+    if path.is_dir() and _is_own(path):
+        if is_of_others and source is not None:
+            raise NothingToReadError(
+                f"{path} must hold the files of one trainer; it holds a run of verl_rc and token files of "
+                f"{source.trainer}. Pass a folder of one of them."
+            )
+        return _read_folder(path, source)
+    run = read_foreign(path)
+    if run is None and source is not None:
+        run = RunData(path.stem, path, f"{source.trainer or 'token'} records")
+    if run is None and path.is_file() and path.suffix == ".jsonl":
         run = _with_metrics(RunData(path.stem, path, OWN_RUN), path)
-        if run.steps:
-            return run
+        if not run.steps:
+            run = None
+    if run is not None:
+        return run if source is None else with_tokens(run, source)
     if path.is_dir() and (runs := sorted(found.parent.name for found in path.glob(f"*/{_METRICS}"))):
         named = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {named}.")
     raise NothingToReadError(
-        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, TensorBoard event files, verl's file "
-        "logger (.jsonl), or a console log with lines 'step:N - name:value'."
+        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, token records, token files of "
+        f"{', '.join(layout.trainer for layout in LAYOUTS)}, TRL's trainer_state.json, a W&B offline run or "
+        "export, TensorBoard event files, verl's file logger (.jsonl), or a console log with lines "
+        "'step:N - name:value'."
     )
 
 
-def _read_folder(folder: Path) -> RunData:
+def _is_own(folder: Path) -> bool:
+    """Whether verl_rc wrote the folder; prime-rl has a file of metrics with the same name."""
+    if (folder / _CONFIG).is_file():
+        return True
+    is_theirs = prime_rl.has_metrics(folder) or bool(prime_rl.LAYOUT.files(folder))
+    return (folder / _METRICS).is_file() and not is_theirs
+
+
+def with_tokens(run: RunData, source: TokenSource) -> RunData:
+    """A run of another trainer with its token records, which tell what its log lacks."""
+    run.tokens = read_tokens(source, run.notes)
+    if run.tokens is None:
+        return run
+    columns = Columns()
+    for step, metrics in run.tokens.metrics.items():
+        columns.add(step, metrics)
+    run.series = {**columns.series(), **run.series}
+    run.steps = sorted({*run.steps, *columns.steps})
+    return run
+
+
+def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     run = RunData(folder.resolve().name, folder, OWN_RUN)
     run.settings = _settings(folder / _CONFIG, run.notes)
     run.plan = _text(folder / _PLAN, run.notes)
@@ -101,7 +133,7 @@ def _read_folder(folder: Path) -> RunData:
     run.heat_map = read_heat_map(
         read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes
     )
-    run.tokens = read_tokens(folder, run.notes)
+    run.tokens = None if source is None else read_tokens(source, run.notes)
     run.ending = _ending(folder / ENDING)
     run.replays = _replays(folder / DIAGNOSIS, run.notes)
     if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
@@ -201,6 +233,7 @@ def _cut(run: RunData, first: int, last: int) -> RunData:
     """The run as if only some of its steps had been logged."""
     series = {name: cut for name, series in run.series.items() if len(cut := series.between(first, last))}
     wanted = range(first, last + 1)
+    source = None if run.tokens is None else token_source(run.path)
     cut_run = replace(
         run,
         steps=[step for step in run.steps if step in wanted],
@@ -208,7 +241,7 @@ def _cut(run: RunData, first: int, last: int) -> RunData:
         _finite={},
         alerts=[alert for alert in run.alerts if alert.step in wanted],
         samples=[sample for sample in run.samples if sample.step in wanted],
-        tokens=None if run.tokens is None else read_tokens(run.path, [], first, last),
+        tokens=None if source is None else read_tokens(source, [], first, last),
     )
     cut_run.notes = [
         *run.notes,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord, noise_scale
 
 _POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
 _LENGTHS = (0, 16, 64, 256, 1024, 4096, 16384)
@@ -81,7 +81,7 @@ class ProfileSums:
             return
         of_row = np.repeat(np.arange(len(drawn)), record.lengths)
         counted = drawn[of_row] & record.tokens["response_mask"] & np.isfinite(logs)
-        noise = record.tokens.get("noise_scale")
+        noise = noise_scale(record.tokens)
         self._has_noise = self._has_noise and noise is not None
         squares = np.where(counted, np.square(np.where(counted, logs, 0.0)), 0.0)
         gradients = (
@@ -119,13 +119,12 @@ class ProfileSums:
             "probability": _digitize(
                 np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES
             ),
-            "class": (
-                len(TOKEN_CLASSES),
-                np.clip(tokens["token_class"].astype("int64"), 0, len(TOKEN_CLASSES) - 1),
-            ),
             "turn": _digitize(turns - before[of_row] if len(turns) else turns, _TURNS),
             "source": (_MOST_SOURCES, self._source_numbers(record)[of_row]),
         }
+        if "token_class" in tokens:
+            classes = tokens["token_class"].astype("int64")
+            found["class"] = (len(TOKEN_CLASSES), np.clip(classes, 0, len(TOKEN_CLASSES) - 1))
         if ages is not None:
             found["age"] = _digitize(ages, _AGES)
         return found

@@ -21,6 +21,10 @@ def is_usable(value: float) -> bool:
     return abs(value) <= LARGEST_VALUE
 
 
+class NothingToReadError(ValueError):
+    """The path holds no run and no log that is known; the message says what was looked for."""
+
+
 @dataclass(frozen=True)
 class Series:
     """One metric: its value at each step that logged it, steps ascending."""

@@ -1,7 +1,7 @@
 """What a report knows about single tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rc.data.token_record import Array
@@ -15,9 +15,9 @@ class TokenRow:
     step: int
     facts: Mapping[str, Any]
     cells: Mapping[str, Any]
-    """Its values of ``ROW_COLUMNS``."""
+    """Its values of the fields of rows."""
     tokens: Mapping[str, Array]
-    """Its values of ``TOKEN_COLUMNS``."""
+    """Its values of the fields of tokens."""
     prompt: Array | None
     squares: float
     """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
@@ -33,7 +33,8 @@ class WorstToken:
     position: int
     token: int | None
     """Its id, where ids were recorded."""
-    token_class: int
+    token_class: int | None
+    """A number in ``TOKEN_CLASSES``, where it was recorded."""
     rollout_log_prob: float
     old_log_prob: float
 
@@ -53,3 +54,7 @@ class TokenData:
     """None where nothing was compared."""
     pieces: Mapping[int, str]
     """Text by token id."""
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By step what the records tell of it, by the catalogue's names."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the newest record."""

@@ -2,29 +2,23 @@
 them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import (
-    FOLDER,
-    PIECES,
-    Array,
-    DamagedRecordError,
-    TokenRecord,
-    read_record,
-    record_files,
-)
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
 from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
+from verl_rc.insight.run_folder.token_metrics import metrics_of
+from verl_rc.insight.run_folder.token_source import TokenSource
 
 MOST_ROWS = 200
 WORST_TOKENS = 50
-_MOST_NAMED = 3
 
 
 @dataclass
@@ -33,52 +27,46 @@ class _Reading:
 
     profiles: ProfileSums = field(default_factory=ProfileSums)
     worst: list[WorstToken] = field(default_factory=list)
-    candidates: list[tuple[float, int, Path, int]] = field(default_factory=list)
-    """Squares, step, file and number of each row."""
-    steps: list[int] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    candidates: list[tuple[float, int, int]] = field(default_factory=list)
+    """Squares, step and number of each row."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def add(self, step: int, path: Path) -> None:
-        try:
-            record = read_record(path)
-        except DamagedRecordError as error:
-            self.damaged.append(f"{path.name} ({error})")
-            return
-        self.steps.append(step)
+    def add(self, record: TokenRecord) -> None:
+        self.metrics[record.step], self.facts = metrics_of(record), record.facts
         self.profiles.add(record)
         squares = _squares(record)
-        self.candidates += [(value, step, path, index) for index, value in enumerate(squares.tolist())]
+        self.candidates += [(value, record.step, index) for index, value in enumerate(squares.tolist())]
         self.worst = sorted([*self.worst, *_worst_of(record)], key=_distance, reverse=True)[:WORST_TOKENS]
 
 
 def read_tokens(
-    folder: Path,
+    source: TokenSource,
     notes: list[str],
     first_step: int = 0,
     last_step: int = LARGEST_STEP,
     most_rows: int = MOST_ROWS,
 ) -> TokenData | None:
-    """Read the records of a run's folder; None where there are none. A file that cannot be read is left out
-    and named."""
-    files = [(step, path) for step, path in record_files(folder / FOLDER) if first_step <= step <= last_step]
+    """Read the records of a run; None where none can be read. A step that cannot be read is left out and
+    named."""
     reading = _Reading()
-    for step, path in files:
-        reading.add(step, path)
-    if reading.damaged:
-        named = "; ".join(reading.damaged[:_MOST_NAMED]) + (
-            "; …" if len(reading.damaged) > _MOST_NAMED else ""
-        )
-        notes.append(f"{len(reading.damaged)} token record(s) cannot be read and are left out: {named}.")
-    if not reading.steps:
+    for record in source.records(first_step, last_step):
+        reading.add(record)
+    notes.extend(source.notes)
+    if not reading.metrics:
         return None
-    notes.append(f"Token records of {len(reading.steps)} steps were read, {len(reading.candidates):,} rows.")
+    notes.append(
+        f"Token records of {len(reading.metrics)} steps were read, {len(reading.candidates):,} rows."
+    )
     return TokenData(
-        reading.steps,
-        _rows(_chosen(reading, most_rows)),
+        list(reading.metrics),
+        _rows(source, _chosen(reading, most_rows)),
         len(reading.candidates),
         reading.worst,
         reading.profiles.profiles(),
-        _pieces(folder / FOLDER / PIECES, notes),
+        _pieces(source.pieces, notes),
+        reading.metrics,
+        reading.facts,
     )
 
 
@@ -106,7 +94,7 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
             int(record.rows["row"][of_row[i]]),
             int(i - starts[of_row[i]]),
             None if ids is None else int(ids[i]),
-            int(record.tokens["token_class"][i]),
+            _class_of(record, i),
             float(record.tokens["rollout_log_prob"][i]),
             float(record.tokens["old_log_prob"][i]),
         )
@@ -115,16 +103,23 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
     ]
 
 
+def _class_of(record: TokenRecord, place: int) -> int | None:
+    classes = record.tokens.get("token_class")
+    known = classes is not None and 0 <= classes[place] < len(TOKEN_CLASSES)
+    return int(classes[place]) if classes is not None and known else None
+
+
 def _distance(token: WorstToken) -> float:
     distance = abs(token.old_log_prob - token.rollout_log_prob)
     return math.inf if math.isnan(distance) else distance
 
 
-def _chosen(reading: _Reading, most_rows: int) -> list[tuple[int, Path, int]]:
-    """Rows of the newest record, half of the places at most, then the others by their gap."""
-    newest = reading.steps[-1]
+def _chosen(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
+    """Step and number of rows: those of the newest record, half of the places at most, then others by their
+    gap."""
+    newest = max(reading.metrics)
 
-    def by_gap(candidate: tuple[float, int, Path, int]) -> tuple[float, int]:
+    def by_gap(candidate: tuple[float, int, int]) -> tuple[float, int]:
         return (-1.0 if math.isnan(candidate[0]) else candidate[0], candidate[1])
 
     ordered = sorted(reading.candidates, key=by_gap, reverse=True)
@@ -134,18 +129,18 @@ def _chosen(reading: _Reading, most_rows: int) -> list[tuple[int, Path, int]]:
     return [one[1:] for one in (*first, *others)]
 
 
-def _rows(chosen: Sequence[tuple[int, Path, int]]) -> list[TokenRow]:
-    """The rows themselves, each file read once."""
-    rows: dict[tuple[Path, int], TokenRow] = {}
-    for path in dict.fromkeys(path for _, path, _ in chosen):
+def _rows(source: TokenSource, chosen: Sequence[tuple[int, int]]) -> list[TokenRow]:
+    """The rows themselves, each step read once."""
+    rows: dict[tuple[int, int], TokenRow] = {}
+    for step in dict.fromkeys(step for step, _ in chosen):
         try:
-            record = read_record(path)
+            record = source.read(step)
         except DamagedRecordError:  # the run that still writes has removed it meanwhile
             continue
         squares = _squares(record)
-        for index in (index for _, other, index in chosen if other == path):
+        for index in (index for of_step, index in chosen if of_step == step):
             place = record.of_row(index)
-            rows[path, index] = TokenRow(
+            rows[step, index] = TokenRow(
                 record.step,
                 record.facts,
                 {
@@ -156,11 +151,13 @@ def _rows(chosen: Sequence[tuple[int, Path, int]]) -> list[TokenRow]:
                 None if record.prompts is None else record.prompts[index].copy(),
                 float(squares[index]),
             )
-    return [rows[path, index] for _, path, index in chosen if (path, index) in rows]
+    return [rows[one] for one in chosen if one in rows]
 
 
-def _pieces(path: Path, notes: list[str]) -> dict[int, str]:
+def _pieces(path: Path | None, notes: list[str]) -> dict[int, str]:
     pieces: dict[int, str] = {}
+    if path is None:
+        return pieces
     for _, record in read_records(path, notes, max_complaints=1):
         found = record.get("pieces")
         for entry in found if isinstance(found, list) else ():

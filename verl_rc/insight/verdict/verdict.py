@@ -15,7 +15,7 @@ from verl_rc.insight.verdict.speed import judge_speed
 MOST_LINES = 8
 _MOST_OVERRIDES = 3
 _RANK: dict[Level, int] = {"fault": 0, "notice": 1, "unknown": 2, "good": 3}
-_TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean"
+_TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean", "rollout_corr/k3_kl"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.data.token_record import (
-    FOLDER,
-    Array,
-    DamagedRecordError,
-    TokenRecord,
-    read_record,
-    record_files,
-)
+from verl_rc.data.token_record import Array, TokenRecord, noise_scale
+from verl_rc.insight.run_folder import token_source
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 
 
@@ -65,13 +59,9 @@ def read_batch(
 
     ``only``: steps that may be among them; None: all.
     """
-    records = []
-    for step, path in record_files(folder / FOLDER):
-        if first_step <= step <= last_step and (only is None or step in only):
-            try:
-                records.append(read_record(path))
-            except DamagedRecordError:
-                continue
+    source = token_source(folder)
+    found = [] if source is None else source.records(first_step, last_step)
+    records = [record for record in found if only is None or record.step in only]
     if not records:
         raise NoRecordsError(
             f"{folder} must have token records; trainer.token_records.enable=True writes them."
@@ -98,7 +88,8 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     numbers: dict[tuple[int, int], int] = {}
     for record, index in rows:
         numbers.setdefault((record.step, int(record.rows["group"][index])), len(numbers))
-    has_gradients = all("noise_scale" in record.tokens for record in records)
+    scales = {record.step: scale for record in records if (scale := noise_scale(record.tokens)) is not None}
+    has_gradients = len(scales) == len(records)
     ids_of = {record.step: _ids(record) for record in records}
     distinct = np.unique(np.concatenate(list(ids_of.values())))
     # A token's direction is the place of its id among all that were recorded.
@@ -114,6 +105,8 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
             values[place, : len(of_row)] = of_row.to(kind)
         return values
 
+    if has_gradients:
+        columns = {step: {**of_step, "noise_scale": scales[step]} for step, of_step in columns.items()}
     mask = padded("response_mask", torch.bool)
     gradients = padded("noise_scale", torch.float64).square() if has_gradients else mask.double()
     return RecordedBatch(
@@ -121,7 +114,7 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         rollout=padded("rollout_log_prob", torch.float32),
         mask=mask,
         advantages=padded("advantage", torch.float32),
-        scores=torch.tensor([float(record.rows["score"][index]) for record, index in rows]),
+        scores=torch.tensor([_score(record, index) for record, index in rows]),
         prompts=torch.tensor(
             [numbers[record.step, int(record.rows["group"][index])] for record, index in rows]
         ),
@@ -133,8 +126,12 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     )
 
 
+def _score(record: TokenRecord, index: int) -> float:
+    return float(record.rows["score"][index]) if "score" in record.rows else 0.0
+
+
 def _ids(record: TokenRecord) -> Array:
     """Ids of tokens; their kinds where ids were not recorded."""
-    name = "response_ids" if "response_ids" in record.tokens else "token_class"
-    ids: Array = record.tokens[name].astype("int64")
+    known = [record.tokens[name] for name in ("response_ids", "token_class") if name in record.tokens]
+    ids: Array = (known[0] if known else np.zeros_like(record.tokens["response_mask"])).astype("int64")
     return ids

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
-from verl_rc.data.token_record import FOLDER, record_files
+from verl_rc.data.token_parquet import record_files
+from verl_rc.data.token_record import FOLDER
 from verl_rc.health.cause_table import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay import NothingToReplayError, diagnose_with_replays, diagnosis

@@ -9,15 +9,17 @@ import pytest
 from planted_series import healthy, write_run
 from recorded_tokens import token_record, write_tokens
 
-from verl_rc.data.token_record import record_path
-from verl_rc.insight.run_folder import read_run
+from verl_rc.data.token_parquet import record_path
+from verl_rc.insight.run_folder import read_run, token_source
 from verl_rc.insight.run_folder.profiles import Bar, Profiles
 from verl_rc.insight.run_folder.token_data import TokenData
 from verl_rc.insight.run_folder.tokens import read_tokens
 
 
 def tokens_of(folder: Path, **arguments: int) -> TokenData:
-    data = read_tokens(folder, [], **arguments)
+    source = token_source(folder)
+    assert source is not None
+    data = read_tokens(source, [], **arguments)
     assert data is not None
     return data
 
@@ -89,7 +91,7 @@ def test_the_floor_is_that_of_the_first_two_steps(tmp_path: Path) -> None:
 
 
 def test_without_noise_scales_sizes_are_root_mean_squares(tmp_path: Path) -> None:
-    write_tokens(tmp_path, [token_record(3, gap=0.1, noise_scale=None)])
+    write_tokens(tmp_path, [token_record(3, gap=0.1, sum_pi_squared=None)])
     profiles = tokens_of(tmp_path).profiles
     assert profiles is not None
     assert not profiles.has_noise
@@ -102,7 +104,7 @@ def test_old_tokens_stand_apart_and_bands_hold_the_value(tmp_path: Path) -> None
     for step in range(3, 23):
         logs = 0.1 * generator.standard_normal(320)
         age = np.repeat([0, 4], 160)
-        rollout = np.full(320, -0.5)
+        rollout = np.full(320, -2.5)
         records.append(
             token_record(
                 step,
@@ -151,13 +153,12 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path) -> None:
     record_path(folder, 2).write_bytes(b"PAR1 no parquet")
     (folder / "step_12.parquet").write_bytes(b"no record")
     (folder / ".step_000003.parquet.9.partial").write_bytes(b"half")
-    notes: list[str] = []
-    data = read_tokens(tmp_path, notes)
+    source, notes = token_source(tmp_path), list[str]()
+    assert source is not None
+    data = read_tokens(source, notes)
     assert data is not None
     assert data.steps == [1]
-    assert any(
-        "1 token record(s) cannot be read and are left out: step_000002.parquet" in note for note in notes
-    )
+    assert any("1 token record(s) cannot be read and are left out: step 2 (" in note for note in notes)
 
 
 def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_run_without_records_has_none(tmp_path: Path) -> None:
-    assert read_tokens(tmp_path, []) is None
+    assert token_source(tmp_path) is None
     assert read_run(write_run(tmp_path / "run", healthy(5))).tokens is None
 
 

@@ -173,7 +173,7 @@ function drawRow() {
   const row = state.row, n = numbersOf(row), [value, full, words] = COLOURINGS[state.colouring];
   const unknown = value(n, 0) === null || value(n, 0) === undefined;
   meaning.textContent = state.colouring + ": " + (unknown ? "not recorded in this row" : words);
-  const end = row.finished ? "ended by itself" : "cut off";
+  const end = row.finished === null ? "end not recorded" : row.finished ? "ended by itself" : "cut off";
   heading.textContent = `Step ${row.step}, row ${row.row} (${row.chosen_by}), ${row.source}: score ${shown(row.score)}, ` +
     `${row.length} tokens, ${end}; advantage of its first token ${shown(at(n.advantage, 0))}`;
   text.replaceChildren();

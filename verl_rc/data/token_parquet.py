@@ -1,0 +1,225 @@
+"""Token records as parquet: one file a step in the run's folder, and which of them stay there.
+
+A file is written under another name and renamed, so a killed run leaves whole files only.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from verl_rc.data.token_record import (
+    FIELDS,
+    PROMPTS,
+    REQUIRED,
+    VERSION,
+    VERSION_FACT,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+    checked,
+    required_facts,
+    with_defaults,
+)
+
+_FACTS = VERSION_FACT.encode()
+"""Key of the facts in the file's metadata."""
+_NAME = re.compile(r"step_(\d{6,})\.parquet")
+_REPLACED = "replaced"
+_TYPES: Mapping[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "float16": pa.float16(),
+    "float32": pa.float32(),
+    "int8": pa.int8(),
+    "int32": pa.int32(),
+    "str": pa.string(),
+}
+
+
+def record_path(folder: Path, step: int) -> Path:
+    """The file of a step."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def record_files(folder: Path) -> list[tuple[int, Path]]:
+    """Step and file of every record in ``folder``, steps ascending."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step_*.parquet"))
+    return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+
+def write_record(folder: Path, record: TokenRecord) -> Path:
+    """Write a record to its place in ``folder``, readable by the user alone; an earlier one of the step is
+    replaced."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(record.lengths)]).astype("int32"))
+    columns: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        kind = field.stored or field.dtype
+        if name in record.tokens:
+            values = pa.array(record.tokens[name].astype(kind))
+            columns[name] = pa.ListArray.from_arrays(offsets, values)
+        elif name in record.rows:
+            columns[name] = pa.array(record.rows[name], _TYPES[kind])
+    if record.prompts is not None:
+        prompts = [prompt.astype("int32") for prompt in record.prompts]
+        columns[PROMPTS] = pa.array(prompts, pa.list_(pa.int32()))
+    facts = {VERSION_FACT: VERSION, **record.facts}
+    table = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts).encode()})
+    leaves = {name: f"{name}.list.element" if name in (*record.tokens, PROMPTS) else name for name in columns}
+    split = [name for name in record.tokens if FIELDS[name].dtype.startswith("float")]
+    path = record_path(folder, record.step)
+    beside = folder / f".{path.name}.{os.getpid()}.partial"
+    try:
+        with os.fdopen(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+            parquet.write_table(
+                table,
+                file,
+                compression="zstd",
+                use_dictionary=[leaf for name, leaf in leaves.items() if name not in split],
+                use_byte_stream_split=[leaves[name] for name in split],
+            )
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def read_record(path: Path) -> TokenRecord:
+    """Read a file of this version; columns that are not known are left out.
+
+    Raises:
+        DamagedRecordError: the file is none, is damaged, or is of another version.
+    """
+    try:
+        file = parquet.ParquetFile(path)
+        facts = _facts(file.schema_arrow.metadata or {})
+        known = [name for name in (*FIELDS, PROMPTS) if name in file.schema_arrow.names]
+        missing = [name for name in REQUIRED if name not in known]
+        if missing:
+            raise DamagedRecordError(f"it has no column {', '.join(missing)}")
+        table = file.read(columns=known, use_threads=False)
+        columns = {name: _column(table, name) for name in known}
+    except (OSError, pa.ArrowException, TypeError) as error:
+        raise DamagedRecordError(" ".join(str(error).split())[:200]) from error
+    of_tokens = {name: columns[name] for name in known if name != PROMPTS and FIELDS[name].is_of_tokens}
+    lengths = _same_lengths(of_tokens)
+    prompts = None
+    if PROMPTS in columns:
+        ids, offsets = _values(columns[PROMPTS].flatten()), columns[PROMPTS].offsets.to_numpy()
+        prompts = [ids[a - offsets[0] : b - offsets[0]] for a, b in pairwise(offsets)]
+    rows = {name: _values(columns[name]) for name in known if name not in (*of_tokens, PROMPTS)}
+    return checked(
+        TokenRecord(
+            facts,
+            with_defaults(rows, len(lengths), prompts),
+            lengths,
+            {name: _values(column.flatten()) for name, column in of_tokens.items()},
+            prompts,
+        )
+    )
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a record without its columns. Raises ``DamagedRecordError``."""
+    try:
+        return _facts(parquet.read_schema(path).metadata or {})
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedRecordError(" ".join(str(error).split())[:200]) from error
+
+
+def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    try:
+        facts = required_facts(json.loads(metadata[_FACTS]))
+        if not isinstance(facts["step"], int):
+            raise TypeError("its step must be a whole number")
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise DamagedRecordError("it has no facts of a token record") from error
+    return facts
+
+
+def _column(table: pa.Table, name: str) -> Any:
+    column = table.column(name)
+    is_list = name == PROMPTS or FIELDS[name].is_of_tokens
+    kind = pa.int32() if name == PROMPTS else _TYPES[FIELDS[name].dtype]
+    if is_list:
+        # pyarrow 16 has no cast from float16; numpy makes it.
+        stored = column.type.value_type if pa.types.is_list(column.type) else None
+        kind = pa.list_(stored if stored == pa.float16() else kind)
+    array = column.cast(kind).combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # of no rows at all
+        array = pa.array([], kind)
+    if array.null_count or (is_list and array.flatten().null_count):
+        raise DamagedRecordError(f"its column {name} has gaps")
+    return array
+
+
+def _values(array: Any) -> Array:
+    values: Array = array.to_numpy(zero_copy_only=False)
+    return values.astype("float32") if values.dtype == np.float16 else values
+
+
+def _same_lengths(columns: Mapping[str, Any]) -> Array:
+    """Lengths of the rows. Raises ``DamagedRecordError`` unless all columns agree on them."""
+    lengths = {name: np.diff(array.offsets.to_numpy()).astype("int64") for name, array in columns.items()}
+    first = lengths["response_mask"]
+    different = [name for name, found in lengths.items() if not np.array_equal(found, first)]
+    if different:
+        raise DamagedRecordError(f"its columns response_mask and {', '.join(different)} differ in length")
+    return first
+
+
+def set_aside_later(folder: Path, steps_done: int) -> None:
+    """Give the records after ``steps_done``, which a resumed run does again, names that no reader looks at;
+    remove half files."""
+    for partial in folder.glob(".step_*.partial"):
+        partial.unlink(missing_ok=True)
+    for step, path in record_files(folder):
+        if step > steps_done:
+            path.replace(path.with_name(f"{path.stem}.{_REPLACED}.parquet"))
+
+
+def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str]) -> int:
+    """Remove files until the folder fits; returns how many went.
+
+    First those that a resumed run replaced; then every second record, beginning with the second oldest, of
+    those whose ``why`` is not in ``keeps``; at last of the others. The newest record stays.
+    """
+    sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
+    before, total = len(sizes), sum(sizes.values())
+
+    def fits() -> bool:
+        return total <= max_bytes and len(sizes) <= max_files
+
+    for path in _in_order_of_removal(folder, sizes, keeps) if not fits() else ():
+        path.unlink(missing_ok=True)
+        total -= sizes.pop(path)
+        if fits():
+            break
+    return before - len(sizes)
+
+
+def _in_order_of_removal(folder: Path, sizes: Mapping[Path, int], keeps: Sequence[str]) -> Iterator[Path]:
+    records = [path for _, path in record_files(folder)]
+    yield from sorted(set(sizes) - set(records))
+    kept = {path for path in records[:-1] if _why(path) in keeps}
+    for part in (
+        [path for path in records[:-1] if path not in kept],
+        [path for path in records[:-1] if path in kept],
+    ):
+        left = part
+        while left:
+            yield from left[1::2] if len(left) > 1 else left
+            left = left[::2] if len(left) > 1 else []
+
+
+def _why(path: Path) -> str:
+    try:
+        return str(read_facts(path).get("why", ""))
+    except DamagedRecordError:
+        return ""

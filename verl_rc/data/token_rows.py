@@ -1,0 +1,148 @@
+"""Rows of token records as mappings, as JSON lines hold them and readers of other trainers make them, and how
+they become records."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_rc.data.token_record import (
+    FIELDS,
+    PROMPTS,
+    REQUIRED,
+    VERSION,
+    VERSION_FACT,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+    checked,
+    with_defaults,
+)
+
+Row = Mapping[str, Any]
+"""Values by name in ``FIELDS``, ``step`` and ``prompt_ids``: lists, arrays or single numbers."""
+_PER_ROW_TOO = ("advantage", "version")
+"""Fields of tokens for which a row may give one number."""
+
+
+def record_of_rows(facts: Mapping[str, Any], step: int, rows: Sequence[Row]) -> TokenRecord:
+    """The rows of one step as a record. A field that a row lacks is left out of the record.
+
+    Raises:
+        DamagedRecordError: a row lacks what every row must have, or its columns differ in length.
+    """
+    arrays = [_arrays(row, place) for place, row in enumerate(rows)]
+    names = [name for name in FIELDS if arrays and all(name in of_row for of_row in arrays)]
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        raise DamagedRecordError(f"every row of step {step} must have {' and '.join(missing)}")
+    tokens = {
+        name: np.concatenate([of_row[name] for of_row in arrays])
+        for name in names
+        if FIELDS[name].is_of_tokens
+    }
+    columns = {
+        name: np.array([of_row[name] for of_row in arrays], _dtype(name))
+        for name in names
+        if not FIELDS[name].is_of_tokens
+    }
+    prompts = [of_row[PROMPTS] for of_row in arrays] if all(PROMPTS in of_row for of_row in arrays) else None
+    lengths = np.array([len(of_row["response_mask"]) for of_row in arrays], "int64")
+    facts = {VERSION_FACT: VERSION, **facts, "step": step}
+    return checked(TokenRecord(facts, with_defaults(columns, len(rows), prompts), lengths, tokens, prompts))
+
+
+def _dtype(name: str) -> Any:
+    return object if FIELDS[name].dtype == "str" else FIELDS[name].dtype
+
+
+def _arrays(row: Row, place: int) -> dict[str, Any]:
+    """The fields of a row that are there, those of tokens as arrays of one length."""
+    try:
+        found = {
+            name: _array(name, value)
+            for name, value in row.items()
+            if value is not None and (name in FIELDS or name == PROMPTS)
+        }
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DamagedRecordError(f"row {place}: {error}") from error
+    length = len(found.get("response_mask", ()))
+    for name in [name for name in found if name in FIELDS and FIELDS[name].is_of_tokens]:
+        if found[name].ndim == 0 and name in _PER_ROW_TOO:
+            found[name] = np.full(length, found[name])
+        if found[name].shape != (length,):
+            raise DamagedRecordError(
+                f"row {place}: every field of tokens must have one value a token; response_mask has "
+                f"{length:,}, {name} {found[name].size:,}"
+            )
+    return found
+
+
+def _array(name: str, value: Any) -> Any:
+    if name != PROMPTS and not FIELDS[name].is_of_tokens:
+        return str(value) if FIELDS[name].dtype == "str" else np.dtype(FIELDS[name].dtype).type(value)
+    kind = "int32" if name == PROMPTS else FIELDS[name].dtype
+    # null is a number that is not finite, of which integers have none.
+    values = np.asarray(value, "float64" if kind.startswith("float") else None)
+    if values.size and not kind.startswith("float"):
+        if values.dtype == object or not np.array_equal(values, np.rint(values)):
+            raise ValueError(f"{name} must be whole numbers")
+        if kind == "bool" and not np.isin(values, (0, 1)).all():
+            raise ValueError(f"{name} must be 0 or 1")
+    return values.astype(kind)
+
+
+def whole_rows(lines: Iterable[str], damaged: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of lines; lines that hold none are counted in ``damaged``."""
+    broken = 0
+    for line in lines:
+        row = _parsed(line)
+        if row is not None:
+            yield row
+        elif line.strip():
+            broken += 1
+    if broken:
+        damaged.append(f"{broken} line(s) are half written or no rows, and left out")
+
+
+def records_by_step(facts: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[TokenRecord]:
+    """Records of rows that come in any order of steps."""
+    steps: dict[int, list[Row]] = {}
+    for row in rows:
+        step = row.get("step", facts.get("step"))
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise DamagedRecordError(f"every row must have its step as a whole number, got {step!r}")
+        steps.setdefault(step, []).append(_packed(row))
+    for step in sorted(steps):
+        yield record_of_rows(facts, step, steps.pop(step))
+
+
+def _packed(row: Row) -> dict[str, Any]:
+    """Lists of numbers as arrays, which take a tenth of the memory; what is no number waits for its check."""
+    return {
+        name: np.array(value, "float64") if _is_numbers(value) else value
+        for name, value in row.items()
+        if name in FIELDS or name == PROMPTS
+    }
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(one is None or isinstance(one, int | float) for one in value)
+
+
+def rows_of(record: TokenRecord) -> Iterator[dict[str, Any]]:
+    """The rows of a record, as ``TokenLines.write`` takes them."""
+    for index in range(len(record.lengths)):
+        place = record.of_row(index)
+        tokens: dict[str, Array] = {name: values[place] for name, values in record.tokens.items()}
+        prompt = {} if record.prompts is None else {PROMPTS: record.prompts[index]}
+        yield {"step": record.step, **{n: v[index] for n, v in record.rows.items()}, **tokens, **prompt}
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

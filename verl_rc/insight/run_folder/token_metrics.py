@@ -1,0 +1,37 @@
+"""Metrics of a step that its token records tell: of trainers that log none."""
+
+import numpy as np
+
+from verl_rc.data.token_record import TokenRecord
+
+_LARGEST = 20.0
+"""Log-ratios are clamped to it, as rollout correction does."""
+
+
+def metrics_of(record: TokenRecord) -> dict[str, float]:
+    """Means over the sampled tokens of random rows, by the catalogue's names."""
+    drawn = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
+    counted = record.tokens["response_mask"] & drawn
+    if not counted.any():
+        return {}
+    metrics = {
+        "ledger/sampled_tokens": float(counted.sum()),
+        "response_length/mean": float(record.lengths.mean()),
+    }
+    if "score" in record.rows:
+        metrics["critic/score/mean"] = float(np.mean(record.rows["score"], dtype="float64"))
+    if "entropy" in record.tokens:
+        metrics["actor/entropy"] = float(np.mean(record.tokens["entropy"][counted], dtype="float64"))
+    logs = record.log_ratio()
+    if logs is None or not (counted & np.isfinite(logs)).any():
+        return metrics
+    logs = logs[counted & np.isfinite(logs)]
+    clamped = np.clip(logs, -_LARGEST, _LARGEST)
+    excess = np.expm1(clamped)
+    return metrics | {
+        "rollout_corr/kl": float(-clamped.mean()),
+        "rollout_corr/k3_kl": float((excess - clamped).mean()),
+        "rollout_corr/chi2_token": float((excess * (excess + 2.0)).mean()),
+        "sync/rollout_gap_mean": float(np.abs(logs).mean()),
+        "sync/rollout_gap_max": float(np.abs(logs).max()),
+    }

@@ -1,0 +1,212 @@
+"""Where token records come from: files of this project or of another trainer, by step, not yet read."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_rc.data.token_record import (
+    FOLDER,
+    PIECES,
+    VERSION_FACT,
+    DamagedRecordError,
+    TokenRecord,
+    required_facts,
+)
+from verl_rc.data.token_rows import Row, record_of_rows, records_by_step, whole_rows
+from verl_rc.insight.run_folder.lines import parse_line
+
+OWN_TRAINER = "verl_rc"
+"""``trainer`` in the facts of this project's own records."""
+MOST_BYTES = 512 << 20
+"""Of token files that are read; of more, every so many steps and lines are."""
+_MOST_NAMED = 3
+_OWN = re.compile(r"step_(\d{6,})(?:\.rank_\d+)?\.(parquet|jsonl)")
+
+Files = Mapping[int, Sequence[Path]]
+"""Files of each step, steps ascending."""
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """The records of a path."""
+
+    trainer: str
+    """Who wrote them, in words."""
+    steps: Sequence[int]
+    read: Callable[[int], TokenRecord]
+    """Raises ``DamagedRecordError``."""
+    notes: list[str] = field(default_factory=list)
+    """What is said of them: what was left out, and what cannot be told; grows while records are read."""
+    pieces: Path | None = None
+    """The file with the text of every token id."""
+
+    def records(self, first_step: int = 0, last_step: int = 1 << 62) -> Iterator[TokenRecord]:
+        """Those that can be read, steps ascending; others are named in the notes."""
+        damaged = []
+        for step in self.steps:
+            if first_step <= step <= last_step:
+                try:
+                    yield self.read(step)
+                except DamagedRecordError as error:
+                    damaged.append(f"step {step} ({error})")
+        if damaged:
+            named = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
+            self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {named}.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How another trainer writes tokens."""
+
+    trainer: str
+    files: Callable[[Path], Files]
+    """Token files at a path; empty where there are none of this trainer."""
+    rows: Callable[[int, Path, "LineReader"], Iterable[Row]]
+    """Rows of one file of a step."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What holds for every run of it."""
+    lacks: Sequence[str] = ()
+    """What its files do not hold, and which of its options would record it; one sentence each."""
+    is_duplicate: Callable[[Row, set[Any]], bool] = lambda row, seen: False
+    """Whether a row was seen in another file of the step."""
+
+    def source(self, path: Path) -> TokenSource | None:
+        """The records at a path; None where there are none of this trainer."""
+        files = self.files(path)
+        if not files:
+            return None
+        notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
+        chosen = sampled(files, notes)
+        reader = LineReader(notes)
+
+        def read(step: int) -> TokenRecord:
+            seen: set[Any] = set()
+            rows = [
+                row
+                for file in chosen[step]
+                for row in self.rows(step, file, reader)
+                if not self.is_duplicate(row, seen)
+            ]
+            return record_of_rows({"trainer": self.trainer, **self.facts}, step, rows)
+
+        return TokenSource(self.trainer, list(chosen), read, notes)
+
+
+@dataclass(frozen=True)
+class LineReader:
+    """Reads JSON lines; says what it left out."""
+
+    notes: list[str]
+
+    def __call__(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The objects of a file; of one that is too long, every so many lines."""
+        every = math.ceil(path.stat().st_size / MOST_BYTES)
+        if every > 1:
+            self._note(f"{path.name} has {_size(path.stat().st_size)}: every {every}th line was read.")
+        damaged: list[str] = []
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from whole_rows((line for n, line in enumerate(file) if n % every == 0), damaged)
+        for sentence in damaged:
+            self._note(f"{path.name}: {sentence}.")
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+def numbered(paths: Iterable[Path], pattern: str) -> dict[int, list[Path]]:
+    """Paths by the number that ``pattern`` finds in their names, ascending; others are left out."""
+    found: dict[int, list[Path]] = {}
+    for path in sorted(paths):
+        if match := re.search(pattern, path.as_posix()):
+            found.setdefault(int(match[1]), []).append(path)
+    return {number: found[number] for number in sorted(found)}
+
+
+def sampled(files: Files, notes: list[str]) -> Files:
+    """Every so many steps where all files together are too large, the first and the last among them."""
+    total = sum(path.stat().st_size for paths in files.values() for path in paths)
+    every = math.ceil(total / MOST_BYTES)
+    if every <= 1 or len(files) < 2:
+        return files
+    steps = list(files)
+    kept = [*steps[:-1:every], steps[-1]]
+    notes.append(f"The token files have {_size(total)}: {len(kept):,} of {len(steps):,} steps were read.")
+    return {step: files[step] for step in kept}
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def own_source(path: Path) -> TokenSource | None:
+    """Token records of version 1, as this project and the hooks write them: a file, or a folder of files.
+
+    Raises:
+        DamagedRecordError: the path is a single file of JSON lines that is none.
+    """
+    if path.is_file():
+        return _single_file(path) if _has_facts(path) else None
+    files: dict[int, list[Path]] = {}
+    for folder in (path, path / FOLDER):
+        for file in sorted(folder.glob("step_*")):
+            if match := _OWN.fullmatch(file.name):
+                files.setdefault(int(match[1]), []).append(file)
+    if not files:
+        return None
+    notes: list[str] = []
+    chosen, reader = sampled({step: files[step] for step in sorted(files)}, notes), LineReader(notes)
+    first = next(iter(chosen.values()))[0]
+    facts = required_or_none(first)
+    trainer = str((facts or {}).get("trainer", "an unknown trainer"))
+
+    def read(step: int) -> TokenRecord:
+        if chosen[step][0].suffix == ".parquet":
+            return _parquet(chosen[step][0])
+        of_files = [list(reader(file)) for file in chosen[step]]
+        shared = required_facts(of_files[0][0] if of_files[0] else None)
+        rows = [row for lines in of_files for row in lines[1:] if VERSION_FACT not in row]
+        (record,) = records_by_step({**shared, "step": step}, ({**row, "step": step} for row in rows))
+        return record
+
+    return TokenSource(trainer, list(chosen), read, notes, path / FOLDER / PIECES)
+
+
+def _single_file(path: Path) -> TokenSource:
+    if path.suffix == ".parquet":
+        record = _parquet(path)
+        return TokenSource(str(record.facts.get("trainer", "")), [record.step], lambda step: record)
+    notes: list[str] = []
+    lines = LineReader(notes)(path)
+    facts = required_facts(next(lines, None))
+    records = {record.step: record for record in records_by_step(facts, lines)}
+    return TokenSource(str(facts.get("trainer", "")), list(records), records.__getitem__, notes)
+
+
+def required_or_none(path: Path) -> dict[str, Any] | None:
+    """The facts of a file; None where it has none that can be read."""
+    try:
+        if path.suffix == ".parquet":
+            from verl_rc.data.token_parquet import read_facts  # noqa: PLC0415  (pyarrow)
+
+            return read_facts(path)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return required_facts(parse_line(file.readline()))
+    except DamagedRecordError:
+        return None
+
+
+def _has_facts(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        return True
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return VERSION_FACT in (parse_line(file.readline(1 << 20)) or {})
+
+
+def _parquet(path: Path) -> TokenRecord:
+    from verl_rc.data.token_parquet import read_record  # noqa: PLC0415  (pyarrow, without which JSON lines are read)
+
+    return read_record(path)
