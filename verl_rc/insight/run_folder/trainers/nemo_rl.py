@@ -1,0 +1,55 @@
+"""NeMo-RL: ``train_data_stepN.jsonl`` of a log folder, on by default. Read at its sources
+of November 2026."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_rc.data.token_rows import Row
+from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
+
+FIELDS = {
+    "response_ids": "token_ids",
+    "response_mask": "token_loss_mask",
+    "rollout_log_prob": "generation_logprobs",
+    "old_log_prob": "prev_logprobs",
+    "advantage": "advantages",
+}
+"""Their names of the fields of tokens; prompt and response in one list, token t at place t, padded at the
+right."""
+
+
+def _files(path: Path) -> Files:
+    found = [*path.glob("train_data_step*.jsonl"), *path.glob("exp_*/train_data_step*.jsonl")]
+    return numbered(found, r"train_data_step(\d+)\.jsonl$")
+
+
+def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
+    for line in lines(path):
+        values = {ours: _of_batch(line.get(theirs)) for ours, theirs in FIELDS.items()}
+        length = _of_batch(line.get("input_lengths"))
+        if isinstance(length, int):
+            values = {name: one[:length] if isinstance(one, list) else one for name, one in values.items()}
+        row = behind_the_prompt(values)
+        if row is not None:
+            # With dynamic sampling ``rewards`` is of the batch before the filter.
+            score = _of_batch(line.get("filtered_rewards", line.get("rewards")))
+            yield {**row, "step": step, "score": score if isinstance(score, int | float) else None}
+
+
+def _of_batch(value: Any) -> Any:
+    """The only one of a batch of one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+LAYOUT = Layout(
+    "NeMo-RL",
+    _files,
+    _rows,
+    lacks=(
+        "NeMo-RL's token files hold no entropy, no sum of squares, no group and no version of the weights; "
+        "the engine's log-probs are raw unless policy.generation.vllm_cfg sets "
+        "logprobs_mode=processed_logprobs.",
+    ),
+)

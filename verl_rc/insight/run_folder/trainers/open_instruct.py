@@ -1,0 +1,48 @@
+"""open-instruct: ``{run}_rollouts_NNNNNN.jsonl``, which ``--save_traces`` writes: the engine's side alone."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_rc.data.token_rows import Row
+from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+
+FIELDS = {"response_ids": "response_tokens", "rollout_log_prob": "logprobs"}
+"""Their names of the fields of tokens, which stand behind the prompt alone."""
+_NOT_COMPUTED = 1.0
+"""What stands for a log-prob that the engine did not return."""
+
+
+def _files(path: Path) -> Files:
+    return numbered(path.glob("*_rollouts_*.jsonl"), r"_rollouts_(\d+)\.jsonl$")
+
+
+def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
+    for line in lines(path):
+        row = {ours: line.get(theirs) for ours, theirs in FIELDS.items()}
+        log_probs = row["rollout_log_prob"]
+        if isinstance(log_probs, list):
+            computed = [value is not None and value != _NOT_COMPUTED for value in log_probs]
+            row["rollout_log_prob"] = [
+                value if known else math.nan for value, known in zip(log_probs, computed, strict=True)
+            ]
+            row["response_mask"] = computed
+        yield {
+            **row,
+            "step": line.get("step", step),
+            "prompt_ids": line.get("prompt_tokens"),
+            "group": line.get("prompt_idx"),
+            "score": line.get("reward"),
+        }
+
+
+LAYOUT = Layout(
+    "open-instruct",
+    _files,
+    _rows,
+    facts={"logprobs_mode": "raw_logprobs"},
+    lacks=(
+        "open-instruct's traces hold the engine's log-probs alone: the gap cannot be told without the "
+        "trainer's, nor which tokens are of tools.",
+    ),
+)

@@ -1,0 +1,159 @@
+"""Pickles of tensors, read without torch and without running what they name.
+
+A pickle may name any function, which loading would call. Here names are looked up in a short list, and a file
+that names anything else is refused.
+"""
+
+import io
+import math
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from verl_rc.data.token_record import Array, DamagedRecordError
+
+_DTYPES = {
+    "FloatStorage": "<f4",
+    "DoubleStorage": "<f8",
+    "HalfStorage": "<f2",
+    "BFloat16Storage": "<u2",
+    "LongStorage": "<i8",
+    "IntStorage": "<i4",
+    "ShortStorage": "<i2",
+    "CharStorage": "<i1",
+    "ByteStorage": "<u1",
+    "BoolStorage": "?",
+}
+
+
+class Opaque:
+    """Stands for what is in a file and is not looked at."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class Mapped(dict[Any, Any]):
+    """Stands for a class of another trainer that is a mapping; keeps its state."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Storage:
+    """The name of a type of storage."""
+
+    def __init__(self, name: str) -> None:
+        self.dtype = _DTYPES[name]
+        self.is_bfloat16 = name == "BFloat16Storage"
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Loads mappings, lists, numbers, text and tensors. Classes of the packages ``mappings`` become
+    ``Mapped``."""
+
+    def __init__(
+        self, file: BinaryIO, archive: zipfile.ZipFile | None, mappings: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(file)
+        self._archive, self._mappings = archive, mappings
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name; raises ``DamagedRecordError`` for one that is no array."""
+        package = module.partition(".")[0]
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _tensor
+        if module == "torch" and name in _DTYPES:
+            return _Storage(name)
+        if (module, name) in {
+            ("torch.storage", "_load_from_bytes"),
+            ("torch", "device"),
+        } or package == "numpy":
+            return Opaque
+        if package in self._mappings:
+            return Mapped
+        raise DamagedRecordError(f"it names {module}.{name}, which is no array: refused, nothing was run")
+
+    def persistent_load(self, identity: Any) -> Any:
+        """The numbers of a storage, from the archive."""
+        kind, storage, key, *_ = identity
+        if kind != "storage" or self._archive is None or not isinstance(storage, _Storage):
+            raise DamagedRecordError("it refers to something that is no storage of a tensor")
+        (name,) = [one for one in self._archive.namelist() if one.endswith(f"/data/{key}")]
+        numbers = np.frombuffer(self._archive.read(name), storage.dtype)
+        if storage.is_bfloat16:
+            return (numbers.astype("<u4") << 16).view("<f4")
+        return numbers
+
+
+def _tensor(storage: Any, offset: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
+    """An array, or ``Opaque`` where the storage is not looked at."""
+    if not isinstance(storage, np.ndarray):
+        return Opaque()
+    last = offset + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+    if 0 in size:
+        return np.zeros(size, storage.dtype)
+    if min(offset, *size, *strides, 0) < 0 or max(last, math.prod(size) - 1) >= len(storage):
+        raise DamagedRecordError("a tensor reaches beyond its storage")
+    steps = tuple(stride * storage.itemsize for stride in strides)
+    view: Array = np.lib.stride_tricks.as_strided(storage[offset:], size, steps)
+    return view.copy()
+
+
+def load_tensors(file: Path | bytes) -> Any:
+    """What ``torch.save`` wrote. Raises ``DamagedRecordError`` for a file that is none, or names more."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file) as archive:
+            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return ArrayUnpickler(io.BytesIO(archive.read(pickled)), archive).load()
+    except DamagedRecordError:
+        raise
+    except _UNREADABLE as error:
+        raise DamagedRecordError(f"it is no file of torch.save: {_words(error)}") from error
+
+
+def load_mapping(path: Path, modules: tuple[str, ...]) -> Mapped:
+    """A pickle of a mapping of another trainer, whose classes stand in the packages ``modules``. Raises as
+    ``load_tensors`` does."""
+    try:
+        with path.open("rb") as file:
+            found = ArrayUnpickler(file, None, modules).load()
+    except DamagedRecordError:
+        raise
+    except _UNREADABLE as error:
+        raise DamagedRecordError(f"it is no pickle: {_words(error)}") from error
+    if not isinstance(found, Mapped):
+        raise DamagedRecordError(f"it must hold a batch of {' or '.join(modules)}")
+    return found
+
+
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    EOFError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    OSError,
+    ImportError,
+    RecursionError,
+)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
