@@ -44,13 +44,13 @@ def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
 
 def _scalars(event: bytes) -> Iterator[tuple[int, str, float]]:
     step, summaries = 0, []
-    for number, value in _fields(event):
+    for number, value in fields_of(event):
         if number == _EVENT_STEP and isinstance(value, int):
             step = value
         elif number == _EVENT_SUMMARY and isinstance(value, bytes):
             summaries.append(value)
     for summary in summaries:
-        for number, entry in _fields(summary):
+        for number, entry in fields_of(summary):
             if number == _SUMMARY_VALUE and isinstance(entry, bytes):
                 tag, found = _tag_and_value(entry)
                 if found is not None:
@@ -59,7 +59,7 @@ def _scalars(event: bytes) -> Iterator[tuple[int, str, float]]:
 
 def _tag_and_value(entry: bytes) -> tuple[str, float | None]:
     tag, found = "", None
-    for number, value in _fields(entry):
+    for number, value in fields_of(entry):
         if number == _VALUE_TAG and isinstance(value, bytes):
             tag = value.decode("utf-8")
         elif number == _VALUE_SIMPLE and isinstance(value, bytes):
@@ -71,7 +71,7 @@ def _tag_and_value(entry: bytes) -> tuple[str, float | None]:
 
 def _tensor_scalar(tensor: bytes) -> float | None:
     """The number of a tensor that holds one; None for text, histograms and pictures."""
-    fields = dict(_fields(tensor))
+    fields = dict(fields_of(tensor))
     kind = fields.get(_TENSOR_DTYPE)
     if kind not in (_FLOAT, _DOUBLE):
         return None
@@ -83,8 +83,8 @@ def _tensor_scalar(tensor: bytes) -> float | None:
     return float(value)
 
 
-def _fields(message: bytes) -> Iterator[Field]:
-    """Number and content of each field; numbers of 4 and 8 bytes stay bytes."""
+def fields_of(message: bytes) -> Iterator[Field]:
+    """Yield number and content of each field; numbers of 4 and 8 bytes stay bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

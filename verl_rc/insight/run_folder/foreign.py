@@ -1,4 +1,5 @@
-"""Logs of other trainers: verl's file logger, its console lines and rollout dumps, TensorBoard event files.
+"""Logs of other trainers: verl's file logger, its console lines and rollout dumps; TRL's state, prime-rl's
+metrics; W&B's and TensorBoard's files of any trainer.
 
 Names are mapped onto the catalogue where the meaning is equal, and nowhere else.
 """
@@ -8,8 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from verl_rc.insight.run_folder import event_files
-from verl_rc.insight.run_folder.lines import as_number, as_step, numbers_of, parse_line, reading_notes
+from verl_rc.insight.run_folder.lines import (
+    as_number,
+    as_step,
+    numbers_of,
+    parse_line,
+    read_records,
+    reading_notes,
+)
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
+from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
 
 FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
 EVENTS = "TensorBoard event files"
@@ -26,6 +35,10 @@ _EQUAL_NAMES = {
     "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
     # slime: mean over samples of |old - rollout log-prob|
     "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",
+    # SkyRL
+    "policy/rollout_train_logprobs_abs_diff_mean": "sync/rollout_gap_mean",
+    "policy/rollout_train_logprobs_abs_diff_max": "sync/rollout_gap_max",
+    **prime_rl.NAMES,
     "gen_kl_error": "rollout_corr/k3_kl",  # NeMo-RL, policy loss: k3 over tokens of KL(generation || trainer)
 }
 _EQUAL_BEGINNINGS = (
@@ -56,6 +69,13 @@ def catalogue_name(name: str) -> str:
 
 def read_foreign(path: Path) -> RunData | None:
     """Read a log of another trainer; None when the path holds none that is known."""
+    offline, state = wandb_files.is_offline(path), trl.newest_state(path)
+    if offline is not None:
+        return _from_offline(path, offline)
+    if state is not None:
+        return _from_state(path, state)
+    if path.is_dir() and prime_rl.has_metrics(path):
+        return _from_prime_rl(path)
     if path.is_dir():
         if events := sorted(path.glob(f"*{event_files.MARK}*")):
             return _from_events(path, events)
@@ -66,6 +86,8 @@ def read_foreign(path: Path) -> RunData | None:
         return _from_dumps(path, dumps) if dumps else None
     if event_files.MARK in path.name:
         return _from_events(path, [path])
+    if (rows := wandb_files.export_rows(path)) is not None:
+        return _from_rows(RunData(path.stem, path, wandb_files.EXPORT), rows)
     with path.open("rb") as file:
         head = file.read(_SNIFFED)
     if b"\0" in head:
@@ -164,6 +186,35 @@ def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, d
             current, metrics[tag] = step, value
     if metrics:
         yield current, metrics
+
+
+def _from_offline(path: Path, file: Path) -> RunData | None:
+    run = RunData(path.stem, path, wandb_files.OFFLINE)
+    try:
+        return _from_rows(run, wandb_files.offline_rows(file))
+    except event_files.DamagedFileError as error:
+        run.notes.append(f"{file.name} is damaged: {error}.")
+        return None
+
+
+def _from_rows(run: RunData, rows: Iterator[tuple[int, dict[str, float]]]) -> RunData | None:
+    columns = Columns()
+    for step, metrics in rows:
+        columns.add(step, _mapped(metrics))
+    columns.repeated = 0  # a step is as many rows as calls of log
+    return _finished(run, columns) if columns.steps else None
+
+
+def _from_state(path: Path, state: Path) -> RunData | None:
+    columns = trl.read_state(state)
+    run = RunData(path.stem, path, trl.SOURCE, notes=[trl.LACKS])
+    return None if columns is None else _finished(run, columns)
+
+
+def _from_prime_rl(path: Path) -> RunData | None:
+    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run")
+    rows = read_records(path / prime_rl.METRICS, run.notes)
+    return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in rows))
 
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:

@@ -1,0 +1,56 @@
+"""TRL: ``trainer_state.json``, which every checkpoint has. Read at TRL 1.16."""
+
+import json
+from pathlib import Path
+
+from verl_rc.insight.run_folder.lines import as_step, numbers_of
+from verl_rc.insight.run_folder.records import Columns
+
+SOURCE = "TRL's trainer_state.json"
+STATE = "trainer_state.json"
+NAMES = {
+    "reward": "critic/score/mean",
+    "grad_norm": "actor/grad_norm",
+    "loss": "actor/pg_loss",
+    "learning_rate": "actor/lr",
+    "entropy": "actor/update_entropy",
+    "completions/mean_length": "response_length/mean",
+    "completions/max_length": "response_length/max",
+    "completions/clipped_ratio": "response_length/clip_ratio",
+    "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",  # mean |trainer - engine|, nats
+    "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
+}
+"""Their metrics whose meaning is that of the catalogue's; importance ratios are clipped before the mean."""
+LACKS = (
+    "TRL's log holds no log-probs of tokens, without which the cause of a gap cannot be told: write token "
+    "records (docs/token_record.md)."
+)
+
+
+def newest_state(path: Path) -> Path | None:
+    """The state of a run's folder: its own, or that of its last checkpoint."""
+    if path.is_file():
+        return path if path.name == STATE else None
+    states = [(_step_of(folder), folder / STATE) for folder in path.glob("checkpoint-*")]
+    found = [path / STATE, *(state for _, state in sorted(states, reverse=True))]
+    return next((state for state in found if state.is_file()), None)
+
+
+def read_state(path: Path) -> Columns | None:
+    """The log of a state; None where it has none."""
+    try:
+        history = json.loads(path.read_text(encoding="utf-8", errors="replace"))["log_history"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    columns = Columns()
+    for line in history if isinstance(history, list) else ():
+        step = as_step(line.get("step")) if isinstance(line, dict) else None
+        if step is not None:
+            columns.add(step, {NAMES.get(name, name): value for name, value in numbers_of(line)})
+    columns.repeated = 0  # training and evaluation log a line each
+    return columns if columns.steps else None
+
+
+def _step_of(folder: Path) -> int:
+    number = folder.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1

@@ -1,0 +1,119 @@
+"""W&B: files of offline runs (``run-*.wandb``), and exports of a run's history (CSV, JSON), of any trainer.
+
+A file of an offline run is a row of records in blocks of 32 KiB, as LevelDB's log has them; each record is a
+protocol buffer ``Record``.
+"""
+
+import csv
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_rc.insight.run_folder.event_files import DamagedFileError, fields_of
+from verl_rc.insight.run_folder.lines import as_number, as_step, parse_line
+
+OFFLINE, EXPORT = "W&B offline run", "W&B export"
+_HEADER = struct.Struct("<4sHB")
+_MAGIC = (b":W&B", 0xBEE1, 0)
+_BLOCK = 32 << 10
+_PART = struct.Struct("<IHB")
+"""Checksum, length and kind of a part of a record."""
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+# Field numbers of Record, HistoryRecord and HistoryItem.
+_HISTORY, _ITEM, _KEY, _NESTED_KEY, _VALUE_JSON = 2, 1, 1, 2, 16
+_STEP = "_step"
+_STEP_NAMES = ("global_step", "train/global_step", "trainer/global_step", "training/global_step")
+"""Metrics that hold the training step, where W&B's own counts calls of ``log``."""
+
+Rows = Iterator[tuple[int, dict[str, float]]]
+
+
+def is_offline(path: Path) -> Path | None:
+    """The file of an offline run at a path; None where there is none."""
+    if path.is_file():
+        return path if path.suffix == ".wandb" else None
+    return next(iter(sorted(path.glob("run-*.wandb"))), None)
+
+
+def offline_rows(path: Path) -> Rows:
+    """Step and metrics of each history record. Raises ``DamagedFileError`` where the bytes make no sense."""
+    for record in _records(path):
+        for number, history in fields_of(record):
+            if number == _HISTORY and isinstance(history, bytes):
+                yield from _numbers(dict(_items(history)))
+
+
+def _items(history: bytes) -> Iterator[tuple[str, Any]]:
+    for number, item in fields_of(history):
+        if number != _ITEM or not isinstance(item, bytes):
+            continue
+        found = [(field, value) for field, value in fields_of(item) if isinstance(value, bytes)]
+        keys = [value.decode("utf-8", "replace") for field, value in found if field in (_KEY, _NESTED_KEY)]
+        values = [value for field, value in found if field == _VALUE_JSON]
+        if keys and values:
+            try:
+                yield ".".join(keys), json.loads(values[-1])
+            except ValueError:
+                continue
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or _HEADER.unpack(header) != _MAGIC:
+            raise DamagedFileError("it is no file of an offline run")
+        place = _HEADER.size
+        parts: list[bytes] = []
+        while True:
+            if _BLOCK - place % _BLOCK < _PART.size:  # what is left of a block is padding
+                place += len(file.read(_BLOCK - place % _BLOCK))
+            head = file.read(_PART.size)
+            if len(head) < _PART.size:
+                return
+            _, length, kind = _PART.unpack(head)
+            data = file.read(length)
+            place += _PART.size + len(data)
+            if len(data) < length or kind not in (_FULL, _FIRST, _MIDDLE, _LAST):
+                return  # half a record, which a killed run leaves
+            parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
+            if kind in (_FULL, _LAST):
+                yield b"".join(parts)
+
+
+def export_rows(path: Path) -> Rows | None:
+    """Step and metrics of each row of an exported history; None where the file is none."""
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            rows: list[Mapping[str, Any]] = list(csv.DictReader(file))
+        rows = [{name: _number(cell) for name, cell in row.items() if name is not None} for row in rows]
+    elif path.suffix in (".json", ".jsonl"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = [parse_line(line) for line in text.splitlines()]
+        rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    else:
+        return None
+    if not any(_STEP in row or "Step" in row for row in rows):
+        return None
+    return (numbers for row in rows for numbers in _numbers(row))
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        return float(cell or "")
+    except ValueError:
+        return None
+
+
+def _numbers(row: Mapping[str, Any]) -> Rows:
+    """The row's step and metrics; nothing for a row without a step. The UI exports ``run - metric``."""
+    named = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
+    steps = (as_step(named.get(name)) for name in (*_STEP_NAMES, _STEP, "Step"))
+    step = next((one for one in steps if one is not None), None)
+    if step is not None:
+        metrics = {name: as_number(value) for name, value in named.items() if not name.startswith("_")}
+        yield step, {name: value for name, value in metrics.items() if value is not None and value == value}
