@@ -47,6 +47,7 @@ def _needed(package: str) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
+    _add_convert(subcommands)
     _add_explain(subcommands)
     _add_diagnose(subcommands)
     _add_doctor(subcommands)
@@ -71,14 +72,26 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
     _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
 
 
+def _subcommand(
+    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
+) -> argparse.ArgumentParser:
+    return subcommands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+
+
+def _add_convert(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "write the token files of any trainer as token records, version 1 (docs/token_record.md)"
+    parser = _subcommand(subcommands, "convert", summary)
+    parser.add_argument("path", metavar="PATH", type=Path, help="folder or file that a trainer wrote")
+    parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="file to write")
+    parser.set_defaults(run=_convert)
+
+
 def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = (
         "name what makes engine and trainer of a run differ; --replay scores recorded tokens again to find "
         "out"
     )
-    parser = subcommands.add_parser(
-        "diagnose", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    parser = _subcommand(subcommands, "diagnose", summary)
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records"
     )
@@ -108,7 +121,7 @@ def _add_with_configuration(
 
 def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "write a checkpoint as a Hugging Face folder, which transformers and vLLM load"
-    parser = subcommands.add_parser("export", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = _subcommand(subcommands, "export", summary)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder global_step_N of a run")
     parser.add_argument(
         "--output", metavar="DIR", type=Path, required=True, help="folder to write; new or empty"
@@ -139,9 +152,7 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc"
-    parser = subcommands.add_parser(
-        "migrate", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    parser = _subcommand(subcommands, "migrate", summary)
     parser.add_argument(
         "arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a shell script, a YAML file, or key=value"
     )
@@ -164,7 +175,7 @@ def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps"
-    parser = subcommands.add_parser("plot", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = _subcommand(subcommands, "plot", summary)
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; the picture is written into it"
     )
@@ -173,9 +184,7 @@ def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "print presets of rollout correction as the fields they stand for"
-    parser = subcommands.add_parser(
-        "presets", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    parser = _subcommand(subcommands, "presets", summary)
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
     parser.set_defaults(run=_presets)
 
@@ -185,8 +194,8 @@ def _add_report(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
         "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
         "compared"
     )
-    parser = subcommands.add_parser("report", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    where = "a run's folder, a log of verl (file logger or console), or TensorBoard event files"
+    parser = _subcommand(subcommands, "report", summary)
+    where = "a run's folder, or files that another trainer wrote (docs/token_record.md names them)"
     parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help=where)
     parser.add_argument(
         "--output",
@@ -223,7 +232,7 @@ def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     summary = (
         "show who did what and when in a run with async_training.trace=True: text, picture, file for Perfetto"
     )
-    parser = subcommands.add_parser("trace", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = _subcommand(subcommands, "trace", summary)
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it"
     )
@@ -237,9 +246,7 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     summary = (
         "say what each preset would have done with the tokens that a run recorded, and which one it needs"
     )
-    parser = subcommands.add_parser(
-        "what-if", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    parser = _subcommand(subcommands, "what-if", summary)
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with token records")
     parser.add_argument("--presets", metavar="A,B", help="presets to try (default: all of today)")
     given = (
@@ -261,9 +268,7 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "save a view of a W&B project whose charts answer questions; needs an account and a network"
-    parser = subcommands.add_parser(
-        "wandb-workspace", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    parser = _subcommand(subcommands, "wandb-workspace", summary)
     parser.add_argument(
         "project", metavar="ENTITY/PROJECT", help="the user or team, and the project of the runs"
     )
@@ -394,6 +399,17 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
     sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
 
 
+def _convert(given: argparse.Namespace) -> int:
+    from verl_rc.insight.convert import convert  # noqa: PLC0415  (numpy)
+
+    try:
+        lines = convert(given.path, given.output)
+    except (ValueError, OSError) as error:
+        return _refuse("convert", error)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
 def _diagnose(given: argparse.Namespace) -> int:
     from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
 
@@ -409,7 +425,7 @@ def _diagnose(given: argparse.Namespace) -> int:
         found = _with_replays(request) if names else diagnose(request)
     except (ValueError, OSError) as error:
         return _refuse("diagnose", error)
-    lines = [json.dumps(found.as_json(), indent=2)] if given.json else list(found.lines())
+    lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
@@ -440,8 +456,8 @@ def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
     )
     sys.stdout.write(
         f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n"
+        "as python -m verl_rc.main_ppo, whose --help lists the groups\n"
     )
-    sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
 
 
@@ -504,13 +520,10 @@ def _report(given: argparse.Namespace) -> int:
         sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': found}, indent=2)}\n")
         return 0
     for run, verdict in judged:
-        lines = verdict.lines()
-        sys.stdout.write(
-            "".join(
-                f"{line}\n"
-                for line in ([f"{run.name}: {lines[0]}", *lines[1:]] if len(judged) > 1 else lines)
-            )
-        )
+        lines = verdict.lines() if run.is_own else [*verdict.lines(), f"  read as: {run.source}"]
+        if len(judged) > 1:
+            lines[0] = f"{run.name}: {lines[0]}"
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.write(f"report: {report.path}\n")
     return 0
 
@@ -532,11 +545,14 @@ def _what_if(given: argparse.Namespace) -> int:
 
     try:
         configs = tried_configs(given.presets, given.fields)
-        verdict = judge(read_run(given.folder))
+        run = read_run(given.folder)
+        verdict = judge(run)
         if given.gradients:
             found = _with_gradients(given, configs, verdict)
         else:
             found = answer(read_batch(given.folder, *(given.steps or ())), configs, verdict)
+        if not run.is_own:
+            found = replace(found, notes=(f"Read as {run.source}.", *found.notes))
     except (ValueError, OSError) as error:
         return _refuse("what-if", error)
     lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()

@@ -79,9 +79,11 @@ class Diagnosis:
 
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
     """Judge the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
-    causes = causes_from_metrics(read_run(request.folder, request.first_step, request.last_step))
+    run = read_run(request.folder, request.first_step, request.last_step)
     replays = "; ".join(f"{name} ({what})" for name, what in REPLAYS.items())
-    return Diagnosis(tuple(causes), notes=(f"replays that --replay makes: {replays}",))
+    own = (f"replays that --replay makes: {replays}",)
+    notes = own if run.is_own else (f"read as: {run.source}", *run.notes)
+    return Diagnosis(tuple(causes_from_metrics(run)), notes=notes)
 
 
 def causes_from_metrics(run: RunData) -> list[Statement]:

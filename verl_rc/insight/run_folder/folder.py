@@ -30,7 +30,7 @@ from verl_rc.insight.run_folder.records import (
     RunData,
     SavedSample,
 )
-from verl_rc.insight.run_folder.token_source import OWN_TRAINER, TokenSource
+from verl_rc.insight.run_folder.token_files import OWN_TRAINER, TokenSource
 from verl_rc.insight.run_folder.tokens import read_tokens
 from verl_rc.insight.run_folder.trainers import LAYOUTS, prime_rl
 from verl_rc.metrics.run_files import ENDING

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_rc.insight.run_folder.records import NothingToReadError
-from verl_rc.insight.run_folder.token_source import TokenSource, own_source
+from verl_rc.insight.run_folder.token_files import TokenSource, own_source
 from verl_rc.insight.run_folder.trainers import LAYOUTS
 
 

@@ -14,8 +14,8 @@ from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
+from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.run_folder.token_metrics import metrics_of
-from verl_rc.insight.run_folder.token_source import TokenSource
 
 MOST_ROWS = 200
 WORST_TOKENS = 50

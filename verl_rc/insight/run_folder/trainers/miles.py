@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
 from verl_rc.insight.run_folder.trainers.slime import row_of
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 

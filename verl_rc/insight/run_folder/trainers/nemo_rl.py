@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {

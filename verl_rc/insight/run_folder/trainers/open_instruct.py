@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
 
 FIELDS = {"response_ids": "response_tokens", "rollout_log_prob": "logprobs"}
 """Their names of the fields of tokens, which stand behind the prompt alone."""

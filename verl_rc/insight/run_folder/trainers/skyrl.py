@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_rc.data.token_record import Array, DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_source import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
 from verl_rc.insight.run_folder.trainers.tensors import load_mapping, load_tensors
 
 FIELDS = {

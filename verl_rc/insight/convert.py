@@ -1,0 +1,39 @@
+"""``verl-rc convert``: token files of any trainer as one file of token records."""
+
+from pathlib import Path
+
+from verl_rc.data.token_lines import TokenLines
+from verl_rc.data.token_record import VERSION_FACT
+from verl_rc.data.token_rows import rows_of
+from verl_rc.insight.run_folder import NothingToReadError, token_source
+
+_OF_A_STEP = ("step", "trainer", VERSION_FACT)
+"""Facts that the rows or the writer have."""
+
+
+def convert(path: Path, output: Path) -> list[str]:
+    """Write the token records at ``path`` to ``output`` as JSON lines; returns what is to be said of them.
+
+    Raises:
+        NothingToReadError: there are none that can be read.
+    """
+    source = token_source(path)
+    if source is None:
+        raise NothingToReadError(f"{path} must hold token files of a trainer that is known; it holds none.")
+    lines, rows = None, 0
+    try:
+        for record in source.records():
+            if lines is None:
+                facts = {name: value for name, value in record.facts.items() if name not in _OF_A_STEP}
+                lines = TokenLines(output, source.trainer, **facts)
+            for row in rows_of(record):
+                lines.write(**row)
+                rows += 1
+    except BaseException:
+        if lines is not None:
+            lines.close(keep=False)
+        raise
+    if lines is None:
+        raise NothingToReadError(f"{path} must hold token records that can be read. {' '.join(source.notes)}")
+    lines.close()
+    return [f"read as {source.trainer}: {rows:,} rows", *source.notes, f"written: {output}"]
