@@ -86,6 +86,19 @@ def _is_temperature(step: Step) -> bool:
     return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and is_all
 
 
+RAW_LOG_PROBS = SignatureCause(
+    4,
+    "raw log-probs at another temperature",
+    (f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}"),
+    (
+        "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
+        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {z:.0f}"
+    ),
+    (f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}"),
+    needs=(*_Z, *_SLOPE),
+    holds=lambda step: _is_misaligned(step) and step["temperature_r2"] > BOUNDS.raw_r2,
+)
+
 SIGNATURE_CAUSES = (
     SignatureCause(
         2,
@@ -108,18 +121,7 @@ SIGNATURE_CAUSES = (
         needs=("rounded_fraction",),
         holds=lambda step: step["rounded_fraction"] > BOUNDS.rounded_fraction,
     ),
-    SignatureCause(
-        4,
-        "raw log-probs at another temperature",
-        (f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}"),
-        (
-            "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
-            "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {z:.0f}"
-        ),
-        (f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}"),
-        needs=(*_Z, *_SLOPE),
-        holds=lambda step: _is_misaligned(step) and step["temperature_r2"] > BOUNDS.raw_r2,
-    ),
+    RAW_LOG_PROBS,
     SignatureCause(
         5,
         "sampling filter not mirrored",

@@ -67,7 +67,11 @@ _FAULTS_OF_NUMBERS = {
 def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
     none."""
-    faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
+    faults = [
+        *_raw_by_its_facts(run),
+        *_not_finite(run),
+        *(_signed(run) if has_signatures(run) else _missing_mass(run)),
+    ]
     if not faults:
         over_time = (
             _staleness,
@@ -79,6 +83,21 @@ def judge_gap(run: RunData) -> list[Statement]:
         rules = (*over_time, _drift_within_the_step, _large_from_the_start)
         faults = next((found for rule in rules if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
+
+
+def _raw_by_its_facts(run: RunData) -> list[Statement]:
+    """Raw log-probs at a temperature other than 1, where the token records say so themselves."""
+    facts = {} if run.tokens is None else run.tokens.facts
+    temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
+    if not isinstance(temperature, int | float) or temperature == 1.0 or not mode.startswith("raw"):
+        return []
+    sentence = (
+        f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
+        "those of temperature 1"
+    )
+    cause = table.RAW_LOG_PROBS
+    further = {"confidence": "named", "next_test": cause.next_test, "row": cause.row}
+    return [say("gap", cause.name, "fault", sentence, {}, **further)]
 
 
 def has_signatures(run: RunData) -> bool:
