@@ -18,6 +18,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/running.md": {"charts": tables.panels_table},
+    "docs/token_record.md": {"fields": tables.fields_table},
     "docs/see_why.md": {
         "signature causes": tables.signature_causes_table,
         "run causes": tables.run_causes_table,

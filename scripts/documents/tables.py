@@ -4,6 +4,7 @@ charts."""
 from collections.abc import Sequence
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.data.token_record import FIELDS, REQUIRED
 from verl_rc.health.cause_table import RUN_CAUSES, SIGNATURE_CAUSES, Cause
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
@@ -91,6 +92,18 @@ def _causes(causes: Sequence[Cause]) -> str:
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
     cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
+
+
+def fields_table() -> str:
+    """The fields of a row in docs/token_record.md."""
+    lines = ["| field | type | what it is |\n|---|---|---|\n"]
+    for name, field in FIELDS.items():
+        kind = "text" if field.dtype == "str" else {"bool": "0 or 1"}.get(field.dtype, field.dtype)
+        needed = "required: " if name in REQUIRED else ""
+        lines.append(
+            f"| `{name}` | {kind}{' [R]' if field.is_of_tokens else ''} | {needed}{_cell(field.meaning)} |\n"
+        )
+    return "".join(lines)
 
 
 def panels_table() -> str:
