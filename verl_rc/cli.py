@@ -87,10 +87,7 @@ def _add_convert(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = (
-        "name what makes engine and trainer of a run differ; --replay scores recorded tokens again to find "
-        "out"
-    )
+    summary = "name what makes engine and trainer of a run differ; --replay scores recorded tokens again"
     parser = _subcommand(subcommands, "diagnose", summary)
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records"
