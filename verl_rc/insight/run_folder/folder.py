@@ -77,7 +77,7 @@ def _read(path: Path) -> RunData:
                 f"{source.trainer}. Pass a folder of one of them."
             )
         return _read_folder(path, source)
-    run = read_foreign(path)
+    run = read_foreign(path) if source is None or path.is_dir() else None
     if run is None and source is not None:
         run = RunData(path.stem, path, f"{source.trainer or 'token'} records")
     if run is None and path.is_file() and path.suffix == ".jsonl":

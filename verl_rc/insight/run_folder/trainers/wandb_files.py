@@ -24,8 +24,10 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 # Field numbers of Record, HistoryRecord and HistoryItem.
 _HISTORY, _ITEM, _KEY, _NESTED_KEY, _VALUE_JSON = 2, 1, 1, 2, 16
 _STEP = "_step"
-_STEP_NAMES = ("global_step", "train/global_step", "trainer/global_step", "training/global_step")
-"""Metrics that hold the training step, where W&B's own counts calls of ``log``."""
+_TRAINING_STEP = "global_step"
+"""Metric, in a section of any name, that holds the training step where W&B's own counts calls of ``log``."""
+
+_LOOKED_AT = 1 << 20
 
 Rows = Iterator[tuple[int, dict[str, float]]]
 
@@ -84,22 +86,29 @@ def _records(path: Path) -> Iterator[bytes]:
 
 def export_rows(path: Path) -> Rows | None:
     """Step and metrics of each row of an exported history; None where the file is none."""
+    if path.suffix not in (".csv", ".json", ".jsonl") or not _names_a_step(path):
+        return None
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
             rows: list[Mapping[str, Any]] = list(csv.DictReader(file))
         rows = [{name: _number(cell) for name, cell in row.items() if name is not None} for row in rows]
-    elif path.suffix in (".json", ".jsonl"):
+    else:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
             found = [parse_line(line) for line in text.splitlines()]
         rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    else:
-        return None
     if not any(_STEP in row or "Step" in row for row in rows):
         return None
     return (numbers for row in rows for numbers in _numbers(row))
+
+
+def _names_a_step(path: Path) -> bool:
+    """Whether the beginning names W&B's step: a long log of another kind shall not be read to the end."""
+    with path.open("rb") as file:
+        head = file.read(_LOOKED_AT)
+    return _STEP.encode() in head or b"Step" in head
 
 
 def _number(cell: str | None) -> float | None:
@@ -112,7 +121,8 @@ def _number(cell: str | None) -> float | None:
 def _numbers(row: Mapping[str, Any]) -> Rows:
     """The row's step and metrics; nothing for a row without a step. The UI exports ``run - metric``."""
     named = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
-    steps = (as_step(named.get(name)) for name in (*_STEP_NAMES, _STEP, "Step"))
+    counted = [value for name, value in named.items() if name.rpartition("/")[2] == _TRAINING_STEP]
+    steps = map(as_step, (*counted, named.get(_STEP), named.get("Step")))
     step = next((one for one in steps if one is not None), None)
     if step is not None:
         metrics = {name: as_number(value) for name, value in named.items() if not name.startswith("_")}
