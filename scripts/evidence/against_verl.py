@@ -25,7 +25,8 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.data.token_record import FOLDER, read_record, record_files
+from verl_rc.data.token_parquet import read_record, record_files
+from verl_rc.data.token_record import FOLDER
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.insight.what_if import read_batch
 
