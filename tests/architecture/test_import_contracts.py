@@ -63,6 +63,7 @@ def skeleton(tmp_path):
         "workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
+        "insight/convert.py": "",
         "insight/diagnosis.py": "",
         "insight/picture.py": "",
         "insight/timeline.py": "",

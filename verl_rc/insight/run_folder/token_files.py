@@ -84,12 +84,18 @@ class Layout:
 
         def read(step: int) -> TokenRecord:
             seen: set[Any] = set()
-            rows = [
-                row
-                for file in chosen[step]
-                for row in self.rows(step, file, reader)
-                if not self.is_duplicate(row, seen)
-            ]
+            try:
+                rows = [
+                    row
+                    for file in chosen[step]
+                    for row in self.rows(step, file, reader)
+                    if not self.is_duplicate(row, seen)
+                ]
+            except DamagedRecordError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                said = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
+                raise DamagedRecordError(f"its fields are not those of {self.trainer}: {said}") from error
             return record_of_rows({"trainer": self.trainer, **self.facts}, step, rows)
 
         return TokenSource(self.trainer, list(chosen), read, notes)
@@ -169,8 +175,7 @@ def own_source(path: Path) -> TokenSource | None:
         of_files = [list(reader(file)) for file in chosen[step]]
         shared = required_facts(of_files[0][0] if of_files[0] else None)
         rows = [row for lines in of_files for row in lines[1:] if VERSION_FACT not in row]
-        (record,) = records_by_step({**shared, "step": step}, ({**row, "step": step} for row in rows))
-        return record
+        return record_of_rows(shared, step, rows)
 
     return TokenSource(trainer, list(chosen), read, notes, path / FOLDER / PIECES)
 

@@ -185,6 +185,25 @@ def test_rows_that_context_parallelism_cut_are_refused(tmp_path: Path) -> None:
         record_at(tmp_path, 1)
 
 
+def test_a_dump_with_other_fields_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train_data").mkdir()
+    torch.save({"format_version": 2, "samples": [{"tokens": [1, 2]}]}, tmp_path / "train_data/1.pt")
+    with pytest.raises(DamagedRecordError, match="its fields are not those of slime: KeyError"):
+        record_at(tmp_path, 1)
+    torch.save({"format_version": 1, "samples": []}, tmp_path / "train_data/1.pt")
+    with pytest.raises(DamagedRecordError, match="its format_version must be 2, got 1"):
+        record_at(tmp_path, 1)
+
+
+def test_a_file_of_facts_alone_and_one_of_nothing_are_named(tmp_path: Path) -> None:
+    for step, text in ((1, '{"token_record": 1, "trainer": "mine"}\n'), (2, "")):
+        (tmp_path / f"step_{step:06d}.rank_0.jsonl").write_text(text)
+        with pytest.raises(DamagedRecordError, match=r"every row of step 1 must have|no facts"):
+            record_at(tmp_path, step)
+    with pytest.raises(NothingToReadError):
+        read_run(tmp_path)
+
+
 class Harmful:
     """What a pickle can do when it is loaded."""
 
