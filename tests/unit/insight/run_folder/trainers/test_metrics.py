@@ -1,6 +1,7 @@
 """Metrics of TRL and of W&B's files, the latter written by W&B itself."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,37 @@ def test_an_offline_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file.write_bytes(b"no run")
     with pytest.raises(NothingToReadError):
         read_run(file)
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protocol buffer that holds bytes."""
+
+    def varint(value: int) -> bytes:
+        low, rest = value & 0x7F, value >> 7
+        return bytes([low]) if not rest else bytes([low | 0x80]) + varint(rest)
+
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def history(**metrics: object) -> bytes:
+    pairs = ((name.encode(), json.dumps(value).encode()) for name, value in metrics.items())
+    items = (field(1, field(1, name) + field(16, value)) for name, value in pairs)
+    return field(2, b"".join(items))
+
+
+def test_padding_at_the_end_of_a_block_is_no_record(tmp_path: Path) -> None:
+    block, header = 32 << 10, struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+    left = 3  # bytes of the block behind the first record, too few for another head
+    room = block - left - len(header) - 7
+    filler = next(
+        record
+        for length in range(room - 80, room)
+        if len(record := history(_step=1, gen_kl_error=0.5, filler="x" * length)) == room
+    )
+    second = history(_step=2, gen_kl_error=0.25)
+    parts = [struct.pack("<IHB", 0, len(record), 1) + record for record in (filler, second)]
+    (tmp_path / "run-a.wandb").write_bytes(header + parts[0] + b"\0" * left + parts[1])
+    assert read_run(tmp_path).get("rollout_corr/k3_kl").by_step() == {1: 0.5, 2: 0.25}
 
 
 @pytest.mark.parametrize(
