@@ -70,6 +70,8 @@ class Layout:
     """What holds for every run of it."""
     lacks: Sequence[str] = ()
     """What its files do not hold, and which of its options would record it; one sentence each."""
+    holds_many_steps: bool = False
+    """Whether a file is a shard of rows of any steps, and its number no step."""
     is_duplicate: Callable[[Row, set[Any]], bool] = lambda row, seen: False
     """Whether a row was seen in another file of the step."""
 
@@ -81,6 +83,12 @@ class Layout:
         notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
         chosen = sampled(files, notes)
         reader = LineReader(notes)
+        facts = {"trainer": self.trainer, **self.facts}
+        if self.holds_many_steps:
+            shards = (file for paths in chosen.values() for file in paths)
+            rows = (row for file in shards for row in self.rows(0, file, reader))
+            records = {record.step: record for record in records_by_step(facts, rows)}
+            return TokenSource(self.trainer, list(records), records.__getitem__, notes)
 
         def read(step: int) -> TokenRecord:
             seen: set[Any] = set()
@@ -96,7 +104,7 @@ class Layout:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 said = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
                 raise DamagedRecordError(f"its fields are not those of {self.trainer}: {said}") from error
-            return record_of_rows({"trainer": self.trainer, **self.facts}, step, rows)
+            return record_of_rows(facts, step, rows)
 
         return TokenSource(self.trainer, list(chosen), read, notes)
 

@@ -17,7 +17,7 @@ def _files(path: Path) -> Files:
     return numbered(path.glob("*_rollouts_*.jsonl"), r"_rollouts_(\d+)\.jsonl$")
 
 
-def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
+def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:
     for line in lines(path):
         row = {ours: line.get(theirs) for ours, theirs in FIELDS.items()}
         log_probs = row["rollout_log_prob"]
@@ -29,10 +29,13 @@ def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
             row["response_mask"] = computed
         yield {
             **row,
-            "step": line.get("step", step),
+            "step": line.get("step"),
             "prompt_ids": line.get("prompt_tokens"),
             "group": line.get("prompt_idx"),
             "score": line.get("reward"),
+            "advantage": line.get("advantage"),
+            "source": line.get("dataset"),
+            "finished": line.get("finish_reason") == "stop",
         }
 
 
@@ -41,6 +44,7 @@ LAYOUT = Layout(
     _files,
     _rows,
     facts={"logprobs_mode": "raw_logprobs"},
+    holds_many_steps=True,
     lacks=(
         "open-instruct's traces hold the engine's log-probs alone: the gap cannot be told without the "
         "trainer's, nor which tokens are of tools.",

@@ -265,10 +265,17 @@ def test_open_instruct_has_the_engine_s_side_alone(tmp_path: Path) -> None:
         "prompt_idx": 4,
         "step": 9,
     }
-    (tmp_path / "grpo_rollouts_000000.jsonl").write_text(json.dumps(line) + "\n")
+    for shard, steps in enumerate(((8, 9), (9, 10))):  # shards hold the rows of any steps
+        text = "".join(json.dumps({**line, "step": step}) + "\n" for step in steps)
+        (tmp_path / f"grpo_rollouts_{shard:06d}.jsonl").write_text(text)
     run = read_run(tmp_path)
     assert run.tokens is not None
-    (row,) = run.tokens.rows
+    assert [(step, len(record_at(tmp_path, step).lengths)) for step in run.tokens.steps] == [
+        (8, 1),
+        (9, 2),
+        (10, 1),
+    ]
+    row = run.tokens.rows[0]
     assert row.tokens["response_mask"].tolist() == [True, False, True]
     assert "old_log_prob" not in row.tokens
     assert any("the gap cannot be told without the trainer's" in note for note in run.notes)
