@@ -103,12 +103,6 @@ class World:
             raise self.failure
         return sorted(self.under_way)
 
-    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
-        if self.failure is not None:
-            raise self.failure
-        assert self.under_way >= set(numbers)
-        return 0.5
-
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}
 

@@ -37,6 +37,7 @@ class Engines:
         self.asleep, self.version = False, 0
         self.submitted: list[Sample] = []
         """A row for each request; its number is its place."""
+        self.under_way: list[int] = []
 
     def submit(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, evenly: bool
@@ -46,13 +47,16 @@ class Engines:
         rows = self.sample(requests, options)
         first = len(self.submitted)
         self.submitted += rows
-        return list(range(first, len(self.submitted)))
+        numbers = list(range(first, len(self.submitted)))
+        self.under_way += numbers
+        return numbers
 
     def begin_steps(self) -> None:
         """Samples end as soon as they are submitted."""
 
-    def wait_for(self, numbers: Sequence[int], on_loss: Any) -> float:
-        return 0.5
+    def collect(self, wait_seconds: float, on_loss: Any) -> list[int]:
+        ended, self.under_way = self.under_way, []
+        return ended
 
     def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}

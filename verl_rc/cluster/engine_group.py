@@ -252,7 +252,8 @@ class EngineGroup:
                 self.wait(pending)
 
     def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
-        """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for one.
+        """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for a quarter of what it
+        has, so that many short samples take few calls.
 
         Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without
         ``on_loss`` the loss is raised, and they are submitted again when ``collect`` is called after
@@ -261,7 +262,8 @@ class EngineGroup:
         Returns:
             The numbers of samples that can be taken, in ascending order.
         """
-        self._collect(dict.fromkeys(self._work.busy_engines(), 1), wait_seconds, on_loss)
+        quarters = {engine: -(-count // 4) for engine, count in self._work.num_busy().items()}
+        self._collect(quarters, wait_seconds, on_loss)
         return self._work.finished()
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -280,7 +282,7 @@ class EngineGroup:
             The numbers of samples that can be taken, in ascending order; and what each busy engine said of
             the update. ``parts`` gives what is known of the other samples.
         """
-        busy, interrupted = self._work.busy_engines(), dict[int, Interrupted]()
+        busy, interrupted = self._work.num_busy(), dict[int, Interrupted]()
 
         def record(answers: Mapping[int, Interrupted]) -> None:
             self._work.record_parts(answers)

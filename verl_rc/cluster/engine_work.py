@@ -101,9 +101,9 @@ class EngineWork:
         """The unfinished samples of an engine, in the order of their numbers."""
         return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]
 
-    def busy_engines(self) -> list[int]:
-        """Engines with unfinished samples."""
-        return [engine for engine, mine in enumerate(self._unfinished) if mine]
+    def num_busy(self) -> dict[int, int]:
+        """The number of unfinished samples of each engine that has some."""
+        return {engine: len(mine) for engine, mine in enumerate(self._unfinished) if mine}
 
     def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
         """The number of unfinished samples among ``numbers``, for each engine that has some."""

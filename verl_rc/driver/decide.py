@@ -16,7 +16,7 @@ from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.samples import Samples
-from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics, with_accuracies
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardError, RewardOutput
@@ -37,7 +37,7 @@ def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Seq
     texts: list[str] = services.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
     outputs = services.scorer.score(rows, texts)
     names = sorted({name for output in outputs for name in output.extras})
-    extras = {name: [output.extras.get(name) for output in outputs] for name in names}
+    extras = with_accuracies({name: [output.extras.get(name) for output in outputs] for name in names})
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
 
 
@@ -117,6 +117,8 @@ def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, 
         scores: list[float] = values.tolist()
         return scores
     column = extras.get(name, [])
+    if name == "acc" and FAILURE_COLUMN in extras and name not in extras:  # all of them failed
+        column = [0.0 for failure in extras[FAILURE_COLUMN] if failure is not None]
     numbers = [float(value) for value in column if isinstance(value, Real) and math.isfinite(value)]
     if len(numbers) != len(values):
         raise ValueError(
@@ -157,6 +159,8 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
     joined = joined_samples(sampled, rollouts)
+    # Whether others have an accuracy must not depend on which groups were scored together.
+    joined = replace(joined, extras=with_accuracies(joined.extras))
     if config.algorithm.gdpo_reward_keys is not None:
         columns = _component_scores(joined, config.algorithm.gdpo_reward_keys)
         joined = replace(joined, component_scores=columns)

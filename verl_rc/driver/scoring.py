@@ -56,7 +56,7 @@ class ResponseScorer:
             say(
                 "reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0]
             )
-        return _with_accuracies([outputs[place] for place in range(len(samples))])
+        return [outputs[place] for place in range(len(samples))]
 
     def _samples(
         self, rows: Sequence[PromptRow], texts: Sequence[str]
@@ -119,16 +119,14 @@ class ResponseScorer:
         ) from error
 
 
-def _with_accuracies(outputs: Sequence[RewardOutput]) -> list[RewardOutput]:
-    """Give failed samples an accuracy of 0 where the others have one: they were not shown to be right."""
-    if not any("acc" in output.extras for output in outputs):
-        return list(outputs)
-    return [
-        RewardOutput(output.score, {"acc": 0.0, **output.extras})
-        if FAILURE_COLUMN in output.extras
-        else output
-        for output in outputs
-    ]
+def with_accuracies(extras: Mapping[str, list[object]]) -> dict[str, list[object]]:
+    """Return the columns of some samples, where a failed one has an accuracy of 0 if others have one: it was
+    not shown to be right."""
+    if not {"acc", FAILURE_COLUMN} <= extras.keys():
+        return dict(extras)
+    pairs = zip(extras["acc"], extras[FAILURE_COLUMN], strict=True)
+    accuracies = [0.0 if acc is None and failure is not None else acc for acc, failure in pairs]
+    return {**extras, "acc": accuracies}
 
 
 @contextmanager

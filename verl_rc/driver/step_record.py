@@ -79,11 +79,6 @@ class StepRecord:
         """Seconds of every stage of the step so far."""
         return dict(self._seconds)
 
-    @property
-    def busy_seconds(self) -> Mapping[str, float]:
-        """Seconds in which workers computed, by stage."""
-        return self._busy
-
     def add_busy(self, name: str, seconds: float) -> None:
         """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was
         transport and driver."""

@@ -82,7 +82,8 @@ class Supply:
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
         self._since = StepTotals()
-        self._step_began = time.perf_counter()
+        self._step_began = self._arrived_at = time.perf_counter()
+        """When the step began, and when its last samples arrived."""
 
     @property
     def _draws(self) -> bool:
@@ -206,7 +207,8 @@ class Supply:
             samples = self._services.config.actor_rollout_ref.rollout.n
             record.add(since.filter_metrics(samples, in_draws=self._draws))
         if self._takes_turns:
-            record.add({"perf/rollout_tokens_per_second": since.arrived / record.busy_seconds["gen"]})
+            seconds = self._arrived_at - self._step_began
+            record.add({"perf/rollout_tokens_per_second": since.arrived / seconds})
         else:
             self._record_lead(since, record, step)
         return now.state()
@@ -296,20 +298,18 @@ class Supply:
         """Wait a moment for samples, decide the groups that are whole, and replace those that will not be
         trained on.
 
-        Where engines and trainer work in turns, wait for all samples; with ``deterministic_steps`` for those
-        of the groups ``awaited`` and no others. Engines that are lost get the trainer's weights as
-        ``version``.
+        So a group is scored while others are sampled. With ``deterministic_steps`` wait for the groups
+        ``awaited`` and no others. Engines that are lost get the trainer's weights as ``version``.
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
-            if self._takes_turns or self._options.deterministic_steps is not None:
-                ended = self._requests.of_groups(list(self._now.groups) if self._takes_turns else awaited)
-                busy = weights.wait_for(self._services, self._state, ended, version, record)
-            else:
+            if self._options.deterministic_steps is None:
                 ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
-                busy = time.perf_counter() - began
+            else:
+                ended = self._requests.of_groups(awaited)
+                weights.wait_for(self._services, self._state, ended, version, record)
             whole = self._file(ended)
-            record.add_busy("gen", busy)
+            record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
             self._decide(whole)
         with record.stage("admit"):
@@ -348,7 +348,7 @@ class Supply:
         The group of a sample that failed fails with it.
         """
         taken = self._requests.take(numbers, self._now.groups)
-        self._since.arrived += taken.num_tokens
+        self._since.arrived, self._arrived_at = self._since.arrived + taken.num_tokens, time.perf_counter()
         for number, why in taken.failures.items():
             self._fail(self._now.groups[number], ToolFailedError(why))
         return [
@@ -367,7 +367,7 @@ class Supply:
                 continue
             assert decided.scores is not None
             count = self._services.config.actor_rollout_ref.rollout.n
-            since.score += float(decided.scores.values[:count].double().mean())
+            since.scores.append(float(decided.scores.values[:count].double().mean()))
             now.groups[group.number] = decided
             if decided.fate == "filtered":
                 filtered.append(decided)

@@ -1,6 +1,7 @@
 """What a supply counts: all that a checkpoint holds of it, what happened in one step, and the
 metrics of both."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -117,8 +118,8 @@ class StepTotals:
     """Tokens of groups that left the run untrained, by fate."""
     groups: Counter[str] = field(default_factory=Counter)
     """Groups that were decided, by fate."""
-    score: float = 0.0
-    """Sum of the mean scores of groups that were kept or filtered."""
+    scores: list[float] = field(default_factory=list)
+    """Mean scores of groups that were kept or filtered."""
     longest_group: float = 0.0
     """Seconds from a group's submission until it was whole, the longest."""
     draws: int = 0
@@ -145,7 +146,7 @@ class StepTotals:
             metrics["training/filter_groups/discarded_surplus_samples"] = float(surplus)
         if kept + filtered:
             metrics["training/filter_groups/informative_ratio"] = kept / (kept + filtered)
-            metrics["training/filter_groups/sampled_score_mean"] = self.score / (kept + filtered)
+            metrics["training/filter_groups/sampled_score_mean"] = math.fsum(self.scores) / (kept + filtered)
         return metrics
 
 

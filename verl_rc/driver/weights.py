@@ -147,7 +147,7 @@ def collect(
     services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord
 ) -> list[int]:
     """The numbers of submitted requests that have ended and can be taken; every busy engine is waited for
-    ``wait_seconds``.
+    ``wait_seconds``, or until a quarter of what it has ended.
 
     Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the
     new ones what the old ones owed.
@@ -157,12 +157,9 @@ def collect(
 
 def wait_for(
     services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
-) -> float:
-    """Wait until these submitted requests have ended; returns the seconds that the slowest engine computed.
-
-    Lost engines are dealt with as in ``collect``.
-    """
-    return services.engines.wait_for(numbers, _replacing(services, state, version, record))
+) -> None:
+    """Wait until these submitted requests have ended; lost engines are dealt with as in ``collect``."""
+    services.engines.wait_for(numbers, _replacing(services, state, version, record))
 
 
 def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:

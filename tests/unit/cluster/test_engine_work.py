@@ -87,7 +87,7 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     assert first_tokens(work.take([7, 5])) == [7, 5]
     work.record({0: collected([0, 1, 4]), 1: collected([2, 6])})
     assert work.finished() == [0, 1, 2, 3, 4, 6]
-    assert work.busy_engines() == []
+    assert work.num_busy() == {}
     first = work.take([0, 1, 2, 3])
     assert first_tokens(first) == [0, 1, 2, 3]
     assert [one.engine for one in first] == [0, 0, 1, 1]
@@ -126,7 +126,7 @@ def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_e
     work.record({1: collected(numbers[1], [71, 72])})
     assert first_tokens(work.take(numbers[1])) == [71, 72]
     assert work.num_unfinished(numbers[0]) == {0: 2}
-    assert work.busy_engines() == [0]
+    assert list(work.num_busy()) == [0]
 
 
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
@@ -136,7 +136,7 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
     )
     work.record({0: collected([0])})
     work.discard(first)
-    assert work.busy_engines() == []
+    assert work.num_busy() == {}
     second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True, evenly=True)
     assert second == [3]
     work.record({0: collected([1, 3], [1, 33])})

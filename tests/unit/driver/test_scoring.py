@@ -10,7 +10,14 @@ from verl_rc.cluster.model_groups import RewardModel
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.scoring import ResponseScorer, may_hang, open_scorer, reward_metrics
+from verl_rc.driver.scoring import (
+    FAILURE_COLUMN,
+    ResponseScorer,
+    may_hang,
+    open_scorer,
+    reward_metrics,
+    with_accuracies,
+)
 from verl_rc.metrics import check_names, reduce_metrics
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
@@ -147,7 +154,10 @@ def test_a_failed_sample_is_not_right_where_samples_are_right_or_wrong() -> None
     rows = [row("digits"), row("openai/gsm8k", "no number"), row("lighteval/MATH")]
     outputs = scorer(INSTEAD).score(rows, ["12", "#### 4", "four"])
     assert [output.score for output in outputs] == [1.0, -2.0, 4.0]
-    assert [output.extras.get("acc") for output in outputs] == [1.0, 0.0, None]
+    extras = {name: [output.extras.get(name) for output in outputs] for name in ("acc", FAILURE_COLUMN)}
+    assert extras["acc"] == [1.0, None, None]
+    assert with_accuracies(extras)["acc"] == [1.0, 0.0, None]
+    assert with_accuracies({FAILURE_COLUMN: ["why"]}) == {FAILURE_COLUMN: ["why"]}  # none of them has one
 
 
 def test_metrics_of_columns_count_the_rows_that_have_them_over_all_batches() -> None:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING, without_times
-from formula_run import OVERRIDES, STEPS, World, live, log_probs_of, without_processes
+from formula_run import OVERRIDES, STEPS, Scorer, World, live, log_probs_of, without_processes
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.errors import ConfigError
+from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver import checkpoints, weights
+from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError
 
@@ -323,20 +325,39 @@ class Asked(World):
         self.calls.append(f"submit {len(requests)}")
         return super().submit(requests, options)
 
-    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
-        self.calls.append(f"wait for {len(numbers)}")
-        return super().wait_for(numbers, on_loss)
+    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        """Half of what is under way has ended."""
+        running = sorted(self.under_way)
+        self.calls.append(f"collect from {len(running)}")
+        return running[: -(-len(running) // 2)]
 
     def deliver(self, version: int) -> tuple[None, None]:
         self.calls.append(f"publish {version}")
         return super().deliver(version)
 
 
+def test_a_group_is_scored_while_others_are_sampled(tmp_path: Path) -> None:
+    """And what is trained on is the same."""
+    scored_beside: list[int] = []
+
+    class Watched(Scorer):
+        def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
+            scored_beside.append(len(world.under_way))
+            return super().score(rows, texts)
+
+    world = Asked()
+    run(tmp_path / "parts", f"{CANARIES}=0", world=world, scorer=Watched())
+    assert scored_beside == [2, 0] * STEPS
+    run(tmp_path / "whole", f"{CANARIES}=0")
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert samples(tmp_path / "parts", 1) == samples(tmp_path / "whole", 1)
+
+
 def test_without_a_lead_a_step_samples_all_of_its_own_and_nothing_else(tmp_path: Path) -> None:
     """Nothing is under way while weights are published or a checkpoint is written."""
     world = Asked()
     run(tmp_path, f"{CANARIES}=0", world=world, steps=2)
-    step = ["submit 4", "wait for 4"]
+    step = ["submit 4", "collect from 4", "collect from 2", "collect from 1"]
     assert world.calls == ["publish 0", *step, "publish 1", *step, "publish 2"]
     for number in (1, 2):
         supply = SavedRun.load(tmp_path / f"global_step_{number}").state.supply

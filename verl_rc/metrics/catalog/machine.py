@@ -71,7 +71,7 @@ TIME = (
     MetricSpec(
         "perf/rollout_tokens_per_second",
         "tokens/s",
-        "tokens sampled / seconds the slowest engine computed",
+        "tokens sampled / seconds from the beginning of a synchronous step to its last sample",
         emitted_by="driver",
     ),
     MetricSpec(

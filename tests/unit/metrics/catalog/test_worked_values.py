@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -654,8 +655,11 @@ def the_histogram_and_a_threshold_that_follows():
 @example
 def a_step_that_samples():
     """Samples of prompts 0 and 1 have 1 and 2 tokens and score 1, 1, 0, 1; see ``table_engines``."""
-    _, found = sample(make_run())
-    expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / 0.5}
+    ticks = count(step=0.125)  # the step begins, the engines are waited for, all samples arrive
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=lambda: 0.0)
+    with patch("verl_rc.driver.supply.time", clock):
+        _, found = sample(make_run())
+    expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / (2 * 0.125)}
     _, greedy = sample(make_run("algorithm.adv_estimator=remax"))
     _, gdpo = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
     expected |= {
