@@ -12,18 +12,16 @@ import torch
 from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_group import EngineGroup, OnLoss
+from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.load import load_run_config
-from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Part, Sample, token_ids
 from verl_rc.driver import train, weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import VllmOptions
 
 
@@ -63,7 +61,14 @@ def real_step(run: RealRun) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start", publish)
-        train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
+        try:
+            train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
+        finally:  # the engines outlive a step that fails while they sample
+            engines = run.services.engines
+            under_way = [
+                s.number for engine in engines._work.num_busy() for s in engines._work.unfinished(engine)
+            ]
+            engines.cancel(under_way)
     return last_metrics(run)
 
 
@@ -114,11 +119,8 @@ class RetokenisingEngines(EngineGroup):
         vars(self).update(vars(run.services.engines))
         self._run = run
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
-    ) -> Timed[list[Sample]]:
-        answer = super().generate(requests, options, on_loss)
-        return replace(answer, result=[self._retokenised(sample) for sample in answer.result])
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self._retokenised(sample) for sample in super().take(numbers)]
 
     def _retokenised(self, sample: Sample) -> Sample:
         """No longer than it was, with the log-probs that its first tokens had."""

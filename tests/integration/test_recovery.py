@@ -70,10 +70,12 @@ def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
         return send()
 
     monkeypatch.setattr(services.actor, "send_weights", send_to_the_dead)
+    record = StepRecord()
+    record.engines_replaced = 3
     with pytest.raises(
         RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"
     ):
-        weights.publish(services, state, 0, StepRecord(engines_replaced=3))
+        weights.publish(services, state, 0, record)
     weights.publish(services, state, 0, StepRecord())
     assert engine_pid(published_run) != old
     assert sample(published_run) == before

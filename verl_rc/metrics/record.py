@@ -39,7 +39,7 @@ class Metric:
             return
         if self.reduction is not Reduction.MEAN:
             raise TypeError(
-                f"metric '{self.name}' must be a number to be reduced by {self.reduction}, got a mean."
+                f"metric '{self.name}' must be a number to be reduced by {self.reduction.value}, got a mean."
             )
         if not 0 <= self.value.count < math.inf:
             raise ValueError(

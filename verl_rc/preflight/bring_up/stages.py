@@ -203,7 +203,7 @@ class Stages:
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
             started = time.perf_counter()
             options = engine_options(config, self._device)
-            engine = ChildProcess(options.worker, environment, has_children=True, options=options)
+            engine = ChildProcess(options.worker, environment, options=options)
             own.append(engine)
             report.numbers["start_seconds"] = time.perf_counter() - started
             offers = choose_offering_ranks(

@@ -53,7 +53,7 @@ class PolicyPlan:
 
     @property
     def old_policy(self) -> Literal["proximal", "rollout"]:
-        """The policy behind ``old_log_probs``."""
+        """The policy behind ``proximal_log_probs``: the denominator of the loss's ratio."""
         return "rollout" if self.bypass else "proximal"
 
     @property
@@ -121,14 +121,14 @@ def _operand_names(plan: PolicyPlan) -> Iterator[str]:
         yield "entropies"
     reads_old = plan.spec is None or plan.spec.reads_old_log_probs
     if reads_old and not plan.interpolates:
-        yield "old_log_probs"
+        yield "proximal_log_probs"
     if (plan.in_actor and (plan.weights or plan.rejects)) or (reads_old and plan.interpolates):
         yield "rollout_log_probs"
     yield "advantages"
     if plan.weights and not plan.in_actor:
         yield "rollout_is_weights"
     if plan.kl_loss_coef:
-        yield "ref_log_prob"
+        yield "reference_log_probs"
     if not plan.in_actor:
         yield "loss_mask"
     if plan.in_actor or _reads_response_mask(plan):
@@ -199,10 +199,10 @@ def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
     if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"
     if not policy.in_actor and (corrects or reads_old):
-        yield "old_log_probs"
+        yield "proximal_log_probs"
     if plan.compares_groups:
         yield "group_ids"
     if plan.uses_values:
         yield "critic_values"
     if plan.reward_kl or policy.kl_loss_coef:
-        yield "ref_log_prob"
+        yield "reference_log_probs"

@@ -54,9 +54,9 @@ MATRIX: dict[str, Given] = {
 }
 ROLLOUT_FIELDS = ("response_mask", "rollout_log_probs", "policy_versions", "group_ids", "finished")
 EVALUATION_FIELDS = (
-    "old_log_probs",
+    "proximal_log_probs",
     "entropies",
-    "ref_log_prob",
+    "reference_log_probs",
     "critic_values",
     "sum_pi_squared",
     "varentropies",

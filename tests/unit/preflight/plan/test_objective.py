@@ -207,7 +207,7 @@ def test_every_loss_and_every_average_is_walked() -> None:
 def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
     plan = plan_policy(config_of({f"{ACTOR}.policy_loss.loss_mode": "my_losses:mine"}))
     assert plan.spec is None
-    assert {"old_log_probs", "response_mask", "loss_mask"} <= {operand.name for operand in plan.operands}
+    assert {"proximal_log_probs", "response_mask", "loss_mask"} <= {operand.name for operand in plan.operands}
 
 
 def test_the_critics_operands() -> None:
