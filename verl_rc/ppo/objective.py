@@ -64,9 +64,12 @@ def policy_objective(
     ``covariance`` likewise, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
+    proximal = batch.proximal_log_probs
+    if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
+        proximal = proximal.where(proximal.isfinite(), current.log_probs.detach())
     policy_loss, averages = compute_policy_loss(
         policy_loss_name(config, correction),
-        old_log_probs=batch.proximal_log_probs,
+        old_log_probs=proximal,
         log_probs=current.log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
@@ -240,8 +243,7 @@ def correct_current(
 
     They are current ones, or those of the proximal policy where it is interpolated. ``statistics`` need to be
     those of the whole mini-batch only where ``needs_statistics_first`` says so. In bypass mode weights enter
-    the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token
-    that is to be neutral gets the current policy for its rollout policy, and so a ratio of 1.
+    the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout.
     """
     weights, keep = apply(
         log_probs,
@@ -252,9 +254,6 @@ def correct_current(
         advantages=batch.advantages,
     )
     corrected = batch.clone(recurse=False)
-    if config.nonfinite_logprob == "neutral":
-        known = batch.proximal_log_probs.isfinite()
-        corrected.proximal_log_probs = torch.where(known, batch.proximal_log_probs, log_probs)
     corrected.loss_mask = batch.response_mask & keep
     corrected.rollout_is_weights = (
         weights if config.loss_type == "reinforce" or not config.bypass_mode else None

@@ -369,11 +369,13 @@ def test_a_denominator_of_a_sum_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("rollout_log_prob", [-torch.inf, torch.nan])
-def test_a_neutral_token_counts_as_ratio_one_in_bypass_ppo_clip(rollout_log_prob: float) -> None:
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("broken", [-torch.inf, torch.nan])
+def test_a_neutral_token_counts_as_ratio_one(broken: float, bypass: bool) -> None:
+    """In bypass mode the engine's log-prob is in the ratio, else that of the proximal policy."""
     rollouts, evaluations, scores = make_batch(broken=False)
-    rollouts.rollout_log_probs[1, 0] = rollout_log_prob
-    config = RolloutCorrectionConfig(bypass_mode=True, nonfinite_logprob="neutral")
+    (rollouts.rollout_log_probs if bypass else evaluations.proximal_log_probs)[1, 0] = broken
+    config = RolloutCorrectionConfig(bypass_mode=bypass, nonfinite_logprob="neutral")
     parts = train_on(config, rollouts, evaluations, scores)
     loss, gradient = (torch.frombuffer(bytearray(part), dtype=torch.float32) for part in parts)
     assert torch.isfinite(loss).all()
