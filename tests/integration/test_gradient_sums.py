@@ -45,7 +45,7 @@ def gradients(
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
     worker.model.module.train()
-    worker.accumulate(batch, share, ObjectiveTotals("actor", 1), None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), None)
     found = {name: whole(p.grad) for name, p in worker.model.module.named_parameters() if p.grad is not None}
     worker.close()
     return found

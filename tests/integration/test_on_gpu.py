@@ -55,7 +55,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
         batch: Any = make_train_batch(LENGTHS, (2,))
         counted = batch.response_mask.sum(-1)
         share = MiniBatchShare(ROWS, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
-        totals = ObjectiveTotals("actor", 1)
+        totals = ObjectiveTotals("actor")
         with worker.model.in_use():
             if request.param is PolicyWorker:
                 worker.accumulate(batch, share, totals, None)

@@ -139,7 +139,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         correction = (
             ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
         )
-        totals = ObjectiveTotals("actor", 1)
+        totals = ObjectiveTotals("actor")
         worker.accumulate(batch, share_of(batch, micro_batches), totals, correction)
         found[f"{name}: gradients"] = gradients(worker.model.module)
         found[f"{name}: metrics"] = totals.metrics(is_first_rank=worker._address.rank == 0)
@@ -157,7 +157,7 @@ def critic_numbers(worker: CriticWorker, micro_batches: list[list[int]]) -> Foun
     targets = torch.where(batch.response_mask, torch.linspace(-3.0, 3.0, 56).view(8, 7), 0.0)
     rows = CriticBatch(batch.tokens, batch.response_mask, torch.zeros_like(targets), targets, batch_size=[8])
     worker.model.module.train()
-    totals = ObjectiveTotals("critic", 1)
+    totals = ObjectiveTotals("critic")
     worker.accumulate(rows, share_of(batch, micro_batches), totals)
     metrics = totals.metrics(is_first_rank=worker._address.rank == 0)
     return {"values": values, "values: gradients": gradients(worker.model.module), "values: metrics": metrics}

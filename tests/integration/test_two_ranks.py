@@ -93,7 +93,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             correction = (
                 ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh) if bypass else None
             )
-            worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
+            worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.discard_gradients()
     worker._actor = worker._actor.model_copy(update={"policy_loss": PolicyLossConfig()})

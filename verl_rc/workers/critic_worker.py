@@ -61,7 +61,7 @@ class CriticWorker(Learner):
 
     def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> UpdateReport:
         """One optimizer step per mini-batch."""
-        totals = ObjectiveTotals("critic", len(mini_batches))
+        totals = ObjectiveTotals("critic")
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in mini_batches:

@@ -17,11 +17,9 @@ from verl_rc.workers.sharded_model import ShardedModel
 class ObjectiveTotals:
     """Sums up the metrics of all micro-batches of an update; averages are taken at the end only."""
 
-    def __init__(self, role: str, num_updates: int) -> None:
-        """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are
-        averaged."""
+    def __init__(self, role: str) -> None:
+        """``role``: ``actor`` or ``critic``."""
         self._role = role
-        self._num_updates = max(num_updates, 1)
         self._terms: dict[str, Tensor] = {}
         self._averages: dict[str, Mean[Tensor]] = {}
         self.grad_norms: list[float] = []
@@ -36,23 +34,29 @@ class ObjectiveTotals:
         for name, mean in objective.averages.items():
             self._averages[name] = self._averages[name] + mean if name in self._averages else mean
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that changed the weights so far; one whose gradient is not finite is left out."""
+        return sum(map(math.isfinite, self.grad_norms))
+
     def add_grad_norm(self, grad_norm: float) -> None:
         """Add the gradient norm of one optimizer step."""
         self.grad_norms.append(grad_norm)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
-        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come
-        from the first."""
+        """Metric records whose reduction over ranks is exact; losses are means over optimizer steps, without
+        mini-batches that were skipped. Gradient norms are equal on all ranks and come from the first."""
         sums = [part for mean in self._averages.values() for part in (mean.total, mean.count)]
         # One copy from the device for all metrics of an update.
         flat = [*self._terms.values(), *sums]
+        num_steps = max(len(self.grad_norms), 1)
         values = iter(torch.stack([value.double() for value in flat]).tolist() if flat else [])
-        records = [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in self._terms]
+        records = [Metric(name, next(values) / num_steps, Reduction.SUM) for name in self._terms]
         records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self.grad_norms]
-            dropped = sum(not math.isfinite(norm) for norm in self.grad_norms)
+            dropped = len(self.grad_norms) - self.num_updates
             records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
         return records
 

@@ -149,7 +149,7 @@ class PolicyWorker(Learner):
         corrects: the current log-probs are the first that can be compared with the engine's).
         """
         correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
-        totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
+        totals, kept_tokens, gap = ObjectiveTotals("actor"), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
@@ -199,7 +199,7 @@ class PolicyWorker(Learner):
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
-            correction.updates = len(totals.grad_norms)
+            correction.updates = totals.num_updates
             kept = correction.measure_mini_batch(
                 share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
             )

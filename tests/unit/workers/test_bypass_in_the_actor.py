@@ -66,7 +66,7 @@ def test_golden_gradient_and_metrics(
     correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh)
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
-    kept = worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
+    kept = worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
     assert kept == int((torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum())
     metrics = with_verl_names(correction.statistics().metrics(worker._correction), worker._correction)
@@ -95,7 +95,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     counted = kept if config.rejection_denominator == "kept" else batch.response_mask
     rows = int(counted.any(dim=-1).sum())
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), None)
     torch.testing.assert_close(
         worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
     )

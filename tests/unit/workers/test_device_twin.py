@@ -133,7 +133,7 @@ def test_every_policy_loss(
     needs_covariance = loss_mode in ("clip_cov", "kl_cov")
 
     def work(device: torch.device) -> list[Tensor]:
-        totals = ObjectiveTotals("actor", num_updates=1)
+        totals = ObjectiveTotals("actor")
         for rows in MICRO_BATCHES:
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)

@@ -1,6 +1,7 @@
 """The gradient of one actor rank does not depend on how its rows are cut, packed or padded; the memory it
 reports."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.ppo.objective import Objective
 from verl_rc.workers.forward import ForwardOptions
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.micro_batches import ObjectiveTotals
@@ -39,7 +41,7 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     kept = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction=None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.discard_gradients()
     return flat
@@ -167,3 +169,13 @@ def test_a_device_reports_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = reduce_metrics(of_two_ranks)
     assert metrics["perf/max_memory_allocated_gb"] == 3.0
     assert metrics["perf/max_memory_reserved_gb"] == 4.5
+
+
+def test_losses_are_means_over_optimizer_steps_and_what_was_left_out_changed_no_weights() -> None:
+    """Two mini-batches of four were skipped; the gradient of one of the others is not finite."""
+    totals = ObjectiveTotals("actor")
+    for loss, norm in ((0.5, 1.0), (1.5, math.nan)):
+        totals.add(Objective(torch.tensor(loss), {"actor/loss": torch.tensor(loss)}, {}))
+        totals.add_grad_norm(norm)
+    assert reduce_metrics(totals.metrics(is_first_rank=True))["actor/loss"] == 1.0
+    assert totals.num_updates == 1

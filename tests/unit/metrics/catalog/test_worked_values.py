@@ -392,7 +392,7 @@ def the_actors_loss():
         correction,
         Aggregation("token-mean"),
     )
-    totals = ObjectiveTotals("actor", num_updates=2)
+    totals = ObjectiveTotals("actor")
     for norm in (1.0, 3.0):
         totals.add(objective)
         totals.add_grad_norm(norm)
@@ -456,7 +456,7 @@ def the_critics_loss():
         returns=one_row(1, 3, 9, 9),
         batch_size=[1],
     )
-    totals = ObjectiveTotals("critic", num_updates=1)
+    totals = ObjectiveTotals("critic")
     totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
     totals.add_grad_norm(2.5)
     expected = {
@@ -476,7 +476,7 @@ def the_critics_loss():
 def gradients_that_are_not_finite():
     found = {}
     for role in ("actor", "critic"):
-        totals = ObjectiveTotals(role, num_updates=3)
+        totals = ObjectiveTotals(role)
         for norm in (1.0, math.nan, math.inf):
             totals.add_grad_norm(norm)
         found |= reported(totals)
