@@ -224,6 +224,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     mask = inputs.response_mask
     returns = returns_to_go(inputs.token_level_rewards, mask, 1.0)
     gradient_norms = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    gradient_norms = gradient_norms.where(gradient_norms.isfinite(), 0)
     if inputs.rollout_is_weights is not None:
         gradient_norms = gradient_norms * inputs.rollout_is_weights.square()
     weights = gradient_norms.to(returns.dtype).where(mask, 0).cumsum(dim=-1).where(mask, 0)

@@ -19,8 +19,8 @@ def apply_kl_in_reward(
 ) -> tuple[Tensor, Tensor]:
     """Subtract the estimated divergence from each response token's score (arXiv:1909.08593).
 
-    r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere r = s. NaN outside the response is
-    harmless.
+    r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere, and where the divergence is not finite,
+    r = s: rollout correction has the rule for log-probs that are no numbers.
 
     Args:
         token_level_scores: [B, T], in units of reward.
@@ -44,7 +44,9 @@ def apply_kl_in_reward(
             f"{tuple(token_level_scores.shape)} and {[tuple(tensor.shape) for tensor in tensors]}"
         )
     mask = response_mask.bool()
-    divergence = kl_penalty(log_probs, ref_log_probs, kind).detach().where(mask, 0)
+    divergence = kl_penalty(log_probs, ref_log_probs, kind).detach()
+    # One log-prob that is NaN would make every advantage of its group NaN, and the weight of the penalty.
+    divergence = divergence.where(mask & divergence.isfinite(), 0)
     return token_level_scores - kl_coef * divergence, divergence.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
 

@@ -28,7 +28,7 @@ class KLController:
 
     def __post_init__(self) -> None:
         """Refuse a controller that could not control."""
-        if self.kl_coef < 0:
+        if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"algorithm.kl_ctrl.kl_coef must be >= 0, got {self.kl_coef}")
         if self.target_kl is not None and not self.target_kl > 0:
             raise ValueError(f"algorithm.kl_ctrl.target_kl must be > 0, got {self.target_kl}")

@@ -19,7 +19,7 @@ def build_rollout_batch(
     """Join ``B`` prompts (token ids) with their samples, in the same order, padded to the longest of each.
 
     ``response_mask`` leaves out the tokens of tools' answers. The columns about tools are None unless the run
-    has tools. Raises ``ValueError`` when counts differ, or a log-prob of a sampled token is positive or NaN.
+    has tools. Raises ``ValueError`` when counts differ, or a log-prob of a sampled token is positive.
     """
     rows = len(samples)
     if len(prompts) != rows or len(group_ids) != rows:
@@ -40,11 +40,11 @@ def build_rollout_batch(
                 versions[row, span] = part.version
                 response_mask[row, span] = True
             start = span.stop
-    # A log-softmax in float32 can end slightly above 0. Negated, so that NaN, which compares False, is bad.
-    bad = (response_mask & ~(log_probs <= 1e-5)).any(dim=-1)
+    # A log-softmax in float32 can end slightly above 0. For NaN rollout correction has a rule.
+    bad = (response_mask & (log_probs > 1e-5)).any(dim=-1)
     if bool(bad.any()):
         raise ValueError(
-            "the log-prob of a sampled token must be a number <= 0, which does not hold for rows "
+            "the log-prob of a sampled token must be <= 0, which does not hold for rows "
             f"{bad.nonzero()[:5, 0].tolist()} of the rollouts."
         )
     prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)

@@ -124,3 +124,30 @@ def test_a_step_has_one_control_and_moves_all_of_it(tmp_path: Path, mode: str) -
     steps = [line for line in lines if line["step"] > 0]
     assert world.thresholds == [line[THRESHOLD] for line in steps]
     assert len({*world.thresholds}) == len({line["actor/reward_kl_penalty_coeff"] for line in steps}) == STEPS
+
+
+class Broken(World):
+    """The engine returns NaN for one token of each step's first response."""
+
+    def sample(self, requests: Any) -> list[Any]:
+        samples = super().sample(requests)
+        samples[0].parts[0].log_probs[0] = float("nan")
+        return samples
+
+
+@pytest.mark.parametrize("rule", ["reject_sequence", "reject_token", "neutral"])
+def test_a_log_prob_of_the_engine_that_is_no_number_is_dealt_with_as_configured(
+    tmp_path: Path, rule: str
+) -> None:
+    keys = (
+        f"algorithm.rollout_correction.nonfinite_logprob={rule}",
+        "algorithm.rollout_correction.nonfinite_stop_fraction=0.5",
+    )
+    live(tmp_path, RunState(), None, *keys, world=Broken())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert len(steps) == STEPS
+    for line in steps:
+        assert line["rollout_corr/nonfinite_token_fraction"] > 0
+        without_numbers = [name for name, value in line.items() if not isinstance(value, int | float)]
+        assert without_numbers == (["actor/grad_norm"] if line["step"] == 2 else [])  # that World's own

@@ -241,3 +241,28 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
     uncorrected = estimated("optimal_token_baseline", samples, evaluations)
     assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "optimal_token_baseline"])
+def test_a_log_prob_that_is_no_number_costs_its_own_row_alone(estimator: str, broken: float) -> None:
+    """The row is rejected; advantages of all rows, the penalty's mean and its weight stay numbers."""
+    rollouts, evaluations = make_rollouts()
+    evaluations.reference_log_probs = evaluations.proximal_log_probs - 0.5
+    evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()
+    evaluations.proximal_log_probs = evaluations.proximal_log_probs.clone()
+    evaluations.proximal_log_probs[0, 1] = broken
+    penalised = estimator != "optimal_token_baseline"
+    config = AlgorithmConfig(
+        adv_estimator=estimator,
+        use_kl_in_reward=penalised,
+        kl_ctrl=KlControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.1, horizon=10),
+    )
+    step = run_step(rollouts, evaluations, config)
+    assert step.batch.advantages.isfinite().all()
+    assert step.batch.loss_mask[0].sum() == 0
+    assert step.batch.loss_mask[1:].sum() == rollouts.response_mask[1:].sum()
+    if penalised:
+        assert step.reward_kl is not None
+        following = Control.from_config(config).after_penalty(step.reward_kl, 4)
+        assert math.isfinite(following.kl.kl_coef)

@@ -58,10 +58,15 @@ def test_a_missing_sample_is_refused() -> None:
         build_rollout_batch([[1]], [0], [SHORT, SHORT], pad_token_id=9)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), 0.7])
-def test_a_log_prob_that_is_none_names_its_row(bad: float) -> None:
+def test_a_positive_log_prob_names_its_row() -> None:
     with pytest.raises(ValueError, match=r"rows \[1\]"):
-        build(SHORT, Sample(1, [part([8, 9], 4, [-1.0, bad])]))
+        build(SHORT, Sample(1, [part([8, 9], 4, [-1.0, 0.7])]))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_a_log_prob_that_is_no_number_is_left_to_rollout_correction(broken: float) -> None:
+    """``nonfinite_logprob`` says what becomes of it; the run stops where there are too many."""
+    assert not build(SHORT, Sample(1, [part([8, 9], 4, [-1.0, broken])])).rollout_log_probs[1, 1].isfinite()
 
 
 def test_a_token_of_other_weights_is_refused() -> None:
