@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +24,20 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` (default: the command line) name; returns the exit status."""
     parser = _build_parser()
-    given = parser.parse_args(arguments)
-    if given.subcommand is None:
+    options = parser.parse_args(arguments)
+    if options.subcommand is None:
         parser.print_help(sys.stderr)
         return USER_ERROR
     try:
-        status: int = given.run(given)
+        return options.run(options) or 0
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise
-        return _refuse(given.subcommand, ValueError(_needed(error.name.partition(".")[0])))
-    return status
+        message = _needed(error.name.partition(".")[0])
+    except options.mistakes as error:
+        message = " ".join(str(error).split())
+    sys.stderr.write(f"verl-rc {options.subcommand}: {message}\n")
+    return USER_ERROR
 
 
 def _needed(package: str) -> str:
@@ -47,78 +50,108 @@ def _needed(package: str) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
-    _add_convert(subcommands)
-    _add_explain(subcommands)
-    _add_diagnose(subcommands)
-    _add_doctor(subcommands)
-    _add_export(subcommands)
-    _add_migrate(subcommands)
-    _add_plot(subcommands)
-    _add_presets(subcommands)
-    _add_report(subcommands)
-    _add_trace(subcommands)
-    _add_wandb_workspace(subcommands)
-    _add_what_if(subcommands)
+    for add in (
+        _add_convert,
+        _add_explain,
+        _add_diagnose,
+        _add_doctor,
+        _add_export,
+        _add_migrate,
+        _add_plot,
+        _add_presets,
+        _add_report,
+        _add_trace,
+        _add_wandb_workspace,
+        _add_what_if,
+    ):
+        add(subcommands)
     return parser
 
 
 def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "say what a configuration will do: objective, steps, batch arithmetic, options without effect"
-    _add_with_configuration(subcommands, "explain", summary).set_defaults(run=_explain)
+    _add_with_configuration(
+        subcommands,
+        "explain",
+        _explain,
+        "say what a configuration will do: objective, steps, batch arithmetic, options without effect",
+    )
 
 
 def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do"
-    _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
+    _add_with_configuration(
+        subcommands,
+        "doctor",
+        _doctor,
+        "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do",
+    )
 
 
 def _subcommand(
-    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
+    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    summary: str,
 ) -> argparse.ArgumentParser:
-    return subcommands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    """A subcommand that ``run`` carries out; ``main`` prints its ``ValueError`` or ``OSError``."""
+    parser = subcommands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.set_defaults(run=run, mistakes=(ValueError, OSError))
+    return parser
 
 
 def _add_convert(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "write the token files of any trainer as token records, version 1 (docs/token_record.md)"
-    parser = _subcommand(subcommands, "convert", summary)
+    parser = _subcommand(
+        subcommands,
+        "convert",
+        _convert,
+        "write the token files of any trainer as token records, version 1 (docs/token_record.md)",
+    )
     parser.add_argument("path", metavar="PATH", type=Path, help="folder or file that a trainer wrote")
     parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="file to write")
-    parser.set_defaults(run=_convert)
 
 
 def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "name what makes engine and trainer of a run differ; --replay scores recorded tokens again"
-    parser = _subcommand(subcommands, "diagnose", summary)
+    parser = _subcommand(
+        subcommands,
+        "diagnose",
+        _diagnose,
+        "name what makes engine and trainer of a run differ; --replay scores recorded tokens again",
+    )
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records"
     )
-    given = (
+    replay_help = (
         "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps them, the "
         "report shows them)"
     )
-    parser.add_argument("--replay", metavar="R0,R1", nargs="?", const="all", default="", help=given)
+    parser.add_argument("--replay", metavar="R0,R1", nargs="?", const="all", default="", help=replay_help)
     parser.add_argument(
         "--rows", metavar="N", type=_positive, default=64, help="most rows of a record (default: 64)"
     )
     parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
     parser.add_argument("--json", action="store_true", help="print statements and measurements as JSON")
-    parser.set_defaults(run=_diagnose)
 
 
 def _add_with_configuration(
-    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
-) -> argparse.ArgumentParser:
+    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    summary: str,
+) -> None:
     """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where
     its files are."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
     parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
     parser.add_argument("arguments", metavar="[RECIPE.sh] GROUP=CHOICE KEY=VALUE", nargs="*")
-    return parser
+    parser.set_defaults(run=run, mistakes=())
 
 
 def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "write a checkpoint as a Hugging Face folder, which transformers and vLLM load"
-    parser = _subcommand(subcommands, "export", summary)
+    parser = _subcommand(
+        subcommands,
+        "export",
+        _export,
+        "write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
+    )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder global_step_N of a run")
     parser.add_argument(
         "--output", metavar="DIR", type=Path, required=True, help="folder to write; new or empty"
@@ -144,12 +177,16 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
         const="adapter",
         help="the LoRA adapter alone (default: merged)",
     )
-    parser.set_defaults(run=_export, part="policy")
+    parser.set_defaults(part="policy")
 
 
 def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc"
-    parser = _subcommand(subcommands, "migrate", summary)
+    parser = _subcommand(
+        subcommands,
+        "migrate",
+        _migrate,
+        "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc",
+    )
     parser.add_argument(
         "arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a shell script, a YAML file, or key=value"
     )
@@ -167,48 +204,51 @@ def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
         help="bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, as verl "
         "executed them",
     )
-    parser.set_defaults(run=_migrate)
 
 
 def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps"
-    parser = _subcommand(subcommands, "plot", summary)
+    parser = _subcommand(
+        subcommands,
+        "plot",
+        _plot,
+        "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps",
+    )
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; the picture is written into it"
     )
-    parser.set_defaults(run=_plot)
 
 
 def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "print presets of rollout correction as the fields they stand for"
-    parser = _subcommand(subcommands, "presets", summary)
+    parser = _subcommand(
+        subcommands, "presets", _presets, "print presets of rollout correction as the fields they stand for"
+    )
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
-    parser.set_defaults(run=_presets)
 
 
 def _add_report(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = (
-        "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
-        "compared"
+    parser = _subcommand(
+        subcommands,
+        "report",
+        _report,
+        "write report.html: what a run did and what is wrong with it, in words and curves; or several "
+        "runs compared",
     )
-    parser = _subcommand(subcommands, "report", summary)
-    where = "a run's folder, or files that another trainer wrote (docs/token_record.md names them)"
-    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help=where)
+    path_help = "a run's folder, or files that another trainer wrote (docs/token_record.md names them)"
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help=path_help)
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
         help="the page (default: RUN/report.html; several runs need it)",
     )
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--last", metavar="N", type=_positive, help="only the last N steps")
-    shown.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--last", metavar="N", type=_positive, help="only the last N steps")
+    steps.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
     parser.add_argument(
         "--max-megabytes", metavar="MB", type=float, default=8.0, help="size of the page (default: 8)"
     )
     parser.add_argument("--no-text", action="store_true", help="leave prompts and responses out of the page")
     parser.add_argument("--json", action="store_true", help="print verdict and evidence as JSON")
-    parser.set_defaults(run=_report)
 
 
 def _positive(text: str) -> int:
@@ -226,83 +266,85 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = (
-        "show who did what and when in a run with async_training.trace=True: text, picture, file for Perfetto"
+    parser = _subcommand(
+        subcommands,
+        "trace",
+        _trace,
+        "show who did what and when in a run with async_training.trace=True: text, picture, file for "
+        "Perfetto",
     )
-    parser = _subcommand(subcommands, "trace", summary)
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it"
     )
     parser.add_argument(
         "--steps", metavar="A-B", type=_steps, help="only steps A to B (default: all; drawn: the last six)"
     )
-    parser.set_defaults(run=_trace)
 
 
 def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = (
-        "say what each preset would have done with the tokens that a run recorded, and which one it needs"
+    parser = _subcommand(
+        subcommands,
+        "what-if",
+        _what_if,
+        ("say what each preset would have done with the tokens that a run recorded, and which one it needs"),
     )
-    parser = _subcommand(subcommands, "what-if", summary)
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with token records")
     parser.add_argument("--presets", metavar="A,B", help="presets to try (default: all of today)")
-    given = (
+    set_help = (
         "a field of algorithm.rollout_correction; those given are tried together, as one correction named "
         "'given'"
     )
-    parser.add_argument("--set", metavar="KEY=VALUE", dest="fields", action="append", default=[], help=given)
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", dest="fields", action="append", default=[], help=set_help
+    )
     parser.add_argument(
         "--steps", metavar="A-B", type=_steps, default=None, help="only records of steps A to B"
     )
-    gradients = (
+    gradients_help = (
         "take gradients of the trainer's model, at the weights that the run kept; a backward pass a prompt "
         "and preset"
     )
-    parser.add_argument("--gradients", action="store_true", help=gradients)
+    parser.add_argument("--gradients", action="store_true", help=gradients_help)
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.set_defaults(run=_what_if)
 
 
 def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "save a view of a W&B project whose charts answer questions; needs an account and a network"
-    parser = _subcommand(subcommands, "wandb-workspace", summary)
+    parser = _subcommand(
+        subcommands,
+        "wandb-workspace",
+        _wandb_workspace,
+        "save a view of a W&B project whose charts answer questions; needs an account and a network",
+    )
     parser.add_argument(
         "project", metavar="ENTITY/PROJECT", help="the user or team, and the project of the runs"
     )
     parser.add_argument("--json", action="store_true", help="print the view instead of saving it; no network")
-    parser.set_defaults(run=_wandb_workspace)
 
 
-def _wandb_workspace(given: argparse.Namespace) -> int:
-    entity, slash, project = given.project.partition("/")
+def _wandb_workspace(options: argparse.Namespace) -> None:
+    entity, slash, project = options.project.partition("/")
     if not (entity and slash and project) or "/" in project:
-        return _refuse(
-            "wandb-workspace", ValueError(f"the project must be given as ENTITY/PROJECT, got {given.project}")
-        )
+        raise ValueError(f"the project must be given as ENTITY/PROJECT, got {options.project}")
     try:
         from verl_rc.metrics.sinks import wandb_workspace as views  # noqa: PLC0415  (an optional package)
-    except ImportError:
-        needed = "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
-        return _refuse("wandb-workspace", ValueError(needed))
-    try:
-        if given.json:
-            said = json.dumps(views.workspace_json(entity, project), indent=2)
-        else:
-            said = views.save_workspace(entity, project)
-    except views.WorkspaceError as error:
-        return _refuse("wandb-workspace", error)
-    sys.stdout.write(f"{said}\n")
-    return 0
+    except ImportError as error:
+        raise ValueError(
+            "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
+        ) from error
+    if options.json:
+        sys.stdout.write(f"{json.dumps(views.workspace_json(entity, project), indent=2)}\n")
+    else:
+        sys.stdout.write(f"{views.save_workspace(entity, project)}\n")
 
 
-def _explain(given: argparse.Namespace) -> int:
-    if _asks_for_help(given.arguments):
-        return _show_usage("explain", given.arguments)
+def _explain(options: argparse.Namespace) -> int:
+    if _asks_for_help(options.arguments):
+        return _show_usage("explain", options.arguments)
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.ppo.step_time import MeasuredStep  # noqa: PLC0415  (as above)
     from verl_rc.preflight.explain import plan_text  # noqa: PLC0415  (as above)
 
-    seconds, arguments = _measured_seconds(given.arguments)
+    seconds, arguments = _measured_seconds(options.arguments)
     try:
         measured = MeasuredStep(*seconds) if seconds is not None else None
         config = load_run_config(_with_recipe(arguments))
@@ -318,18 +360,18 @@ _MEASURED = ("--sampling-seconds", "--training-seconds")
 def _measured_seconds(arguments: Sequence[str]) -> tuple[tuple[float, float] | None, list[str]]:
     """The seconds of sampling and training that ``explain`` was given, and the other arguments. Exits when
     one is missing."""
-    given = dict(argument.split("=", 1) for argument in arguments if argument.partition("=")[0] in _MEASURED)
-    others = [argument for argument in arguments if argument.partition("=")[0] not in _MEASURED]
-    if not given:
-        return None, others
+    texts = dict(argument.split("=", 1) for argument in arguments if argument.partition("=")[0] in _MEASURED)
+    rest = [argument for argument in arguments if argument.partition("=")[0] not in _MEASURED]
+    if not texts:
+        return None, rest
     try:
-        sampling, training = (float(given[name]) for name in _MEASURED)
+        sampling, training = (float(texts[name]) for name in _MEASURED)
     except (KeyError, ValueError):
         sys.stderr.write(
             f"{' and '.join(f'{name}=<seconds>' for name in _MEASURED)} must be given together, as numbers.\n"
         )
         raise SystemExit(USER_ERROR) from None
-    return (sampling, training), others
+    return (sampling, training), rest
 
 
 def _quieten_libraries() -> None:
@@ -338,15 +380,15 @@ def _quieten_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _doctor(given: argparse.Namespace) -> int:
-    if _asks_for_help(given.arguments):
-        return _show_usage("doctor", given.arguments)
+def _doctor(options: argparse.Namespace) -> int:
+    if _asks_for_help(options.arguments):
+        return _show_usage("doctor", options.arguments)
     _quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.preflight.finding import verdict  # noqa: PLC0415  (as above)
 
-    measures_gpus, only, arguments = _gpu_options(given.arguments)
+    measures_gpus, only, arguments = _gpu_options(options.arguments)
     try:
         config = load_run_config(_with_recipe(arguments))
     except ValueError as error:
@@ -354,7 +396,7 @@ def _doctor(given: argparse.Namespace) -> int:
     failures = 0
     for finding in _measured_gpus(config, only) if measures_gpus else _examined(config):
         failures += finding.status == "failed"
-        sys.stdout.write("".join(f"{line}\n" for line in finding.lines()))
+        _write_lines(finding.lines())
         sys.stdout.flush()
     sys.stdout.write(f"{verdict(failures)}\n")
     return 1 if failures else 0
@@ -372,8 +414,8 @@ _GPU, _ONLY, _GPU_FILE = "--gpu", "--only", Path("doctor_gpu.json")
 def _gpu_options(arguments: Sequence[str]) -> tuple[bool, list[str], list[str]]:
     """Whether ``doctor`` shall measure GPUs, the stages that were named, and the other arguments."""
     only = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{_ONLY}=")]
-    others = [argument for argument in arguments if argument != _GPU and not argument.startswith(f"{_ONLY}=")]
-    return _GPU in arguments or bool(only), only, others
+    rest = [argument for argument in arguments if argument != _GPU and not argument.startswith(f"{_ONLY}=")]
+    return _GPU in arguments or bool(only), only, rest
 
 
 def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Finding]":
@@ -396,35 +438,29 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
     sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
 
 
-def _convert(given: argparse.Namespace) -> int:
+def _write_lines(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _convert(options: argparse.Namespace) -> None:
     from verl_rc.insight.convert import convert  # noqa: PLC0415  (numpy)
 
-    try:
-        lines = convert(given.path, given.output)
-    except (ValueError, OSError) as error:
-        return _refuse("convert", error)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+    _write_lines(convert(options.path, options.output))
 
 
-def _diagnose(given: argparse.Namespace) -> int:
+def _diagnose(options: argparse.Namespace) -> None:
     from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
 
-    names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
-    unknown = [name for name in names if name not in REPLAYS]
-    if unknown:
-        return _refuse(
-            "diagnose", ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
-        )
-    steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
-    try:
-        request = DiagnosisRequest(given.folder, names, given.rows, **steps)
-        found = _with_replays(request) if names else diagnose(request)
-    except (ValueError, OSError) as error:
-        return _refuse("diagnose", error)
-    lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+    names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
+    if unknown := [name for name in names if name not in REPLAYS]:
+        raise ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
+    request = DiagnosisRequest(options.folder, names, options.rows, **_step_range(options))
+    diagnosis = _with_replays(request) if names else diagnose(request)
+    _write_lines([json.dumps(diagnosis.as_json(), indent=2)] if options.json else diagnosis.lines())
+
+
+def _step_range(options: argparse.Namespace) -> dict[str, int]:
+    return {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
 
 
 def _with_replays(request: "DiagnosisRequest") -> "Diagnosis":
@@ -446,151 +482,116 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    measured = (
+    own_options = (
         "".join(f" [{name}=S]" for name in _MEASURED)
         if subcommand == "explain"
         else f" [{_GPU}] [{_ONLY}=STAGE]"
     )
     sys.stdout.write(
-        f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n"
+        f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{own_options}\n"
         "as python -m verl_rc.main_ppo, whose --help lists the groups\n"
     )
     return 0 if arguments else USER_ERROR
 
 
-def _migrate(given: argparse.Namespace) -> int:
+def _migrate(options: argparse.Namespace) -> None:
     from verl_rc.config.verl.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
 
-    named = {"era": given.era, "k1_bound_convention": given.k1_bound_convention}
-    try:
-        migration = migrate(
-            given.arguments, {name: value for name, value in named.items() if value is not None}
-        )
-    except ValueError as error:
-        return _refuse("migrate", error)
-    written = (
-        migration.recipe() if given.recipe else "".join(f"{override}\n" for override in migration.overrides)
+    legacy_options = {"era": options.era, "k1_bound_convention": options.k1_bound_convention}
+    migration = migrate(
+        options.arguments, {name: value for name, value in legacy_options.items() if value is not None}
     )
-    sys.stdout.write(written)
+    if options.recipe:
+        sys.stdout.write(migration.recipe())
+    else:
+        _write_lines(migration.overrides)
     sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
-    return 0
 
 
-def _presets(given: argparse.Namespace) -> int:
+def _presets(options: argparse.Namespace) -> None:
     from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415  (pydantic)
 
-    try:
-        configs = {name: RolloutCorrectionConfig.from_preset(name) for name in given.names or PRESETS}
-    except ValueError as error:
-        return _refuse("presets", error)
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in options.names or PRESETS}
     for name, config in configs.items():
-        decided = ", ".join(f"{field}={value}" for field, value in config.effective_fields().items())
-        sys.stdout.write(f"{name}: {decided or 'measures only'}\n")
-        sys.stdout.write(f"    {PRESETS[name].summary} ({PRESETS[name].origin})\n")
-    return 0
+        fields = ", ".join(f"{field}={value}" for field, value in config.effective_fields().items())
+        summary = f"    {PRESETS[name].summary} ({PRESETS[name].origin})"
+        _write_lines([f"{name}: {fields or 'measures only'}", summary])
 
 
-def _plot(given: argparse.Namespace) -> int:
+def _plot(options: argparse.Namespace) -> None:
     from verl_rc.insight.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
 
-    try:
-        sys.stdout.write(f"{draw_run(given.folder)}\n")
-    except (ValueError, OSError) as error:
-        return _refuse("plot", error)
-    return 0
+    sys.stdout.write(f"{draw_run(options.folder)}\n")
 
 
-def _report(given: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from verl_rc.insight.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
 
-    steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
-    options = PageOptions(not given.no_text, given.max_megabytes)
-    try:
-        report = write_report(
-            Request(tuple(given.paths), given.output, newest_steps=given.last, options=options, **steps)
-        )
-    except (ValueError, OSError) as error:
-        return _refuse("report", error)
-    judged = list(zip(report.runs, report.verdicts, strict=True))
-    if given.json:
-        found = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in judged]
-        sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': found}, indent=2)}\n")
-        return 0
-    for run, verdict in judged:
+    page = PageOptions(not options.no_text, options.max_megabytes)
+    steps = _step_range(options)
+    report = write_report(
+        Request(tuple(options.paths), options.output, newest_steps=options.last, options=page, **steps)
+    )
+    verdicts = list(zip(report.runs, report.verdicts, strict=True))
+    if options.json:
+        runs = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in verdicts]
+        sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': runs}, indent=2)}\n")
+        return
+    for run, verdict in verdicts:
         lines = verdict.lines() if run.is_own else [*verdict.lines(), f"  read as: {run.source}"]
-        if len(judged) > 1:
+        if len(verdicts) > 1:
             lines[0] = f"{run.name}: {lines[0]}"
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        _write_lines(lines)
     sys.stdout.write(f"report: {report.path}\n")
-    return 0
 
 
-def _trace(given: argparse.Namespace) -> int:
+def _trace(options: argparse.Namespace) -> None:
     from verl_rc.insight.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
 
-    try:
-        sys.stdout.write(write_timeline(given.folder, given.steps))
-    except (ValueError, OSError) as error:
-        return _refuse("trace", error)
-    return 0
+    sys.stdout.write(write_timeline(options.folder, options.steps))
 
 
-def _what_if(given: argparse.Namespace) -> int:
+def _what_if(options: argparse.Namespace) -> None:
     from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
     from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
     from verl_rc.insight.what_if import answer, read_batch, tried_configs  # noqa: PLC0415  (torch)
 
-    try:
-        configs = tried_configs(given.presets, given.fields)
-        run = read_run(given.folder)
-        verdict = judge(run)
-        if given.gradients:
-            found = _with_gradients(given, configs, verdict)
-        else:
-            found = answer(read_batch(given.folder, *(given.steps or ())), configs, verdict)
-        if not run.is_own:
-            found = replace(found, notes=(f"Read as {run.source}.", *found.notes))
-    except (ValueError, OSError) as error:
-        return _refuse("what-if", error)
-    lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+    configs = tried_configs(options.presets, options.fields)
+    run = read_run(options.folder)
+    verdict = judge(run)
+    if options.gradients:
+        result = _with_gradients(options, configs, verdict)
+    else:
+        result = answer(read_batch(options.folder, *(options.steps or ())), configs, verdict)
+    if not run.is_own:
+        result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
+    _write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())
 
 
 def _with_gradients(
-    given: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
+    options: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
 ) -> "Answer":
     _quieten_libraries()
     from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
     from verl_rc.insight.what_if import answer  # noqa: PLC0415  (torch)
 
-    gradients = ParameterGradients(given.folder, *(given.steps or ()))
-    found = answer(gradients.batch, configs, verdict, updates=gradients)
-    return replace(found, notes=(*found.notes, gradients.cost))
+    gradients = ParameterGradients(options.folder, *(options.steps or ()))
+    result = answer(gradients.batch, configs, verdict, updates=gradients)
+    return replace(result, notes=(*result.notes, gradients.cost))
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     _quieten_libraries()
     # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
-    from verl_rc.workers.export import ExportError, ExportRequest, export_checkpoint  # noqa: PLC0415
+    from verl_rc.workers.export import ExportRequest, export_checkpoint  # noqa: PLC0415
 
-    request = ExportRequest(given.checkpoint, given.output, given.part, given.dtype, given.model)
-    try:
-        written = export_checkpoint(request)
-    except ExportError as error:
-        return _refuse("export", error)
-    sys.stdout.write(f"{written}\n")
-    return 0
+    request = ExportRequest(options.checkpoint, options.output, options.part, options.dtype, options.model)
+    sys.stdout.write(f"{export_checkpoint(request)}\n")
 
 
 def _refuse_configuration(error: Exception) -> int:
-    """Every mistake on a line of its own, as a run reports them."""
+    """Write one line for each mistake, as a run does."""
     sys.stderr.write(f"configuration error:\n{error}\n")
-    return USER_ERROR
-
-
-def _refuse(subcommand: str, error: Exception) -> int:
-    sys.stderr.write(f"verl-rc {subcommand}: {' '.join(str(error).split())}\n")
     return USER_ERROR
 
 
