@@ -198,24 +198,24 @@ _ALL_ZERO_SAYS_NOTHING = {"Rejected by rule", "Tokens of a step"}
 
 def charts_of(specs: Sequence[ChartSpec], runs: Sequence[RunData]) -> list[Chart]:
     """The charts for which a run has data, each with one line a metric and run."""
-    made = (_chart(spec, runs) for spec in specs if not (spec.stacked and len(runs) > 1))
-    return [chart for chart in made if chart is not None]
+    charts = (_chart(spec, runs) for spec in specs if not (spec.stacked and len(runs) > 1))
+    return [chart for chart in charts if chart is not None]
 
 
 def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
     lines: list[Line] = []
     names: list[str] = []
-    for which, run in enumerate(runs):
+    for run_number, run in enumerate(runs):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        found = _names(spec, run)
-        names += [name for name in found if name not in names]
-        for part, name in enumerate(found):
+        run_names = _names(spec, run)
+        names += [name for name in run_names if name not in names]
+        for part, name in enumerate(run_names):
             low, high = (
                 (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
             )
-            lines.append(Line(prefix + name, run.series[name], low, high, which, part))
+            lines.append(Line(prefix + name, run.series[name], low, high, run_number, part))
         if spec.derived is not None and len(derived := spec.derived[2](run)):
-            lines.append(Line(prefix + spec.derived[0], derived, run=which, part=len(found)))
+            lines.append(Line(prefix + spec.derived[0], derived, run=run_number, part=len(run_names)))
     if not lines or (
         spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)
     ):
@@ -233,17 +233,16 @@ def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
 
 def _names(spec: ChartSpec, run: RunData) -> list[str]:
     """Metrics of the run that the chart shows: in the order of the specification, then by name."""
-    found: list[str] = []
-    for wanted in spec.names:
-        pattern = wanted if "*" in wanted else None
+    names: list[str] = []
+    for pattern in spec.names:
         matching = (
             [name for name in sorted(run.series) if fnmatch.fnmatchcase(name, pattern)]
-            if pattern
-            else [wanted]
+            if "*" in pattern
+            else [pattern]
         )
         for name in matching:
-            if run.has(name) and name not in found and not (spec.stacked and name in _SUMS):
-                found.append(name)
+            if run.has(name) and name not in names and not (spec.stacked and name in _SUMS):
+                names.append(name)
     if spec.title in _ALL_ZERO_SAYS_NOTHING:
-        found = [name for name in found if any(run.get(name).values)]
-    return found
+        names = [name for name in names if any(run.get(name).values)]
+    return names

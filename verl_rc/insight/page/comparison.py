@@ -73,11 +73,11 @@ def _cell(mean: Mean | None) -> str:
 def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """The last validation of each source."""
     by_run = [dict(validation(run)) for run in runs]
-    names = sorted({name for found in by_run for name in found})
+    names = sorted({name for sources in by_run for name in sources})
     return [
         (
             f"validation {escaped(name)}",
-            *(number(found[name].values[-1]) if name in found else "" for found in by_run),
+            *(number(sources[name].values[-1]) if name in sources else "" for sources in by_run),
         )
         for name in names
     ]
@@ -104,7 +104,7 @@ def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
         ends = [_ends(run) for run in group]
         rows = []
         for name in _in_all(ends):
-            means = [of_run[name] for of_run in ends]
+            means = [run_ends[name] for run_ends in ends]
             rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(t_interval(means))}"))
         names = ", ".join(run.name for run in group)
         parts.append(
@@ -118,38 +118,40 @@ def _ends(run: RunData) -> dict[str, float]:
     """Where a run ended: means of last tenths, and the last validation of each source."""
     means = {name: mean_of(last_part(run.get(name))) for name in _COMPARED}
     ends = {name: mean.value for name, mean in means.items() if mean is not None}
-    return ends | {f"validation {name}": found.values[-1] for name, found in validation(run)}
+    return ends | {f"validation {name}": series.values[-1] for name, series in validation(run)}
 
 
 def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:
     """Names that all have, in the order of the first."""
-    return [name for name in ends[0] if all(name in of_run for of_run in ends)]
+    return [name for name in ends[0] if all(name in run_ends for run_ends in ends)]
 
 
 def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
     """Of any two configurations that ran with the same seeds, the mean difference of runs with equal
     seeds."""
     parts = []
-    for one, other in combinations(groups, 2):
-        left, right = ({run.settings.get(_SEED): run for run in group} for group in (one, other))
-        shared = [seed for seed in left if seed is not None and seed in right]
+    for first, second in combinations(groups, 2):
+        first_runs, second_runs = (
+            {run.settings.get(_SEED): run for run in group} for group in (first, second)
+        )
+        shared = [seed for seed in first_runs if seed is not None and seed in second_runs]
         if len(shared) < _FEWEST_PAIRS:
             continue
-        pairs = [(_ends(left[seed]), _ends(right[seed])) for seed in shared]
+        pairs = [(_ends(first_runs[seed]), _ends(second_runs[seed])) for seed in shared]
         rows = []
-        for name in _in_all([of_run for pair in pairs for of_run in pair]):
+        for name in _in_all([run_ends for pair in pairs for run_ends in pair]):
             differences = [b[name] - a[name] for a, b in pairs]
             mean, half = statistics.fmean(differences), t_interval(differences)
-            told = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
-            rows.append((escaped(name), f"{number(mean)} ± {number(half)}", told))
+            outcome = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
+            rows.append((escaped(name), f"{number(mean)} ± {number(half)}", outcome))
         names = (
-            f"{', '.join(right[seed].name for seed in shared)} less "
-            f"{', '.join(left[seed].name for seed in shared)}"
+            f"{', '.join(second_runs[seed].name for seed in shared)} less "
+            f"{', '.join(first_runs[seed].name for seed in shared)}"
         )
         head = ("last tenth", "mean difference, 90 %", "")
         parts.append(f"<h3>{len(shared)} pairs of equal seeds: {escaped(names)}</h3>{table(head, rows)}")
-    said = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
-    return "".join(parts) + said
+    caution = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
+    return "".join(parts) + caution
 
 
 def t_interval(values: Sequence[float]) -> float:
@@ -157,17 +159,17 @@ def t_interval(values: Sequence[float]) -> float:
     return _T_90[min(len(values) - 2, len(_T_90) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def first_parting(one: Series, other: Series) -> int | None:
+def first_parting(first: Series, second: Series) -> int | None:
     """The first step from which on two runs differ; None: they do not part.
 
     The difference is averaged over windows of a twentieth of the steps. They part at the first window whose
     mean lies three standard errors from 0, if all later windows, two at least, lie on the same side and so
     does the interval of the rest.
     """
-    left, right = one.by_step(), other.by_step()
-    steps = sorted(left.keys() & right.keys())
+    first_values, second_values = first.by_step(), second.by_step()
+    steps = sorted(first_values.keys() & second_values.keys())
     width = max(_FEWEST_OF_WINDOW, len(steps) // _WINDOWS)
-    differences = [left[step] - right[step] for step in steps]
+    differences = [first_values[step] - second_values[step] for step in steps]
     starts = range(0, len(steps) - width + 1, width)
     windows = [differences[start : start + width] for start in starts]
     means = [statistics.fmean(window) for window in windows]
@@ -176,8 +178,8 @@ def first_parting(one: Series, other: Series) -> int | None:
         same_side -= 1
     for index in range(same_side, len(means) - 2):
         if abs(means[index]) > 3 * statistics.stdev(windows[index]) / math.sqrt(width):
-            rest = bootstrap_interval(differences[starts[index] :])
-            return steps[starts[index]] if rest is not None and rest[0] * rest[1] > 0 else None
+            interval = bootstrap_interval(differences[starts[index] :])
+            return steps[starts[index]] if interval is not None and interval[0] * interval[1] > 0 else None
     return None
 
 

@@ -43,8 +43,8 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
 
 def _row_at(column: Sequence[float], percent: float) -> int:
     below = list(accumulate(column))
-    wanted = below[-1] * percent / 100
-    return next((row for row, count in enumerate(below) if count >= wanted and count > 0), 0)
+    target = below[-1] * percent / 100
+    return next((row for row, count in enumerate(below) if count >= target and count > 0), 0)
 
 
 def _bounds(settings: Mapping[str, Any]) -> list[float]:

@@ -13,26 +13,26 @@ _MOST_LINES = 6
 
 def sparkline(curves: Sequence[Curve]) -> str:
     """All curves on one scale; gaps stay gaps, and fewer than three points are dots."""
-    shown = [curve for curve in curves[:_MOST_LINES] if any(map(is_usable, curve.y))]
-    if not shown:
+    visible = [curve for curve in curves[:_MOST_LINES] if any(map(is_usable, curve.y))]
+    if not visible:
         return ""
-    xs = [x for curve in shown for x in curve.x]
-    ys = [y for curve in shown for y in curve.y if is_usable(y)]
-    left, width = min(xs), (max(xs) - min(xs)) or 1.0
+    xs = [x for curve in visible for x in curve.x]
+    ys = [y for curve in visible for y in curve.y if is_usable(y)]
+    first_x, width = min(xs), (max(xs) - min(xs)) or 1.0
     bottom, height = min(ys), (max(ys) - min(ys)) or 1.0
-    drawn = []
-    for number, curve in enumerate(shown):
+    shapes = []
+    for number, curve in enumerate(visible):
         for part in _unbroken(curve):
             points = [
-                f"{4 + (x - left) / width * (_WIDTH - 8):.1f},{_HEIGHT - 4 - (y - bottom) / height * (_HEIGHT - 8):.1f}"  # noqa: E501
+                f"{4 + (x - first_x) / width * (_WIDTH - 8):.1f},{_HEIGHT - 4 - (y - bottom) / height * (_HEIGHT - 8):.1f}"  # noqa: E501
                 for x, y in part
             ]
             if len(points) < 3:
                 dots = (point.split(",") for point in points)
-                drawn += [f'<circle class="c{number}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots]
+                shapes += [f'<circle class="c{number}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots]
             else:
-                drawn.append(f'<polyline class="c{number}" points="{" ".join(points)}"/>')
-    return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-hidden="true">{"".join(drawn)}</svg>'
+                shapes.append(f'<polyline class="c{number}" points="{" ".join(points)}"/>')
+    return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-hidden="true">{"".join(shapes)}</svg>'
 
 
 def _unbroken(curve: Curve, most_points: int = 160) -> Iterator[list[tuple[float, float]]]:

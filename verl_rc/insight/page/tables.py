@@ -78,8 +78,8 @@ def _replays(run: RunData) -> str:
     """The parts of the gap of each record that was replayed, in nats, with their shares."""
     records = replayed_records(run.replays)
     if not records:
-        more = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
-        return more if run.is_own and run.tokens is not None else ""
+        hint = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
+        return hint if run.is_own and run.tokens is not None else ""
     replayed = {name for record in records for name in record.parts}
     names = [name for name in _PARTS if name in replayed or name in ("trainer", "versions", "engine", "rest")]
     rows = [
@@ -107,8 +107,8 @@ def alerts_panel(run: RunData) -> str:
     """The newest alerts of a run."""
     if not run.alerts:
         return "<p>No alert.</p>"
-    shown = list(run.alerts)[-MOST_ALERTS:]
-    cut = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
+    alerts = list(run.alerts)[-MOST_ALERTS:]
+    cut = f"<p>The last {len(alerts)} of {len(run.alerts):,}.</p>" if len(alerts) < len(run.alerts) else ""
     rows = [
         (
             str(alert.step),
@@ -117,10 +117,10 @@ def alerts_panel(run: RunData) -> str:
             escaped(alert.cause),
             _evidence(alert.evidence),
         )
-        for alert in reversed(shown)
+        for alert in reversed(alerts)
     ]
     head = ("step", "alert", "text", "cause", "evidence")
-    causes = any(alert.cause for alert in shown)
+    causes = any(alert.cause for alert in alerts)
     return cut + table(head if causes else head[:3], rows if causes else [row[:3] for row in rows])
 
 
@@ -134,18 +134,18 @@ def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
         return (
             "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
         )
-    chosen = chosen_samples(run.samples, most)
-    columns = list(dict.fromkeys(name for sample in chosen for name in sample.cells))
+    samples = chosen_samples(run.samples, most)
+    columns = list(dict.fromkeys(name for sample in samples for name in sample.cells))
     rows = [
         (str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns))
-        for sample in chosen
+        for sample in samples
     ]
-    changed = _changes(run.samples)
-    said = (
-        f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then "
+    changes = _changes(run.samples)
+    caption = (
+        f"<p>{len(samples)} of {len(run.samples):,} recorded samples: the newest step from both ends, then "
         "the first.</p>"
     )
-    return said + table(("step", *map(escaped, columns)), rows, "samples") + changed
+    return caption + table(("step", *map(escaped, columns)), rows, "samples") + changes
 
 
 def _changes(samples: Sequence[SavedSample]) -> str:
@@ -155,7 +155,11 @@ def _changes(samples: Sequence[SavedSample]) -> str:
     for sample in samples:
         if "input" in sample.cells and "output" in sample.cells:
             by_prompt.setdefault(str(sample.cells["input"]), []).append(sample)
-    pairs = [(found[0], found[-1]) for found in by_prompt.values() if found[0].step != found[-1].step]
+    pairs = [
+        (samples_of_prompt[0], samples_of_prompt[-1])
+        for samples_of_prompt in by_prompt.values()
+        if samples_of_prompt[0].step != samples_of_prompt[-1].step
+    ]
     if not pairs:
         return ""
     rows = [
@@ -182,10 +186,10 @@ def _answer(sample: SavedSample) -> tuple[Any, Any]:
 def chosen_samples(samples: Sequence[SavedSample], most: int) -> list[SavedSample]:
     """Two thirds of the newest step, from both ends of the scores; the rest of the first step."""
     newest, oldest = samples[-1].step, samples[0].step
-    of_newest = _from_both_ends([sample for sample in samples if sample.step == newest])
-    of_oldest = [sample for sample in samples if sample.step == oldest] if oldest != newest else []
-    kept = of_newest[: most - min(len(of_oldest), most // 3)]
-    return kept + of_oldest[: most - len(kept)]
+    newest_samples = _from_both_ends([sample for sample in samples if sample.step == newest])
+    oldest_samples = [sample for sample in samples if sample.step == oldest] if oldest != newest else []
+    selection = newest_samples[: most - min(len(oldest_samples), most // 3)]
+    return selection + oldest_samples[: most - len(selection)]
 
 
 def _from_both_ends(samples: Sequence[SavedSample]) -> list[SavedSample]:
@@ -247,18 +251,20 @@ def configuration_panel(run: RunData) -> str:
     if not run.settings:
         return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
     usual = dict(leaves_of(defaults(RunConfig)))
-    given = [(key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value]
+    settings = [
+        (key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value
+    ]
     rows = [
         (escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300))
-        for key, value in given
+        for key, value in settings
     ]
-    own = table(("key", "value", "default"), rows)
+    own_table = table(("key", "value", "default"), rows)
     every = [
         (escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]
     ]
     plan = f"<details><summary>plan.txt</summary><pre>{escaped(run.plan)}</pre></details>" if run.plan else ""
     return (
-        f"<p>{len(given)} of {len(run.settings):,} keys differ from their defaults.</p>{own}"
+        f"<p>{len(settings)} of {len(run.settings):,} keys differ from their defaults.</p>{own_table}"
         f"<details><summary>all keys</summary>{table(('key', 'value'), every)}</details>{plan}"
     )
 

@@ -30,24 +30,24 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
     """The panel, and what its script reads; or which key records what is missing."""
     data = run.tokens
     if data is None:
-        more = "" if run.is_own else " by verl_rc; verl-rc migrate translates a recipe of verl"
-        return f'<p class="missing">No token records were found: {_KEYS}{more}.</p>', None
+        advice = "" if run.is_own else " by verl_rc; verl-rc migrate translates a recipe of verl"
+        return f'<p class="missing">No token records were found: {_KEYS}{advice}.</p>', None
     has_ids = any("response_ids" in row.tokens for row in data.rows)
-    shown = replace(data, pieces=data.pieces if with_text and has_ids else {})
+    visible = replace(data, pieces=data.pieces if with_text and has_ids else {})
     rows = rows_that_fit(data.rows, most_tokens)
-    said = (
+    caption = (
         f"{len(data.rows):,} of {data.rows_recorded:,} recorded rows of {len(data.steps)} steps"
         if len(rows) == len(data.rows)
         else f"{len(rows):,} of {data.rows_recorded:,} recorded rows"
     )
-    parts = [f"<p>{said}: those of the newest record, then those whose log-probs differ most.</p>"]
+    parts = [f"<p>{caption}: those of the newest record, then those whose log-probs differ most.</p>"]
     if data.profiles is None:
         parts.append(
             '<p class="missing">The trainer\'s log-probs before the update are not in the records: where the actor corrects '  # noqa: E501
             "(bypass mode, proximal=interpolate) there are none; "
             "algorithm.rollout_correction.bypass_mode=False has them.</p>"
         )
-    if not shown.pieces:
+    if not visible.pieces:
         why = (
             "is left out of this page"
             if not with_text
@@ -57,21 +57,21 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
     parts.append(
         '<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>"
     )
-    parts.append(_worst_table(shown))
+    parts.append(_worst_table(visible))
     if data.profiles is not None:
         parts.append(profiles_html(data.profiles))
-    return "".join(parts), _script_data(shown, rows, with_text) if rows else None
+    return "".join(parts), _script_data(visible, rows, with_text) if rows else None
 
 
 def rows_that_fit(rows: Sequence[TokenRow], most_tokens: int) -> list[TokenRow]:
     """The first rows that have at most so many tokens together."""
-    kept, left = [], most_tokens
+    rows_kept, budget = [], most_tokens
     for row in rows:
-        left -= len(row.tokens["response_mask"]) + (0 if row.prompt is None else len(row.prompt))
-        if left < 0:
+        budget -= len(row.tokens["response_mask"]) + (0 if row.prompt is None else len(row.prompt))
+        if budget < 0:
             break
-        kept.append(row)
-    return kept
+        rows_kept.append(row)
+    return rows_kept
 
 
 def _worst_table(data: TokenData) -> str:
@@ -117,17 +117,17 @@ def profiles_html(profiles: Profiles) -> str:
         if profiles.floor is None
         else f" The line is that of the first two steps, {number(profiles.floor)}."
     )
-    said = (
+    caption = (
         f"<h3>Which tokens the gap belongs to</h3><p>{profiles.tokens:,} tokens of {profiles.rows:,} rows "
         f"that were drawn at random; {escaped(unit)}, with a band of 90 % over rows.{floor}</p>"
     )
     largest = max((bar.high for profile in profiles.profiles for bar in profile.bars), default=0.0)
-    drawn = "".join(
+    tables = "".join(
         _profile_table(profile, largest, profiles.floor)
         for profile in profiles.profiles
         if len(profile.bars) > 1
     )
-    return said + f'<div class="charts">{drawn}</div>'
+    return caption + f'<div class="charts">{tables}</div>'
 
 
 def _profile_table(profile: Profile, largest: float, floor: float | None) -> str:
@@ -180,8 +180,8 @@ def _script_data(data: TokenData, rows: Sequence[TokenRow], with_text: bool) -> 
 
 def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
     tokens, mask = row.tokens, row.tokens["response_mask"]
-    weight, kept = tokens.get("weight"), tokens.get("kept")
-    flags = np.where(mask, _POLICY, 0) | (_KEPT if kept is None else np.where(kept, _KEPT, 0))
+    weight, keep_mask = tokens.get("weight"), tokens.get("kept")
+    flags = np.where(mask, _POLICY, 0) | (_KEPT if keep_mask is None else np.where(keep_mask, _KEPT, 0))
     if weight is not None:
         flags = flags | np.where(_is_cut(weight, mask, row), _CUT, 0)
     age = (
@@ -189,7 +189,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         if "version" not in tokens
         else int(row.facts.get("current_version", row.step - 1)) - tokens["version"]
     )
-    made: dict[str, Any] = {
+    data: dict[str, Any] = {
         "step": row.step,
         "why": str(row.facts.get("why", "")),
         **{name: row.cells[name] for name in ("row", "group", "chosen_by")},
@@ -212,7 +212,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "noise": noise_scale(tokens),
         "age": age,
     }
-    return made | {name: _small(values, mask) for name, values in small.items() if values is not None}
+    return data | {name: _small(values, mask) for name, values in small.items() if values is not None}
 
 
 def _is_cut(weight: Array, mask: Array, row: TokenRow) -> Array:

@@ -51,12 +51,12 @@ def write_report(request: Request) -> Report:
     verdicts = tuple(judge(run) for run in runs)
     path = request.output or _beside(request.paths[0])
     page = build_page(runs, verdicts, request.options).encode("utf-8", "replace")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        beside.write_bytes(page)
-        beside.replace(path)  # a reader never sees half a page
+        partial_file.write_bytes(page)
+        partial_file.replace(path)  # a reader never sees half a page
     finally:
-        beside.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     return Report(path, runs, verdicts)
 
 
