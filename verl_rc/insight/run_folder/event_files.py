@@ -52,21 +52,21 @@ def _scalars(event: bytes) -> Iterator[tuple[int, str, float]]:
     for summary in summaries:
         for number, entry in fields_of(summary):
             if number == _SUMMARY_VALUE and isinstance(entry, bytes):
-                tag, found = _tag_and_value(entry)
-                if found is not None:
-                    yield step, tag, found
+                tag, scalar = _tag_and_value(entry)
+                if scalar is not None:
+                    yield step, tag, scalar
 
 
 def _tag_and_value(entry: bytes) -> tuple[str, float | None]:
-    tag, found = "", None
+    tag, scalar = "", None
     for number, value in fields_of(entry):
         if number == _VALUE_TAG and isinstance(value, bytes):
             tag = value.decode("utf-8")
         elif number == _VALUE_SIMPLE and isinstance(value, bytes):
-            (found,) = struct.unpack("<f", value)
+            (scalar,) = struct.unpack("<f", value)
         elif number == _VALUE_TENSOR and isinstance(value, bytes):
-            found = _tensor_scalar(value)
-    return tag, found
+            scalar = _tensor_scalar(value)
+    return tag, scalar
 
 
 def _tensor_scalar(tensor: bytes) -> float | None:

@@ -69,9 +69,9 @@ def _read(path: Path) -> RunData:
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
-    is_of_others = source is not None and source.trainer not in ("", OWN_TRAINER)
+    is_foreign = source is not None and source.trainer not in ("", OWN_TRAINER)
     if path.is_dir() and _is_own(path):
-        if is_of_others and source is not None:
+        if is_foreign and source is not None:
             raise NothingToReadError(
                 f"{path} must hold the files of one trainer; it holds a run of verl_rc and token files of "
                 f"{source.trainer}. Pass a folder of one of them."
@@ -86,9 +86,9 @@ def _read(path: Path) -> RunData:
             run = None
     if run is not None:
         return run if source is None else with_tokens(run, source)
-    if path.is_dir() and (runs := sorted(found.parent.name for found in path.glob(f"*/{_METRICS}"))):
-        named = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
-        raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {named}.")
+    if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{_METRICS}"))):
+        names = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
+        raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
     raise NothingToReadError(
         f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, token records, token files of "
         f"{', '.join(layout.trainer for layout in LAYOUTS)}, TRL's trainer_state.json, a W&B offline run or "
@@ -202,10 +202,10 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _total_steps(run: RunData) -> int | None:
-    if run.plan is not None and (found := _TOTAL_STEPS.search(run.plan)):
-        return int(found[1])
-    given = run.settings.get("trainer.total_training_steps")
-    return given if isinstance(given, int) else None
+    if run.plan is not None and (match := _TOTAL_STEPS.search(run.plan)):
+        return int(match[1])
+    setting = run.settings.get("trainer.total_training_steps")
+    return setting if isinstance(setting, int) else None
 
 
 def _ending(path: Path) -> Ending | None:
@@ -220,27 +220,27 @@ def _replays(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if text is None:
         return []
     try:
-        found = json.loads(text)["replayed"]
-        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        replays = json.loads(text)["replayed"]
+        if not isinstance(replays, list) or not all(isinstance(replay, dict) for replay in replays):
             raise TypeError("its records are none")
     except (ValueError, LookupError, TypeError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
         return []
-    return found
+    return replays
 
 
 def _cut(run: RunData, first: int, last: int) -> RunData:
     """The run as if only some of its steps had been logged."""
     series = {name: cut for name, series in run.series.items() if len(cut := series.between(first, last))}
-    wanted = range(first, last + 1)
+    span = range(first, last + 1)
     source = None if run.tokens is None else token_source(run.path)
     cut_run = replace(
         run,
-        steps=[step for step in run.steps if step in wanted],
+        steps=[step for step in run.steps if step in span],
         series=series,
         _finite={},
-        alerts=[alert for alert in run.alerts if alert.step in wanted],
-        samples=[sample for sample in run.samples if sample.step in wanted],
+        alerts=[alert for alert in run.alerts if alert.step in span],
+        samples=[sample for sample in run.samples if sample.step in span],
         tokens=None if source is None else read_tokens(source, [], first, last),
     )
     cut_run.notes = [

@@ -80,8 +80,8 @@ def read_foreign(path: Path) -> RunData | None:
         if events := sorted(path.glob(f"*{event_files.MARK}*")):
             return _from_events(path, events)
         dumps = sorted(
-            (found for found in path.glob("*.jsonl") if found.stem.isdecimal()),
-            key=lambda found: int(found.stem),
+            (file for file in path.glob("*.jsonl") if file.stem.isdecimal()),
+            key=lambda file: int(file.stem),
         )
         return _from_dumps(path, dumps) if dumps else None
     if event_files.MARK in path.name:
@@ -149,9 +149,9 @@ def _console_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
         for line in file:
             if "step:" not in line:
                 continue
-            found = _CONSOLE_LINE.search(_COLOUR.sub("", line.rstrip("\n")))
-            step = None if found is None else as_step(int(found[1]))
-            if found is not None and step is not None and (metrics := dict(_console_metrics(found[2]))):
+            match = _CONSOLE_LINE.search(_COLOUR.sub("", line.rstrip("\n")))
+            step = None if match is None else as_step(int(match[1]))
+            if match is not None and step is not None and (metrics := dict(_console_metrics(match[2]))):
                 yield step, _mapped(metrics)
 
 

@@ -33,8 +33,10 @@ def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Itera
             "now."
         )
     if broken:
-        named = ", ".join(map(str, broken[:max_complaints])) + (", …" if len(broken) > max_complaints else "")
-        notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {named}.")
+        numbers = ", ".join(map(str, broken[:max_complaints])) + (
+            ", …" if len(broken) > max_complaints else ""
+        )
+        notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {numbers}.")
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -107,8 +109,8 @@ def reading_notes(columns: Columns) -> list[str]:
     usual = _usual_distance(steps)
     gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
     if gaps:
-        named = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
-        notes.append(f"{len(gaps)} gap(s) in the steps: {named}{', …' if len(gaps) > 5 else ''}.")
+        ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
+        notes.append(f"{len(gaps)} gap(s) in the steps: {ranges}{', …' if len(gaps) > 5 else ''}.")
     return notes
 
 

@@ -76,11 +76,11 @@ class ProfileSums:
     def add(self, record: TokenRecord) -> None:
         """Take in the random rows of a record that has log-probs of both sides."""
         logs = record.log_ratio()
-        drawn = record.rows["chosen_by"] == "random"
-        if logs is None or not drawn.any():
+        is_random = record.rows["chosen_by"] == "random"
+        if logs is None or not is_random.any():
             return
-        of_row = np.repeat(np.arange(len(drawn)), record.lengths)
-        counted = drawn[of_row] & record.tokens["response_mask"] & np.isfinite(logs)
+        row_numbers = np.repeat(np.arange(len(is_random)), record.lengths)
+        counted = is_random[row_numbers] & record.tokens["response_mask"] & np.isfinite(logs)
         noise = noise_scale(record.tokens)
         self._has_noise = self._has_noise and noise is not None
         squares = np.where(counted, np.square(np.where(counted, logs, 0.0)), 0.0)
@@ -88,20 +88,20 @@ class ProfileSums:
             np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
         )
         values = np.stack([squares, np.where(counted, gradients, 0.0), counted.astype("float64")])
-        place = np.cumsum(drawn) - 1
-        for name, (buckets, of_token) in self._buckets(record, of_row).items():
-            key = (place[of_row] * buckets + of_token)[counted]
-            size = int(drawn.sum()) * buckets
+        place = np.cumsum(is_random) - 1
+        for name, (buckets, bucket_of_token) in self._buckets(record, row_numbers).items():
+            key = (place[row_numbers] * buckets + bucket_of_token)[counted]
+            size = int(is_random.sum()) * buckets
             sums = np.stack([np.bincount(key, part[counted], size) for part in values])
             self._sums.setdefault(name, []).append(sums.reshape(3, -1, buckets))
         if record.step <= _FLOOR_STEPS:
             self._floor += values.sum(axis=1)
-        self._rows += int(drawn.sum())
+        self._rows += int(is_random.sum())
 
-    def _buckets(self, record: TokenRecord, of_row: Array) -> Mapping[str, tuple[int, Array]]:
+    def _buckets(self, record: TokenRecord, row_numbers: Array) -> Mapping[str, tuple[int, Array]]:
         """Number of buckets, and the bucket of every token, by property."""
         tokens, mask = record.tokens, record.tokens["response_mask"]
-        positions = np.arange(len(of_row)) - record.starts[of_row]
+        positions = np.arange(len(row_numbers)) - record.starts[row_numbers]
         starts_turn = mask & ~np.concatenate([[False], mask[:-1]])
         starts_turn |= mask & (positions == 0)
         turns = np.cumsum(starts_turn)
@@ -113,30 +113,30 @@ class ProfileSums:
             if "version" in tokens
             else None
         )
-        found = {
+        buckets = {
             "position": _digitize(positions, _POSITIONS),
-            "length": _digitize(record.lengths[of_row], _LENGTHS),
+            "length": _digitize(record.lengths[row_numbers], _LENGTHS),
             "probability": _digitize(
                 np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES
             ),
-            "turn": _digitize(turns - before[of_row] if len(turns) else turns, _TURNS),
-            "source": (_MOST_SOURCES, self._source_numbers(record)[of_row]),
+            "turn": _digitize(turns - before[row_numbers] if len(turns) else turns, _TURNS),
+            "source": (_MOST_SOURCES, self._source_numbers(record)[row_numbers]),
         }
         if "token_class" in tokens:
             classes = tokens["token_class"].astype("int64")
-            found["class"] = (len(TOKEN_CLASSES), np.clip(classes, 0, len(TOKEN_CLASSES) - 1))
+            buckets["class"] = (len(TOKEN_CLASSES), np.clip(classes, 0, len(TOKEN_CLASSES) - 1))
         if ages is not None:
-            found["age"] = _digitize(ages, _AGES)
-        return found
+            buckets["age"] = _digitize(ages, _AGES)
+        return buckets
 
     def _source_numbers(self, record: TokenRecord) -> Array:
         """The number of each row's data source, the last one for all that come later."""
         for name in dict.fromkeys(map(str, record.rows["source"])):
             if name not in self._sources and len(self._sources) < _MOST_SOURCES:
                 self._sources.append(name)
-        known = {name: number for number, name in enumerate(self._sources)}
+        numbers = {name: number for number, name in enumerate(self._sources)}
         return np.array(
-            [known.get(str(name), _MOST_SOURCES - 1) for name in record.rows["source"]], dtype="int64"
+            [numbers.get(str(name), _MOST_SOURCES - 1) for name in record.rows["source"]], dtype="int64"
         )
 
     def profiles(self) -> Profiles | None:
@@ -152,7 +152,7 @@ class ProfileSums:
             "turn": ("Turn of the conversation", _labels(_TURNS)),
             "source": ("Data source", self._sources),
         }
-        made = [
+        profiles = [
             self._profile(title, names, self._sums[name])
             for name, (title, names) in labels.items()
             if name in self._sums
@@ -163,7 +163,7 @@ class ProfileSums:
             if not self._floor[1]
             else float(np.sqrt(self._floor[0] / self._floor[1 if self._has_noise else 2]))
         )
-        return Profiles(tuple(made), self._rows, tokens, self._has_noise, floor)
+        return Profiles(tuple(profiles), self._rows, tokens, self._has_noise, floor)
 
     def _profile(self, title: str, labels: Sequence[str], parts: Sequence[Array]) -> Profile:
         sums = np.concatenate(parts, axis=1)  # [3, rows, buckets]
@@ -202,8 +202,8 @@ def _drawn(rows: Array) -> Array:
     blocks = np.zeros((count, rows.shape[1]))
     np.add.at(blocks, np.arange(len(rows)) % count, rows)
     weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_DRAWS)
-    drawn: Array = weights.astype("float64") @ blocks
-    return drawn
+    totals: Array = weights.astype("float64") @ blocks
+    return totals
 
 
 def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:

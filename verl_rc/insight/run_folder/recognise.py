@@ -14,12 +14,12 @@ def token_source(path: Path) -> TokenSource | None:
         NothingToReadError: two trainers wrote there.
         DamagedRecordError: a single file is none.
     """
-    found = [own_source(path), *(layout.source(path) for layout in LAYOUTS if path.is_dir())]
-    sources = [source for source in found if source is not None]
+    candidates = [own_source(path), *(layout.source(path) for layout in LAYOUTS if path.is_dir())]
+    sources = [source for source in candidates if source is not None]
     if len(sources) > 1:
-        named = " and ".join(source.trainer for source in sources)
+        names = " and ".join(source.trainer for source in sources)
         raise NothingToReadError(
-            f"{path} must hold the files of one trainer; it holds token files of {named}. Pass a folder of "
+            f"{path} must hold the files of one trainer; it holds token files of {names}. Pass a folder of "
             "one of them."
         )
     return sources[0] if sources else None

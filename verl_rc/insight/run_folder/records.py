@@ -93,9 +93,9 @@ class Columns:
     def _drop_from(self, step: int) -> None:
         del self.steps[bisect_left(self.steps, step) :]
         for steps, values in self._columns.values():
-            kept = bisect_left(steps, step)
-            del steps[kept:]
-            del values[kept:]
+            count = bisect_left(steps, step)
+            del steps[count:]
+            del values[count:]
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class RunData:
     def matching(self, prefix: str, suffix: str = "") -> Iterator[tuple[str, Series]]:
         """Finite values of all metrics whose names begin and end like this, by name."""
         for name in sorted(self.series):
-            if name.startswith(prefix) and name.endswith(suffix) and (found := self.get(name)):
-                yield name, found
+            if name.startswith(prefix) and name.endswith(suffix) and (series := self.get(name)):
+                yield name, series
 
 
 OWN_RUN = "verl_rc run"

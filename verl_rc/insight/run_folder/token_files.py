@@ -53,8 +53,8 @@ class TokenSource:
                 except DamagedRecordError as error:
                     damaged.append(f"step {step} ({error})")
         if damaged:
-            named = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
-            self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {named}.")
+            names = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
+            self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {names}.")
 
 
 @dataclass(frozen=True)
@@ -81,32 +81,32 @@ class Layout:
         if not files:
             return None
         notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
-        chosen = sampled(files, notes)
+        sample = sampled(files, notes)
         reader = LineReader(notes)
         facts = {"trainer": self.trainer, **self.facts}
         if self.holds_many_steps:
-            shards = (file for paths in chosen.values() for file in paths)
+            shards = (file for paths in sample.values() for file in paths)
             rows = (row for file in shards for row in self.rows(0, file, reader))
             records = {record.step: record for record in records_by_step(facts, rows)}
             return TokenSource(self.trainer, list(records), records.__getitem__, notes)
 
         def read(step: int) -> TokenRecord:
-            seen: set[Any] = set()
+            identities: set[Any] = set()
             try:
                 rows = [
                     row
-                    for file in chosen[step]
+                    for file in sample[step]
                     for row in self.rows(step, file, reader)
-                    if not self.is_duplicate(row, seen)
+                    if not self.is_duplicate(row, identities)
                 ]
             except DamagedRecordError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                said = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
-                raise DamagedRecordError(f"its fields are not those of {self.trainer}: {said}") from error
+                reason = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
+                raise DamagedRecordError(f"its fields are not those of {self.trainer}: {reason}") from error
             return record_of_rows(facts, step, rows)
 
-        return TokenSource(self.trainer, list(chosen), read, notes)
+        return TokenSource(self.trainer, list(sample), read, notes)
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class LineReader:
 
 def numbered(paths: Iterable[Path], pattern: str) -> dict[int, list[Path]]:
     """Paths by the number that ``pattern`` finds in their names, ascending; others are left out."""
-    found: dict[int, list[Path]] = {}
+    files_of_step: dict[int, list[Path]] = {}
     for path in sorted(paths):
         if match := re.search(pattern, path.as_posix()):
-            found.setdefault(int(match[1]), []).append(path)
-    return {number: found[number] for number in sorted(found)}
+            files_of_step.setdefault(int(match[1]), []).append(path)
+    return {number: files_of_step[number] for number in sorted(files_of_step)}
 
 
 def sampled(files: Files, notes: list[str]) -> Files:
@@ -147,9 +147,11 @@ def sampled(files: Files, notes: list[str]) -> Files:
     if every <= 1 or len(files) < 2:
         return files
     steps = list(files)
-    kept = [*steps[:-1:every], steps[-1]]
-    notes.append(f"The token files have {_size(total)}: {len(kept):,} of {len(steps):,} steps were read.")
-    return {step: files[step] for step in kept}
+    selection = [*steps[:-1:every], steps[-1]]
+    notes.append(
+        f"The token files have {_size(total)}: {len(selection):,} of {len(steps):,} steps were read."
+    )
+    return {step: files[step] for step in selection}
 
 
 def _size(size: int) -> str:
@@ -172,20 +174,20 @@ def own_source(path: Path) -> TokenSource | None:
     if not files:
         return None
     notes: list[str] = []
-    chosen, reader = sampled({step: files[step] for step in sorted(files)}, notes), LineReader(notes)
-    first = next(iter(chosen.values()))[0]
+    sample, reader = sampled({step: files[step] for step in sorted(files)}, notes), LineReader(notes)
+    first = next(iter(sample.values()))[0]
     facts = required_or_none(first)
     trainer = str((facts or {}).get("trainer", "an unknown trainer"))
 
     def read(step: int) -> TokenRecord:
-        if chosen[step][0].suffix == ".parquet":
-            return _parquet(chosen[step][0])
-        of_files = [list(reader(file)) for file in chosen[step]]
-        shared = required_facts(of_files[0][0] if of_files[0] else None)
-        rows = [row for lines in of_files for row in lines[1:] if VERSION_FACT not in row]
+        if sample[step][0].suffix == ".parquet":
+            return _parquet(sample[step][0])
+        shards = [list(reader(file)) for file in sample[step]]
+        shared = required_facts(shards[0][0] if shards[0] else None)
+        rows = [row for lines in shards for row in lines[1:] if VERSION_FACT not in row]
         return record_of_rows(shared, step, rows)
 
-    return TokenSource(trainer, list(chosen), read, notes, path / FOLDER / PIECES)
+    return TokenSource(trainer, list(sample), read, notes, path / FOLDER / PIECES)
 
 
 def _single_file(path: Path) -> TokenSource:

@@ -10,8 +10,8 @@ _LARGEST = 20.0
 
 def metrics_of(record: TokenRecord) -> dict[str, float]:
     """Means over the sampled tokens of random rows, by the catalogue's names."""
-    drawn = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
-    counted = record.tokens["response_mask"] & drawn
+    is_random = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
+    counted = record.tokens["response_mask"] & is_random
     if not counted.any():
         return {}
     metrics = {

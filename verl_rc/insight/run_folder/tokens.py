@@ -76,8 +76,8 @@ def _squares(record: TokenRecord) -> Array:
     if logs is None:
         return np.full(count, math.nan)
     squares = np.where(record.tokens["response_mask"], np.square(logs), 0.0)
-    of_row = np.repeat(np.arange(count), record.lengths)
-    return np.bincount(of_row, np.where(np.isfinite(squares), squares, np.inf), count).astype("float64")
+    row_numbers = np.repeat(np.arange(count), record.lengths)
+    return np.bincount(row_numbers, np.where(np.isfinite(squares), squares, np.inf), count).astype("float64")
 
 
 def _worst_of(record: TokenRecord) -> list[WorstToken]:
@@ -86,13 +86,13 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
         return []
     size = np.where(record.tokens["response_mask"], np.nan_to_num(np.abs(logs), nan=np.inf), -1.0)
     largest = np.argsort(-size, kind="stable")[:WORST_TOKENS]
-    of_row = np.repeat(np.arange(len(record.lengths)), record.lengths)
+    row_numbers = np.repeat(np.arange(len(record.lengths)), record.lengths)
     ids, starts = record.tokens.get("response_ids"), record.starts
     return [
         WorstToken(
             record.step,
-            int(record.rows["row"][of_row[i]]),
-            int(i - starts[of_row[i]]),
+            int(record.rows["row"][row_numbers[i]]),
+            int(i - starts[row_numbers[i]]),
             None if ids is None else int(ids[i]),
             _class_of(record, i),
             float(record.tokens["rollout_log_prob"][i]),
@@ -105,8 +105,8 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
 
 def _class_of(record: TokenRecord, place: int) -> int | None:
     classes = record.tokens.get("token_class")
-    known = classes is not None and 0 <= classes[place] < len(TOKEN_CLASSES)
-    return int(classes[place]) if classes is not None and known else None
+    has_class = classes is not None and 0 <= classes[place] < len(TOKEN_CLASSES)
+    return int(classes[place]) if classes is not None and has_class else None
 
 
 def _distance(token: WorstToken) -> float:
@@ -123,22 +123,22 @@ def _chosen(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
         return (-1.0 if math.isnan(candidate[0]) else candidate[0], candidate[1])
 
     ordered = sorted(reading.candidates, key=by_gap, reverse=True)
-    first = [one for one in ordered if one[1] == newest][: max(most_rows // 2, 1)]
-    taken = {one[1:] for one in first}
-    others = [one for one in ordered if one[1:] not in taken][: most_rows - len(first)]
-    return [one[1:] for one in (*first, *others)]
+    first = [entry for entry in ordered if entry[1] == newest][: max(most_rows // 2, 1)]
+    first_keys = {entry[1:] for entry in first}
+    further = [entry for entry in ordered if entry[1:] not in first_keys][: most_rows - len(first)]
+    return [entry[1:] for entry in (*first, *further)]
 
 
-def _rows(source: TokenSource, chosen: Sequence[tuple[int, int]]) -> list[TokenRow]:
+def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow]:
     """The rows themselves, each step read once."""
     rows: dict[tuple[int, int], TokenRow] = {}
-    for step in dict.fromkeys(step for step, _ in chosen):
+    for step in dict.fromkeys(step for step, _ in keys):
         try:
             record = source.read(step)
         except DamagedRecordError:  # the run that still writes has removed it meanwhile
             continue
         squares = _squares(record)
-        for index in (index for of_step, index in chosen if of_step == step):
+        for index in (index for step_of_row, index in keys if step_of_row == step):
             place = record.of_row(index)
             rows[step, index] = TokenRow(
                 record.step,
@@ -151,7 +151,7 @@ def _rows(source: TokenSource, chosen: Sequence[tuple[int, int]]) -> list[TokenR
                 None if record.prompts is None else record.prompts[index].copy(),
                 float(squares[index]),
             )
-    return [rows[one] for one in chosen if one in rows]
+    return [rows[key] for key in keys if key in rows]
 
 
 def _pieces(path: Path | None, notes: list[str]) -> dict[int, str]:
@@ -159,8 +159,8 @@ def _pieces(path: Path | None, notes: list[str]) -> dict[int, str]:
     if path is None:
         return pieces
     for _, record in read_records(path, notes, max_complaints=1):
-        found = record.get("pieces")
-        for entry in found if isinstance(found, list) else ():
+        texts = record.get("pieces")
+        for entry in texts if isinstance(texts, list) else ():
             if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
                 pieces[entry[0]] = str(entry[1])
     return pieces

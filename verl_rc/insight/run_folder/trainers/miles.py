@@ -43,10 +43,10 @@ def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
         }
 
 
-def _is_duplicate(row: Row, seen: set[Any]) -> bool:
+def _is_duplicate(row: Row, identities: set[Any]) -> bool:
     number = row.get(_NUMBER)
-    if number is None or number not in seen:
-        seen.add(number)
+    if number is None or number not in identities:
+        identities.add(number)
         return False
     return True
 

@@ -21,8 +21,8 @@ right."""
 
 
 def _files(path: Path) -> Files:
-    found = [*path.glob("train_data_step*.jsonl"), *path.glob("exp_*/train_data_step*.jsonl")]
-    return numbered(found, r"train_data_step(\d+)\.jsonl$")
+    paths = [*path.glob("train_data_step*.jsonl"), *path.glob("exp_*/train_data_step*.jsonl")]
+    return numbered(paths, r"train_data_step(\d+)\.jsonl$")
 
 
 def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
@@ -30,7 +30,9 @@ def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
         values = {ours: _of_batch(line.get(theirs)) for ours, theirs in FIELDS.items()}
         length = _of_batch(line.get("input_lengths"))
         if isinstance(length, int):
-            values = {name: one[:length] if isinstance(one, list) else one for name, one in values.items()}
+            values = {
+                name: value[:length] if isinstance(value, list) else value for name, value in values.items()
+            }
         row = behind_the_prompt(values)
         if row is not None:
             # With dynamic sampling ``rewards`` is of the batch before the filter.

@@ -27,11 +27,11 @@ _PACKAGES = ("skyrl", "skyrl_train")
 
 
 def _files(path: Path) -> Files:
-    found = [
+    paths = [
         *path.glob("global_step_*_training_input.pkl"),
         *path.glob("dumped_data/global_step_*_training_input.pkl"),
     ]
-    return numbered(found, r"/global_step_(\d+)_training_input\.pkl$")
+    return numbered(paths, r"/global_step_(\d+)_training_input\.pkl$")
 
 
 def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
@@ -39,19 +39,19 @@ def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
         raise DamagedRecordError("its batch must have been pickled with its state")
     columns = {name: _tensor(value) for name, value in state["batch_dict"].items()}
-    missing = [name for name in _NEEDED if columns.get(name) is None]
-    if missing:
-        raise DamagedRecordError(f"its batch must hold {', '.join(missing)}")
+    absent = [name for name in _NEEDED if columns.get(name) is None]
+    if absent:
+        raise DamagedRecordError(f"its batch must hold {', '.join(absent)}")
     metadata = state.get("metadata") or {}
     count = len(columns["sequences"]) - int(metadata.get("pad_size") or 0)
     groups = _groups(metadata.get("policy_prompt_boundaries"), count)
     for index in range(count):
         sequence = columns["sequences"][index][columns["attention_mask"][index].astype(bool)]
-        there = columns["response_mask"][index].astype(bool)
-        length = int(there.sum())
+        is_present = columns["response_mask"][index].astype(bool)
+        length = int(is_present.sum())
         yield {
             **{
-                ours: columns[theirs][index][there]
+                ours: columns[theirs][index][is_present]
                 for ours, theirs in FIELDS.items()
                 if columns.get(theirs) is not None
             },
@@ -75,7 +75,7 @@ def _tensor(value: Any) -> Any:
 
 def _groups(boundaries: Any, count: int) -> Array | None:
     """The prompt of each row, from (first row, row after the last) of every prompt; None where not known."""
-    if not isinstance(boundaries, list) or not all(isinstance(one, list | tuple) for one in boundaries):
+    if not isinstance(boundaries, list) or not all(isinstance(bounds, list | tuple) for bounds in boundaries):
         return None
     groups = np.full(count, -1)
     for number, (first, end) in enumerate(boundaries):

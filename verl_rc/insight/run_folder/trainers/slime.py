@@ -28,8 +28,8 @@ def _files(path: Path) -> Files:
 def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
     dump = load_tensors(path)
     if not isinstance(dump, dict) or dump.get("format_version") != _FORMAT:
-        found = dump.get("format_version") if isinstance(dump, dict) else None
-        raise DamagedRecordError(f"its format_version must be {_FORMAT}, got {found}")
+        version = dump.get("format_version") if isinstance(dump, dict) else None
+        raise DamagedRecordError(f"its format_version must be {_FORMAT}, got {version}")
     sampled, scores = _sampled(path.parent.parent / "rollout_data" / path.name), dump.get("raw_reward")
     for sample in dump["samples"]:
         row, place = row_of(sample), sample.get("rollout_position")
@@ -59,7 +59,7 @@ def _sampled(path: Path) -> list[Mapping[str, Any]]:
         return []
     dump = load_tensors(path)
     samples = dump.get("samples") if isinstance(dump, dict) else None
-    return [one for one in samples if isinstance(one, dict)] if isinstance(samples, list) else []
+    return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
 
 
 def _number(version: object) -> int | None:

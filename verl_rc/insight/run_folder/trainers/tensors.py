@@ -90,7 +90,7 @@ class ArrayUnpickler(pickle.Unpickler):
         kind, storage, key, *_ = identity
         if kind != "storage" or self._archive is None or not isinstance(storage, _Storage):
             raise DamagedRecordError("it refers to something that is no storage of a tensor")
-        (name,) = [one for one in self._archive.namelist() if one.endswith(f"/data/{key}")]
+        (name,) = [member for member in self._archive.namelist() if member.endswith(f"/data/{key}")]
         numbers = np.frombuffer(self._archive.read(name), storage.dtype)
         if storage.is_bfloat16:
             return (numbers.astype("<u4") << 16).view("<f4")
@@ -128,14 +128,14 @@ def load_mapping(path: Path, modules: tuple[str, ...]) -> Mapped:
     ``load_tensors`` does."""
     try:
         with path.open("rb") as file:
-            found = ArrayUnpickler(file, None, modules).load()
+            mapping = ArrayUnpickler(file, None, modules).load()
     except DamagedRecordError:
         raise
     except _UNREADABLE as error:
         raise DamagedRecordError(f"it is no pickle: {_words(error)}") from error
-    if not isinstance(found, Mapped):
+    if not isinstance(mapping, Mapped):
         raise DamagedRecordError(f"it must hold a batch of {' or '.join(modules)}")
-    return found
+    return mapping
 
 
 _UNREADABLE = (

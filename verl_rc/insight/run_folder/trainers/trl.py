@@ -32,8 +32,8 @@ def newest_state(path: Path) -> Path | None:
     if path.is_file():
         return path if path.name == STATE else None
     states = [(_step_of(folder), folder / STATE) for folder in path.glob("checkpoint-*")]
-    found = [path / STATE, *(state for _, state in sorted(states, reverse=True))]
-    return next((state for state in found if state.is_file()), None)
+    candidates = [path / STATE, *(state for _, state in sorted(states, reverse=True))]
+    return next((state for state in candidates if state.is_file()), None)
 
 
 def read_state(path: Path) -> Columns | None:

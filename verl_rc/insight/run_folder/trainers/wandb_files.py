@@ -51,9 +51,9 @@ def _items(history: bytes) -> Iterator[tuple[str, Any]]:
     for number, item in fields_of(history):
         if number != _ITEM or not isinstance(item, bytes):
             continue
-        found = [(field, value) for field, value in fields_of(item) if isinstance(value, bytes)]
-        keys = [value.decode("utf-8", "replace") for field, value in found if field in (_KEY, _NESTED_KEY)]
-        values = [value for field, value in found if field == _VALUE_JSON]
+        fields = [(field, value) for field, value in fields_of(item) if isinstance(value, bytes)]
+        keys = [value.decode("utf-8", "replace") for field, value in fields if field in (_KEY, _NESTED_KEY)]
+        values = [value for field, value in fields if field == _VALUE_JSON]
         if keys and values:
             try:
                 yield ".".join(keys), json.loads(values[-1])
@@ -95,10 +95,10 @@ def export_rows(path: Path) -> Rows | None:
     else:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except (ValueError, RecursionError):
-            found = [parse_line(line) for line in text.splitlines()]
-        rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+            content = [parse_line(line) for line in text.splitlines()]
+        rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
     if not any(_STEP in row or "Step" in row for row in rows):
         return None
     return (numbers for row in rows for numbers in _numbers(row))
@@ -120,10 +120,10 @@ def _number(cell: str | None) -> float | None:
 
 def _numbers(row: Mapping[str, Any]) -> Rows:
     """The row's step and metrics; nothing for a row without a step. The UI exports ``run - metric``."""
-    named = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
-    counted = [value for name, value in named.items() if name.rpartition("/")[2] == _TRAINING_STEP]
-    steps = map(as_step, (*counted, named.get(_STEP), named.get("Step")))
-    step = next((one for one in steps if one is not None), None)
+    values = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
+    counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
+    steps = map(as_step, (*counted, values.get(_STEP), values.get("Step")))
+    step = next((candidate for candidate in steps if candidate is not None), None)
     if step is not None:
-        metrics = {name: as_number(value) for name, value in named.items() if not name.startswith("_")}
+        metrics = {name: as_number(value) for name, value in values.items() if not name.startswith("_")}
         yield step, {name: value for name, value in metrics.items() if value is not None and value == value}
