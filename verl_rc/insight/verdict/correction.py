@@ -28,9 +28,9 @@ def half_life(run: RunData) -> Series:
     """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2
     / (2 k3) tokens."""
     k3 = run.get("rollout_corr/k3_kl")
-    kept = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
+    points = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
     return mapped(
-        Series([step for step, _ in kept], [value for _, value in kept]),
+        Series([step for step, _ in points], [value for _, value in points]),
         lambda value: math.log(2) / (2 * value),
     )
 

@@ -15,14 +15,24 @@ def ranked(from_metrics: Sequence[Statement], from_replays: Sequence[Statement])
     Then come causes that the tokens of single steps name: they explain what replays see, and a difference of
     engines. Statements that name no fault stay only where there is none.
     """
-    inputs = [one for one in from_replays if one.cause == OTHER_INPUTS.name]
-    tokens = [one for one in from_metrics if one.level == "fault" and CAUSES[one.cause].evidence == "tokens"]
-    others = [] if tokens else [one for one in from_replays if one.cause != OTHER_INPUTS.name]
-    faults = [*inputs, *tokens, *others]
-    rest = [one for one in from_metrics if one not in tokens]
+    inputs = [statement for statement in from_replays if statement.cause == OTHER_INPUTS.name]
+    tokens = [
+        statement
+        for statement in from_metrics
+        if statement.level == "fault" and CAUSES[statement.cause].evidence == "tokens"
+    ]
+    further = (
+        [] if tokens else [statement for statement in from_replays if statement.cause != OTHER_INPUTS.name]
+    )
+    faults = [*inputs, *tokens, *further]
+    remainder = [statement for statement in from_metrics if statement not in tokens]
     if faults:
-        rest = [one for one in rest if one.level == "fault" and CAUSES[one.cause].is_specific]
-    return [*faults, *rest]
+        remainder = [
+            statement
+            for statement in remainder
+            if statement.level == "fault" and CAUSES[statement.cause].is_specific
+        ]
+    return [*faults, *remainder]
 
 
 def judge_with_replays(run: RunData, from_metrics: Sequence[Statement]) -> list[Statement]:

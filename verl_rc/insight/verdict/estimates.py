@@ -53,8 +53,8 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     chance = random.Random(len(values))  # the same page from the same run
     means = []
     for _ in range(_DRAWS):
-        drawn = chance.choices(range(blocks), k=blocks)
-        means.append(sum(sums[i] for i in drawn) / sum(sizes[i] for i in drawn))
+        block_numbers = chance.choices(range(blocks), k=blocks)
+        means.append(sum(sums[i] for i in block_numbers) / sum(sizes[i] for i in block_numbers))
     means.sort()
     tail = round(_DRAWS * (1 - CONFIDENCE) / 2)
     return means[tail], means[-1 - tail]
@@ -149,8 +149,8 @@ def lasting(series: Series, holds: Callable[[float], bool]) -> tuple[int, int, i
     A rule that speaks must hold on two recorded steps in a row: a heavy tail alone reaches any bound once in
     a long run.
     """
-    marks = [holds(value) for value in series.values]
-    pairs = [i for i in range(len(marks) - 1) if marks[i] and marks[i + 1]]
+    is_held = [holds(value) for value in series.values]
+    pairs = [i for i in range(len(is_held) - 1) if is_held[i] and is_held[i + 1]]
     if not pairs:
-        return sum(marks), -1, -1
-    return sum(marks), series.steps[pairs[0]], series.steps[pairs[-1] + 1]
+        return sum(is_held), -1, -1
+    return sum(is_held), series.steps[pairs[0]], series.steps[pairs[-1] + 1]

@@ -81,7 +81,7 @@ def judge_gap(run: RunData) -> list[Statement]:
             _missed_update,
         )
         rules = (*over_time, _drift_within_the_step, _large_from_the_start)
-        faults = next((found for rule in rules if (found := rule(run))), [])
+        faults = next((statements for rule in rules if (statements := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
 
@@ -110,29 +110,33 @@ def _signed(run: RunData) -> list[Statement]:
     columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
     steps = run.get(f"{PREFIX}missing_mass").steps
     metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
-    found, said = [cause_of(of_step) for of_step in metrics], []
+    causes, statements = [cause_of(step_metrics) for step_metrics in metrics], []
     temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
     for cause in table.SIGNATURE_CAUSES:
-        marks = Series(steps, [float(one is cause) for one in found])
+        marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
         _, first, last = lasting(marks, bool)
         if first >= 0:
-            seen = [of_step for of_step, one in zip(metrics, found, strict=True) if one is cause]
-            said.append(statement_of(cause, seen, float(temperature), (first, last)))
-    return said
+            cause_metrics = [
+                step_metrics
+                for step_metrics, step_cause in zip(metrics, causes, strict=True)
+                if step_cause is cause
+            ]
+            statements.append(statement_of(cause, cause_metrics, float(temperature), (first, last)))
+    return statements
 
 
-def _with_what_cannot_be_told(found: Statement, run: RunData) -> Statement:
-    if has_signatures(run) or found.level == "unknown":
-        return found
+def _with_what_cannot_be_told(statement: Statement, run: RunData) -> Statement:
+    if has_signatures(run) or statement.level == "unknown":
+        return statement
     key = f"{_CORRECTION}.diagnostics=full records" if run.is_own else "verl_rc would record"
-    missing = f"Another temperature and raw log-probs cannot be told: {key} their signatures"
-    return replace(found, sentence=f"{found.sentence}. {missing}")
+    limits = f"Another temperature and raw log-probs cannot be told: {key} their signatures"
+    return replace(statement, sentence=f"{statement.sentence}. {limits}")
 
 
 def _not_finite(run: RunData) -> list[Statement]:
     """Row 1."""
-    found = []
-    for name, what in _FAULTS_OF_NUMBERS.items():
+    statements = []
+    for name, meaning in _FAULTS_OF_NUMBERS.items():
         series = run.get(name)
         touched = [
             (step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0
@@ -143,18 +147,18 @@ def _not_finite(run: RunData) -> list[Statement]:
                 "count": len(touched),
                 "steps": len(series),
             }
-            found.append(
+            statements.append(
                 state(
                     table.OVERFLOW,
                     evidence,
                     sentence="Up to {share:.3%} of a step's tokens have "
-                    + what
+                    + meaning
                     + " ({count:.0f} of {steps:.0f} steps)",
                     confidence="named" if len(touched) > 1 else "likely",
                     steps=(touched[0][0], touched[-1][0]),
                 )
             )
-    return found
+    return statements
 
 
 def _missing_mass(run: RunData) -> list[Statement]:
@@ -215,9 +219,9 @@ def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
 def _filters(run: RunData) -> list[str]:
     """Sampling filters of the configuration, as they are written there."""
     neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
-    given = {key: run.settings[key] for key in neutral if key in run.settings}
+    settings = {key: run.settings[key] for key in neutral if key in run.settings}
     return [
-        f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]
+        f"{key}={value}" for key, value in settings.items() if value is not None and value not in neutral[key]
     ]
 
 
@@ -244,8 +248,8 @@ def _staleness_at_one_age(run: RunData) -> list[Statement]:
         return []
     low, high = (math.fsum(gaps[age].values) / len(gaps[age]) for age in (youngest, usual))
     slope = (high - low) / (usual - youngest)
-    kept = {age: gaps[age] for age in (youngest, usual)}
-    return _grows_with_age(run, kept, Line(slope, low - slope * youngest, 1.0), "likely")
+    age_gaps = {age: gaps[age] for age in (youngest, usual)}
+    return _grows_with_age(run, age_gaps, Line(slope, low - slope * youngest, 1.0), "likely")
 
 
 def _grows_with_age(
@@ -277,7 +281,9 @@ def _no_lead(run: RunData) -> tuple[str, ...]:
 
 def _weights_never_arrive(run: RunData) -> list[Statement]:
     """Row 18: the gap is a straight line in what the policy has moved since the start."""
-    return next((found for gap, _ in measures_of_gap(run) if (found := _kept_weights(run, gap))), [])
+    return next(
+        (statements for gap, _ in measures_of_gap(run) if (statements := _kept_weights(run, gap))), []
+    )
 
 
 def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
@@ -411,12 +417,12 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
 def _precision(run: RunData) -> str | None:
     """The least precise part of engine and trainer, a key of the plausible noises; None where the
     configuration is not known."""
-    given = [
+    options = [
         run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")
     ]
-    if not run.is_own or None in given:
+    if not run.is_own or None in options:
         return None
-    engine, trainer = (torch_name(str(dtype)) for dtype in given)
+    engine, trainer = (torch_name(str(dtype)) for dtype in options)
     if not {engine, trainer} <= PLAUSIBLE_NOISE.keys():
         return None
     quantization, cache = (
@@ -440,7 +446,9 @@ def _size_of_gap(run: RunData) -> Statement:
             grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
     if not measures:
         return _not_measured(run)
-    worst = min(grown, key=lambda said: said.evidence["first"] / said.evidence["gap"], default=None)
+    worst = min(
+        grown, key=lambda statement: statement.evidence["first"] / statement.evidence["gap"], default=None
+    )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
     return _rounding(*measures[0])
@@ -467,8 +475,8 @@ def _rounding(gap: Series, unit: str) -> Statement:
         evidence["low"], evidence["high"] = last.interval
         template += ", {low:.4f} to {high:.4f}"
     template += "; {first:.4f} at the start" if len(gap) > 2 else ""
-    said = template + ": rounding of the engine, as far as metrics tell"
-    return state(table.ROUNDING, evidence, sentence=said, steps=last.steps)
+    sentence = template + ": rounding of the engine, as far as metrics tell"
+    return state(table.ROUNDING, evidence, sentence=sentence, steps=last.steps)
 
 
 def _not_measured(run: RunData) -> Statement:
@@ -499,5 +507,5 @@ def checked(run: RunData) -> tuple[str, ...]:
 
 def not_visible(run: RunData) -> str:
     """What no metric of the run shows."""
-    more = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
-    return f"{more}an old prefix cache, padding, templates: these need the tokens' own log-probs"
+    signatures = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
+    return f"{signatures}an old prefix cache, padding, templates: these need the tokens' own log-probs"

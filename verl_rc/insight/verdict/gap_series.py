@@ -68,12 +68,12 @@ def nats_of_k3(k3: float) -> float:
 
 def gaps_by_age(run: RunData) -> dict[int, Series]:
     """The gap of the tokens of each age, sqrt(k3) by step, youngest first."""
-    found = {}
+    gaps = {}
     for name, series in run.matching("rollout_corr/age_", "_k3_kl"):
         age = name.removeprefix("rollout_corr/age_").removesuffix("_k3_kl")
         if age.isdecimal():
-            found[int(age)] = mapped(series, nats_of_k3)
-    return dict(sorted(found.items()))
+            gaps[int(age)] = mapped(series, nats_of_k3)
+    return dict(sorted(gaps.items()))
 
 
 def policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:

@@ -36,16 +36,16 @@ def judge_learning(run: RunData) -> list[Statement]:
         _length_for_reward,
         _no_entropy,
     )
-    return [found for rule in rules for found in rule(run)] or [_progress(run)]
+    return [statement for rule in rules for statement in rule(run)] or [_progress(run)]
 
 
 def validation(run: RunData) -> list[tuple[str, Series]]:
     """Headline validation by data source, accuracy where there is any."""
-    found: dict[str, tuple[str, Series]] = {}
+    sources: dict[str, tuple[str, Series]] = {}
     for name, series in run.matching("val-core/"):
-        if (match := _VALIDATION.fullmatch(name)) and (match[2] == "acc" or match[1] not in found):
-            found[match[1]] = (f"{match[1]} {match[2]}", series)
-    return [found[source] for source in sorted(found)]
+        if (match := _VALIDATION.fullmatch(name)) and (match[2] == "acc" or match[1] not in sources):
+            sources[match[1]] = (f"{match[1]} {match[2]}", series)
+    return [sources[source] for source in sorted(sources)]
 
 
 def _not_finite(run: RunData) -> list[Statement]:
@@ -276,8 +276,8 @@ def _progress(run: RunData) -> Statement:
         )
     cause = "learns" if improved else "no trend" if improved is None else "does not improve"
     lead = {"learns": "It learns: ", "no trend": "", "does not improve": "It does not improve: "}[cause]
-    said = lead + ", ".join(parts)
+    sentence = lead + ", ".join(parts)
     if cause != "does not improve":
-        return say("learning", cause, "good", said, evidence, steps=steps)
+        return say("learning", cause, "good", sentence, evidence, steps=steps)
     test = "Look at the share of prompts whose samples differ in reward: without any there is no gradient."
-    return say("learning", cause, "notice", said, evidence, steps=steps, next_test=test)
+    return say("learning", cause, "notice", sentence, evidence, steps=steps, next_test=test)

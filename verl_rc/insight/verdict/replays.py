@@ -70,25 +70,25 @@ class ReplayedRecord:
         return asdict(self)
 
 
-def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
+def replayed_records(entries: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
     """Records from what ``as_json`` made; what is damaged is left out."""
     records = []
-    for one in found:
+    for entry in entries:
         try:
             records.append(
                 ReplayedRecord(
-                    step=int(one["step"]),
-                    version=int(one["version"]),
-                    tokens=int(one["tokens"]),
-                    gap=float(one["gap"]),
+                    step=int(entry["step"]),
+                    version=int(entry["version"]),
+                    tokens=int(entry["tokens"]),
+                    gap=float(entry["gap"]),
                     parts={
                         name: Part(float(part["size"]), float(part["share"]))
-                        for name, part in one["parts"].items()
+                        for name, part in entry["parts"].items()
                     },
-                    versions={int(version): float(size) for version, size in one["versions"].items()},
-                    numbers={name: float(value) for name, value in one["numbers"].items()},
-                    reproduced_by=str(one["reproduced_by"]),
-                    engine_reproduced_by=str(one.get("engine_reproduced_by", "")),
+                    versions={int(version): float(size) for version, size in entry["versions"].items()},
+                    numbers={name: float(value) for name, value in entry["numbers"].items()},
+                    reproduced_by=str(entry["reproduced_by"]),
+                    engine_reproduced_by=str(entry.get("engine_reproduced_by", "")),
                 )
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -123,10 +123,10 @@ def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
     A stale cache holds older weights and makes another engine, as other inputs do, so neither is said beside
     those.
     """
-    known = _stale_cache(records) or _engines_inputs(records)
-    others = (known,) if known is not None else (_older_weights(records), _other_engine(records))
-    found = (_other_inputs(records), *others, _other_code(records))
-    return [statement for statement in found if statement is not None]
+    input_fault = _stale_cache(records) or _engines_inputs(records)
+    further = (input_fault,) if input_fault is not None else (_older_weights(records), _other_engine(records))
+    statements = (_other_inputs(records), *further, _other_code(records))
+    return [statement for statement in statements if statement is not None]
 
 
 def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
@@ -136,43 +136,48 @@ def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
 
 def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     """The recorded log-probs of the trainer do not come out again."""
-    seen = []
+    examples = []
     for record in records:
         part = record.parts.get("trainer")
         noise = max(BOUNDS.reproduced, record.numbers.get("noise", 0.0))
         if part is not None and part.share > BOUNDS.part_share and part.size > noise:
-            seen.append(record)
-    if not seen:
+            examples.append(record)
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.parts["trainer"].size)
+    worst = max(examples, key=lambda record: record.parts["trainer"].size)
     evidence = {"size": worst.parts["trainer"].size, "share": worst.parts["trainer"].share, "gap": worst.gap}
     evidence["twice"] = worst.numbers.get("trainer_twice", 0.0)
-    ways = {record.reproduced_by for record in seen} - {""}
-    said = (
+    ways = {record.reproduced_by for record in examples} - {""}
+    sentence = (
         "The recorded tokens with the trainer's weights of their step do not give the trainer's recorded "
         "log-probs: {size:.4f} nats between them, {share:.0%} of the gap"
     )
     if ways:
-        said += f". They come out with {', '.join(sorted(ways))}"
+        sentence += f". They come out with {', '.join(sorted(ways))}"
     elif evidence["twice"] > 0:
-        said += ". The trainer does not give the same numbers twice ({twice:.2g})"
-    return state(table.OTHER_INPUTS, evidence, sentence=said, **_sure(seen))
+        sentence += ". The trainer does not give the same numbers twice ({twice:.2g})"
+    return state(table.OTHER_INPUTS, evidence, sentence=sentence, **_sure(examples))
 
 
 def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     """A prefix cache that older weights filled explains the engine's log-probs twice as well as weights
     alone."""
-    seen = []
+    examples = []
     for record in records:
-        rest, left = record.parts.get("rest"), record.numbers.get("stale_cache")
-        if rest is None or left is None or rest.share <= BOUNDS.part_share or rest.size <= BOUNDS.reproduced:
+        rest, stale_distance = record.parts.get("rest"), record.numbers.get("stale_cache")
+        if (
+            rest is None
+            or stale_distance is None
+            or rest.share <= BOUNDS.part_share
+            or rest.size <= BOUNDS.reproduced
+        ):
             continue
         without = min(record.numbers["own_cache"], *record.versions.values())
-        if without > BOUNDS.above_floor * left:
-            seen.append(record)
-    if not seen:
+        if without > BOUNDS.above_floor * stale_distance:
+            examples.append(record)
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.numbers["own_cache"])
+    worst = max(examples, key=lambda record: record.numbers["own_cache"])
     evidence: dict[str, float] = {
         "step": worst.step,
         "said": worst.version,
@@ -180,44 +185,48 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     }
     evidence |= {"left": worst.numbers["stale_cache"], "own": worst.numbers["own_cache"]}
     evidence["cached"] = worst.numbers["cached_tokens"]
-    return state(table.STALE_CACHE, evidence, **_sure(seen))
+    return state(table.STALE_CACHE, evidence, **_sure(examples))
 
 
 def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     """Other weights than those that were said explain the engine's log-probs at least twice as well."""
-    seen = []
+    examples = []
     for record in records:
-        said, best = record.versions.get(record.version), record.best_version
-        if said is not None and best < record.version and said > BOUNDS.above_floor * record.versions[best]:
-            seen.append(record)
-    if not seen:
+        reported_distance, best = record.versions.get(record.version), record.best_version
+        if (
+            reported_distance is not None
+            and best < record.version
+            and reported_distance > BOUNDS.above_floor * record.versions[best]
+        ):
+            examples.append(record)
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.versions[record.version])
+    worst = max(examples, key=lambda record: record.versions[record.version])
     evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "held": worst.best_version}
     evidence |= {"gap": worst.versions[worst.version], "left": worst.versions[worst.best_version]}
-    return state(table.OLDER_WEIGHTS, evidence, **_sure(seen))
+    return state(table.OLDER_WEIGHTS, evidence, **_sure(examples))
 
 
 def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     """The engine's log-probs come out with a mistake in its inputs."""
-    seen = [
+    examples = [
         record for record in records if record.engine_reproduced_by and "engine_reproduced" in record.numbers
     ]
-    if not seen:
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.versions[record.version])
+    worst = max(examples, key=lambda record: record.versions[record.version])
     evidence = {
         "step": worst.step,
         "left": worst.numbers["engine_reproduced"],
         "gap": worst.versions[worst.version],
     }
-    ways = ", ".join(sorted({record.engine_reproduced_by for record in seen}))
+    ways = ", ".join(sorted({record.engine_reproduced_by for record in examples}))
     return state(
         table.ENGINES_INPUTS,
         evidence,
         sentence=f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} "
         "nats from the trainer's then, {gap:.4f} with the recorded ids",
-        **_sure(seen),
+        **_sure(examples),
     )
 
 
@@ -231,7 +240,7 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         (record for record in records if {"rest", "engine"} <= record.parts.keys()),
         key=lambda record: record.step,
     )
-    seen = []
+    examples = []
     firsts: dict[frozenset[str], float] = {}
     for record in rests:
         rest, rounding = record.parts["rest"], _rounding_of(record)
@@ -239,13 +248,13 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         first = firsts.setdefault(frozenset(record.parts), rest.size)
         bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * rounding)
         if rest.share > BOUNDS.part_share and rest.size > max(bound, BOUNDS.reproduced):
-            seen.append(record)
-    if not seen:
+            examples.append(record)
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.parts["rest"].size)
+    worst = max(examples, key=lambda record: record.parts["rest"].size)
     evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "step": worst.step}
     evidence |= {"first": firsts[frozenset(worst.parts)], "rounding": _rounding_of(worst)}
-    return state(table.OTHER_ENGINE, evidence, **_sure(seen))
+    return state(table.OTHER_ENGINE, evidence, **_sure(examples))
 
 
 def _rounding_of(record: ReplayedRecord) -> float:
@@ -255,7 +264,7 @@ def _rounding_of(record: ReplayedRecord) -> float:
 
 def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     """With the same weights, in float32 and row by row, the engine gives other log-probs than the trainer."""
-    seen = []
+    examples = []
     for record in records:
         part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
         # Where precision has no part of its own, this part includes it.
@@ -265,9 +274,9 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
             and part.share > BOUNDS.part_share
             and kernels > BOUNDS.reproduced
         ):
-            seen.append(record)
-    if not seen:
+            examples.append(record)
+    if not examples:
         return None
-    worst = max(seen, key=lambda record: record.numbers["kernels"])
+    worst = max(examples, key=lambda record: record.numbers["kernels"])
     evidence = {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step}
-    return state(table.OTHER_CODE, evidence, **_sure(seen))
+    return state(table.OTHER_CODE, evidence, **_sure(examples))

@@ -46,15 +46,19 @@ class Verdict:
     @property
     def code(self) -> str:
         """The level, with the causes of a fault or notice: what a list of runs is filtered by."""
-        causes = [f"{one.topic}/{one.cause}" for one in self.statements if one.level == self.level]
+        causes = [
+            f"{statement.topic}/{statement.cause}"
+            for statement in self.statements
+            if statement.level == self.level
+        ]
         return f"{self.level}: {', '.join(causes)}" if self.level in ("fault", "notice") else self.level
 
     def lines(self) -> list[str]:
         """Return at most eight lines for the console."""
         lines = [f"{self.headline} {self.progress}"]
-        kept = sorted(self.statements, key=lambda statement: _RANK[statement.level])[: MOST_LINES - 2]
+        gravest = sorted(self.statements, key=lambda statement: _RANK[statement.level])[: MOST_LINES - 2]
         lines += [
-            f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept
+            f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in gravest
         ]
         if self.do_first:
             lines.append(f"  do first: {' '.join(self.do_first)}")
@@ -127,7 +131,7 @@ def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:
     """Overrides of the gravest statements. A fault of the gap comes before the correction: no preset repairs
     it."""
     gap_is_wrong = any(statement.topic == "gap" and statement.level == "fault" for statement in statements)
-    told: set[str] = set()
+    keys: set[str] = set()
     for statement in sorted(
         statements, key=lambda statement: (_RANK[statement.level], statement.topic != "gap")
     ):
@@ -135,6 +139,6 @@ def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:
             continue
         for override in statement.overrides:
             key = override.partition("=")[0]
-            if key not in told and len(told) < _MOST_OVERRIDES:
-                told.add(key)
+            if key not in keys and len(keys) < _MOST_OVERRIDES:
+                keys.add(key)
                 yield override
