@@ -39,17 +39,18 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         ValueError: the folder holds no run, or lacks what the replays need.
     """
     run = read_run(request.folder, request.first_step, request.last_step)
-    said = causes_from_metrics(run)
+    statements = causes_from_metrics(run)
     config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     whole = session.diagnosis(
-        said, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+        statements, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found)
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
-        said, [record for record in whole.replayed if request.first_step <= record.step <= request.last_step]
+        statements,
+        [record for record in whole.replayed if request.first_step <= record.step <= request.last_step],
     )
 
 
@@ -58,9 +59,9 @@ def _still_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[R
     again."""
     if not earlier:
         return []
-    made = (folder / DIAGNOSIS).stat().st_mtime
-    written = {step: path.stat().st_mtime for step, path in record_files(folder / FOLDER)}
-    return [record for record in earlier if written.get(record.step, math.inf) <= made]
+    diagnosis_time = (folder / DIAGNOSIS).stat().st_mtime
+    record_times = {step: path.stat().st_mtime for step, path in record_files(folder / FOLDER)}
+    return [record for record in earlier if record_times.get(record.step, math.inf) <= diagnosis_time]
 
 
 class _Session:
@@ -84,35 +85,41 @@ class _Session:
 
     def replay(self) -> None:
         """Replay every chosen record; the engines come last, because they have processes of their own."""
-        measured = [self._by_trainer(rows) for rows in self._rows]
-        best = [record.best_version if "R3" in self._wanted else record.version for record, _ in measured]
+        trainer_results = [self._by_trainer(rows) for rows in self._rows]
+        best = [
+            record.best_version if "R3" in self._wanted else record.version for record, _ in trainer_results
+        ]
         by_engine = self._by_engines(best)
-        for rows, (record, scores), version, found in zip(self._rows, measured, best, by_engine, strict=True):
-            numbers = {**record.numbers, **found.numbers}
-            self.found.append(replace(record, numbers=numbers, parts=_parts(rows, scores, version, found)))
+        for rows, (record, scores), version, engine_result in zip(
+            self._rows, trainer_results, best, by_engine, strict=True
+        ):
+            numbers = {**record.numbers, **engine_result.numbers}
+            self.found.append(
+                replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
+            )
 
-    def diagnosis(self, said: Sequence[Statement], known: Sequence[ReplayedRecord]) -> Diagnosis:
-        """The causes that metrics ``said`` and those that replays name."""
+    def diagnosis(self, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]) -> Diagnosis:
+        """The causes that metrics ``statements`` and those that replays name."""
         return Diagnosis(
-            tuple(ranked(said, judge_replays(known))), tuple(known), self.seconds, tuple(self.notes)
+            tuple(ranked(statements, judge_replays(earlier))), tuple(earlier), self.seconds, tuple(self.notes)
         )
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
         scores: dict[int, Tensor] = {}
         mistakes = _Mistakes()
-        own = self._model(rows.trainer_version)
+        model = self._model(rows.trainer_version)
         with self._timed("R0"):
-            scores[rows.trainer_version] = clean = own.score(rows.tokens)
+            scores[rows.trainer_version] = clean = model.score(rows.tokens)
             numbers = {
                 "trainer_twice": rows.rms(
-                    own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens)
+                    model.score_as_trained(rows.tokens), model.score_as_trained(rows.tokens)
                 )
             }
         if "R1" in self._wanted:
             with self._timed("R1"):
-                numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
-                mistakes = self._mistakes(own, rows, clean)
+                numbers["alone"] = rows.rms(model.score(rows.tokens, alone=True), clean)
+                mistakes = self._mistakes(model, rows, clean)
                 numbers |= mistakes.numbers
         precision = torch_name(self._config.actor_rollout_ref.actor.fsdp_config.dtype)
         if precision != "float32":  # other batches round otherwise there
@@ -126,7 +133,7 @@ class _Session:
                     scores[version] = self._model(version).score(rows.tokens)
         if "R2" in self._wanted:
             with self._timed("R2"):
-                numbers["precision"] = rows.rms(own.score_in_engine_precision(rows.tokens), clean)
+                numbers["precision"] = rows.rms(model.score_in_engine_precision(rows.tokens), clean)
         gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
         sizes = {
             version: rows.rms(values, rows.rollout)
@@ -138,69 +145,71 @@ class _Session:
             rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken
         ), scores
 
-    def _by_engines(self, held: Sequence[int]) -> list["_ByEngines"]:
+    def _by_engines(self, versions: Sequence[int]) -> list["_EngineResult"]:
         """What engines measure of each record with the weights that the run's engine held."""
-        found = [_ByEngines() for _ in self._rows]
-        wanted = self._wanted & {"R5", "R6", "R7"}
-        if wanted and self._config.actor_rollout_ref.rollout.temperature != 1.0:
+        results = [_EngineResult() for _ in self._rows]
+        replays = self._wanted & {"R5", "R6", "R7"}
+        if replays and self._config.actor_rollout_ref.rollout.temperature != 1.0:
             self.notes.append(
-                f"{', '.join(sorted(wanted))} left out: engines that are given tokens score them at "
+                f"{', '.join(sorted(replays))} left out: engines that are given tokens score them at "
                 "temperature 1"
             )
-        elif wanted and self._rows:
-            if wanted != {"R6"}:
-                self._by_run_engine(found, held)
-            if "R6" in wanted:
-                self._by_plain_engine(found, held)
-        return found
+        elif replays and self._rows:
+            if replays != {"R6"}:
+                self._by_run_engine(results, versions)
+            if "R6" in replays:
+                self._by_plain_engine(results, versions)
+        return results
 
-    def _by_run_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+    def _by_run_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
         """R5 and R7, by one engine built as the run's was."""
         with self._timed("R5" if "R5" in self._wanted else "R7"):
-            engine = ReplayEngine(self._config, self._kept.folder(held[0]), caches="R7" in self._wanted)
+            engine = ReplayEngine(self._config, self._kept.folder(versions[0]), caches="R7" in self._wanted)
         try:
-            for rows, of_record, version in zip(self._rows, found, held, strict=True):
+            for rows, result, version in zip(self._rows, results, versions, strict=True):
                 if "R5" in self._wanted:
                     with self._timed("R5"):
-                        of_record.prefill = engine.prefilled(rows, self._kept.folder(version))
+                        result.prefill = engine.prefilled(rows, self._kept.folder(version))
                 if "R7" in self._wanted:
                     with self._timed("R7"):
-                        self._by_cache(engine, rows, of_record, version)
+                        self._by_cache(engine, rows, result, version)
         finally:
             engine.end()
 
-    def _by_cache(self, engine: ReplayEngine, rows: RecordedRows, found: "_ByEngines", held: int) -> None:
+    def _by_cache(
+        self, engine: ReplayEngine, rows: RecordedRows, result: "_EngineResult", version_held: int
+    ) -> None:
         """R7: with a cache of its own, and with one that older weights filled: those of the start, and the
         last before."""
-        found.decode, _ = engine.decoded(rows, self._kept.folder(held))
-        found.numbers["own_cache"] = rows.rms(found.decode, rows.rollout)
+        result.decode, _ = engine.decoded(rows, self._kept.folder(version_held))
+        result.numbers["own_cache"] = rows.rms(result.decode, rows.rollout)
         older = [version for version in self._kept.versions if version < rows.version]
         for version in sorted({*older[:1], *older[-1:]}):
             stale, cached = engine.decoded(rows, self._kept.folder(rows.version), self._kept.folder(version))
             size = rows.rms(stale, rows.rollout)
-            if size < found.numbers.get("stale_cache", math.inf):
-                found.numbers |= {"stale_cache": size, "stale_version": version, "cached_tokens": cached}
+            if size < result.numbers.get("stale_cache", math.inf):
+                result.numbers |= {"stale_cache": size, "stale_version": version, "cached_tokens": cached}
 
-    def _by_plain_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+    def _by_plain_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
         """R6: the engine's code alone, against the trainer's in float32."""
         with self._timed("R6"):
-            engine = ReplayEngine(self._config, self._kept.folder(held[0]), plain=True)
+            engine = ReplayEngine(self._config, self._kept.folder(versions[0]), plain=True)
             try:
-                for rows, of_record, version in zip(self._rows, found, held, strict=True):
-                    of_record.plain = engine.prefilled(rows, self._kept.folder(version))
+                for rows, result, version in zip(self._rows, results, versions, strict=True):
+                    result.plain = engine.prefilled(rows, self._kept.folder(version))
             finally:
                 engine.end()
-            for rows, of_record, version in zip(self._rows, found, held, strict=True):
-                assert of_record.plain is not None
+            for rows, result, version in zip(self._rows, results, versions, strict=True):
+                assert result.plain is not None
                 exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(
                     rows.tokens
                 )
-                of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
+                result.numbers["kernels"] = rows.rms(exact, result.plain)
 
-    def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
-        found, padding = _Mistakes(), self._tokenizer.pad_token_id
+    def _mistakes(self, model: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
+        mistakes, padding = _Mistakes(), self._tokenizer.pad_token_id
         mistaken = {
-            name: own.score(tokens)
+            name: model.score(tokens)
             for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)
         }
 
@@ -208,24 +217,24 @@ class _Session:
             return min((rows.rms(recorded, scored), name) for name, scored in mistaken.items())
 
         if rows.train is not None:
-            left, name = nearest(rows.train)
-            if rows.rms(rows.train, clean) > max(_SAME, 10 * left):
-                found.of_trainer = name
+            distance, name = nearest(rows.train)
+            if rows.rms(rows.train, clean) > max(_SAME, 10 * distance):
+                mistakes.of_trainer = name
         if rows.version == rows.trainer_version:  # other weights would be in the comparison, too
-            left, name = nearest(rows.rollout)
+            distance, name = nearest(rows.rollout)
             # The engine rounds: its log-probs never come out to the last digits.
-            if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * left:
-                found.of_engine, found.numbers["engine_reproduced"] = name, left
-        return found
+            if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * distance:
+                mistakes.of_engine, mistakes.numbers["engine_reproduced"] = name, distance
+        return mistakes
 
     def _retokenised(self, rows: RecordedRows) -> float:
         """Share of rows whose ids do not come back from their text."""
-        changed = 0
+        count = 0
         for row, length in enumerate(rows.tokens.response_lengths.tolist()):
             ids = rows.tokens.responses[row, :length].tolist()
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            changed += self._tokenizer.encode(text, add_special_tokens=False) != ids
-        return changed / len(rows.tokens)
+            count += self._tokenizer.encode(text, add_special_tokens=False) != ids
+        return count / len(rows.tokens)
 
     def _model(self, version: int) -> TrainerReplay:
         return TrainerReplay(self._config, self._kept.folder(version))
@@ -257,7 +266,7 @@ class _Mistakes:
 
 
 @dataclass
-class _ByEngines:
+class _EngineResult:
     """What engines measured of a record, as far as they were asked: log-probs float32 ``[B, R]``, nats."""
 
     plain: Tensor | None = None
@@ -267,18 +276,18 @@ class _ByEngines:
 
 
 def _parts(
-    rows: RecordedRows, scores: Mapping[int, Tensor], held: int, engines: _ByEngines
+    rows: RecordedRows, scores: Mapping[int, Tensor], version: int, engines: _EngineResult
 ) -> dict[str, Part]:
     """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its
     predecessor."""
-    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held])]
+    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[version])]
     chain += [("precision", engines.plain), ("decode", engines.prefill), ("rest", engines.decode)]
-    known = [(name, values) for name, values in chain if values is not None]
-    if known[-1][0] == "decode":  # what separates the two was not replayed
-        known[-1] = ("rest", known[-1][1])
-    gap = (known[0][1].double() - rows.rollout.double())[rows.counted]
+    measured = [(name, values) for name, values in chain if values is not None]
+    if measured[-1][0] == "decode":  # what separates the two was not replayed
+        measured[-1] = ("rest", measured[-1][1])
+    gap = (measured[0][1].double() - rows.rollout.double())[rows.counted]
     parts = {}
-    for (name, values), (_, following) in zip(known, [*known[1:], ("", rows.rollout)], strict=True):
+    for (name, values), (_, following) in zip(measured, [*measured[1:], ("", rows.rollout)], strict=True):
         parts[name] = _part((values.double() - following.double())[rows.counted], gap)
     return parts
 

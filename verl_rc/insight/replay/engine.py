@@ -64,11 +64,11 @@ def _plain(options: VllmOptions) -> VllmOptions:
 def _given(rows: RecordedRows) -> list[_Row]:
     """Prompt and response ids of the rows that have a response."""
     tokens = rows.tokens
-    given = []
+    prompts = []
     for row in _answered(rows):
         prompt = tokens.prompts[row, tokens.prompts.shape[1] - int(tokens.prompt_lengths[row]) :]
-        given.append((prompt.tolist(), tokens.responses[row, : int(tokens.response_lengths[row])].tolist()))
-    return given
+        prompts.append((prompt.tolist(), tokens.responses[row, : int(tokens.response_lengths[row])].tolist()))
+    return prompts
 
 
 def _answered(rows: RecordedRows) -> list[int]:

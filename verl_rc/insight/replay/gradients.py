@@ -37,14 +37,14 @@ class ParameterGradients:
         self._scratch = tempfile.TemporaryDirectory()
         self._kept = KeptWeights(self._config, folder, Path(self._scratch.name))
         rows = read_rows(folder, sys.maxsize, first_step, last_step)
-        self._rows = [one for one in rows if one.trainer_version in self._kept.versions]
+        self._rows = [record for record in rows if record.trainer_version in self._kept.versions]
         if not self._rows:
             raise NothingToReplayError(
                 f"{folder} must have a token record whose weights are on the disk: trainer.save_freq keeps "
                 "weights, and the step after a checkpoint is recorded."
             )
         self.batch: RecordedBatch = read_batch(
-            folder, first_step, last_step, {one.step for one in self._rows}
+            folder, first_step, last_step, {record.step for record in self._rows}
         )
         self._projected = projected
         self._passes, self._seconds, self._parameters = 0, 0.0, 0
@@ -55,22 +55,22 @@ class ParameterGradients:
         """Of each of ``pulls`` ``[B, T]``, float64 ``[count, D]``: the update of every block of prompts,
         projected."""
         began = time.monotonic()
-        distinct, of_pull = _distinct(pulls)
+        distinct, place_of_pull = _distinct(pulls)
         updates: list[dict[int, Tensor]] = [{} for _ in distinct]
         steps = torch.tensor(batch.step_of_row)
         for rows in self._rows:
-            of_record = (steps == rows.step).nonzero()[:, 0]
+            row_indices = (steps == rows.step).nonzero()[:, 0]
             model = TrainerReplay(self._config, self._kept.folder(rows.trainer_version), torch.float32)
-            tokens = rows.tokens[: len(of_record)]  # random rows come first, in the same order
-            for block in blocks[of_record].unique().tolist():
-                inside = blocks[of_record] == block
+            tokens = rows.tokens[: len(row_indices)]  # random rows come first, in the same order
+            for block in blocks[row_indices].unique().tolist():
+                inside = blocks[row_indices] == block
                 for update, pull in zip(updates, distinct, strict=True):
-                    gradient = self._project(model.gradient(tokens[inside], pull[of_record][inside]))
+                    gradient = self._project(model.gradient(tokens[inside], pull[row_indices][inside]))
                     update[block] = update[block] + gradient if block in update else gradient
                     self._passes += 1
-        made = [torch.stack([update[block] for block in range(count)]) for update in updates]
+        stacked = [torch.stack([update[block] for block in range(count)]) for update in updates]
         self._seconds += time.monotonic() - began
-        return [made[place] for place in of_pull]
+        return [stacked[place] for place in place_of_pull]
 
     @property
     def cost(self) -> str:
@@ -102,8 +102,8 @@ class ParameterGradients:
         projected = torch.zeros(self._projected, dtype=torch.float64)
         for values in gradient.values():
             for part in values.flatten().split(_AT_ONCE):
-                drawn = torch.randint(2 * self._projected, part.shape, generator=generator)
-                projected.index_add_(0, drawn // 2, torch.where(drawn % 2 == 0, part, -part).double())
+                hashes = torch.randint(2 * self._projected, part.shape, generator=generator)
+                projected.index_add_(0, hashes // 2, torch.where(hashes % 2 == 0, part, -part).double())
         return projected
 
 
@@ -112,7 +112,7 @@ def _distinct(pulls: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     distinct: list[Tensor] = []
     places = []
     for pull in pulls:
-        same = [place for place, one in enumerate(distinct) if torch.equal(one, pull)]
+        same = [place for place, known in enumerate(distinct) if torch.equal(known, pull)]
         if not same:
             distinct.append(pull)
         places.append(same[0] if same else len(distinct) - 1)

@@ -34,15 +34,15 @@ class RecordedRows:
     train: Tensor | None
     """float32 ``[B, R]``, nats: those of the trainer; None where the actor corrects."""
 
-    def rms(self, one: Tensor, other: Tensor) -> float:
+    def rms(self, first: Tensor, second: Tensor) -> float:
         """Root mean square of a difference over the counted tokens, nats."""
-        difference = (one.double() - other.double())[self.counted]
+        difference = (first.double() - second.double())[self.counted]
         return float(difference.square().mean().sqrt()) if len(difference) else 0.0
 
 
 def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> list[RecordedRows]:
     """Rows of every record that holds ids, steps ascending. Raises ``NothingToReplayError`` without any."""
-    found = []
+    records = []
     for step, path in record_files(folder / FOLDER):
         if first_step <= step <= last_step:
             try:
@@ -50,13 +50,13 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
             except DamagedRecordError:
                 continue
             if record.prompts is not None and "response_ids" in record.tokens and len(record.lengths):
-                found.append(rows_of(record, most_rows))
-    if not found:
+                records.append(rows_of(record, most_rows))
+    if not records:
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses: "
             "trainer.token_records.enable=True and trainer.token_records.contents=full write them."
         )
-    return found
+    return records
 
 
 def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
@@ -69,8 +69,8 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
     def padded(name: str, kind: torch.dtype) -> Tensor:
         values = torch.zeros(len(order), max(width, 1), dtype=kind)
         for place, row in enumerate(order):
-            of_row = torch.from_numpy(record.tokens[name][record.of_row(row)].copy())
-            values[place, : len(of_row)] = of_row.to(kind)
+            row_values = torch.from_numpy(record.tokens[name][record.of_row(row)].copy())
+            values[place, : len(row_values)] = row_values.to(kind)
         return values
 
     rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)
@@ -103,15 +103,15 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
 def chosen(rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4) -> list[RecordedRows]:
     """The records that say most: of those whose weights are on the disk the first, the newest, and those with
     the largest gap."""
-    usable = [one for one in rows if {one.version, one.trainer_version} <= set(kept_versions)]
+    usable = [record for record in rows if {record.version, record.trainer_version} <= set(kept_versions)]
     if len(usable) <= most:
         return usable
 
-    def gap(one: RecordedRows) -> float:
-        return one.rms(one.train, one.rollout) if one.train is not None else 0.0
+    def gap(record: RecordedRows) -> float:
+        return record.rms(record.train, record.rollout) if record.train is not None else 0.0
 
     picked = {usable[0].step, usable[-1].step}
-    for one in sorted(usable, key=gap, reverse=True):
+    for record in sorted(usable, key=gap, reverse=True):
         if len(picked) < most:
-            picked.add(one.step)
-    return [one for one in usable if one.step in picked]
+            picked.add(record.step)
+    return [record for record in usable if record.step in picked]

@@ -47,9 +47,9 @@ class TrainerReplay:
         """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens'
         log-probs."""
         self._model.zero_grad()
-        for part, of_part in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
+        for part, part_pulls in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
             log_probs = self._log_probs(part, self._packs)
-            (log_probs * of_part[:, : log_probs.shape[1]]).sum().backward()
+            (log_probs * part_pulls[:, : log_probs.shape[1]]).sum().backward()
         return {
             name: parameter.grad
             for name, parameter in self._model.named_parameters()
@@ -95,11 +95,11 @@ def wrong_inputs(
     doubled.prompt_lengths = tokens.prompt_lengths + 1
     yield "the first token of prompts twice", doubled
     padded: Any = tokens.clone()
-    missing = longest_prompt - tokens.prompts.shape[1]
+    padding_width = longest_prompt - tokens.prompts.shape[1]
     is_real = (
         torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
     )
     filled = torch.where(is_real, tokens.prompts, pad_token_id)
-    padded.prompts = torch.nn.functional.pad(filled, (max(missing, 0), 0), value=pad_token_id)
+    padded.prompts = torch.nn.functional.pad(filled, (max(padding_width, 0), 0), value=pad_token_id)
     padded.prompt_lengths = torch.full_like(tokens.prompt_lengths, padded.prompts.shape[1])
     yield "padding attended as if it were prompt", padded
