@@ -46,22 +46,24 @@ class Answer:
         head = ["preset", *_SHOWN, "bias", "noise", "error", "forwards"]
         rows = [
             [
-                one.name,
-                *(_words(one.columns[name]) for name in _SHOWN),
-                _words(one.bias),
-                _words(one.noise),
-                _words(one.error),
-                str(extra_forwards(one.config)),
+                estimate.name,
+                *(_words(estimate.columns[name]) for name in _SHOWN),
+                _words(estimate.bias),
+                _words(estimate.noise),
+                _words(estimate.error),
+                str(extra_forwards(estimate.config)),
             ]
-            for one in self.estimates
+            for estimate in self.estimates
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in [head, *rows]
         ]
-        chosen = f"recommended: {self.recommended}" if self.recommended else "no preset is recommended"
-        return [*table, "", *self.notes, chosen, *(f"  {reason}" for reason in self.reasons)]
+        recommendation = (
+            f"recommended: {self.recommended}" if self.recommended else "no preset is recommended"
+        )
+        return [*table, "", *self.notes, recommendation, *(f"  {reason}" for reason in self.reasons)]
 
     def as_json(self) -> dict[str, Any]:
         """For machines; numbers that are not finite are None."""
@@ -72,10 +74,14 @@ class Answer:
             "seed": SEED,
             "draws": DRAWS,
             "presets": {
-                one.name: {name: _numbers(column) for name, column in one.columns.items()}
-                | {"bias": _numbers(one.bias), "noise": _numbers(one.noise), "error": _numbers(one.error)}
-                | {"forwards": extra_forwards(one.config)}
-                for one in self.estimates
+                estimate.name: {name: _numbers(column) for name, column in estimate.columns.items()}
+                | {
+                    "bias": _numbers(estimate.bias),
+                    "noise": _numbers(estimate.noise),
+                    "error": _numbers(estimate.error),
+                }
+                | {"forwards": extra_forwards(estimate.config)}
+                for estimate in self.estimates
             },
         }
 
@@ -86,8 +92,10 @@ def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, Rollo
 
     Raises ``ValueError`` for what is no preset or no field.
     """
-    of_today = [name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin]
-    names = of_today if presets is None else presets.split(",")
+    current_presets = [
+        name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin
+    ]
+    names = current_presets if presets is None else presets.split(",")
     configs = {name: RolloutCorrectionConfig.from_preset(name) for name in names}
     pairs = [field.partition("=") for field in fields]
     if any(not equals for _, equals, _ in pairs):
@@ -112,7 +120,7 @@ def answer(
     notes = list(_notes(batch, updates is bias_updates))
     faults = () if verdict is None else tuple(filter(_is_beyond_correction, verdict.statements))
     if faults:
-        reasons = [f"{said.cause}: no preset repairs this. {said.next_test}".strip() for said in faults]
+        reasons = [f"{fault.cause}: no preset repairs this. {fault.next_test}".strip() for fault in faults]
         return Answer(estimates, None, tuple(reasons), tuple(notes))
     recommended, reasons = recommend(estimates)
     return Answer(estimates, recommended, tuple(reasons), tuple(notes))
@@ -127,44 +135,46 @@ def _is_beyond_correction(statement: Statement) -> bool:
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
     """The simplest preset whose error is not above the smallest in most draws, and a reason for each simpler
     one that is not."""
-    able = [one for one in estimates if one.columns["effective_batch"].value > _SMALLEST_BATCH]
-    if not able:
+    candidates = [
+        estimate for estimate in estimates if estimate.columns["effective_batch"].value > _SMALLEST_BATCH
+    ]
+    if not candidates:
         return None, ["Weights and rejection leave less than half of the batch with every one of them."]
-    best = min(able, key=lambda one: one.error.value)
+    best = min(candidates, key=lambda estimate: estimate.error.value)
     reasons = []
-    for one in sorted(estimates, key=_complexity):
-        if one not in able:
+    for estimate in sorted(estimates, key=_complexity):
+        if estimate not in candidates:
             reasons.append(
-                f"{one.name}: weights and rejection leave {one.columns['effective_batch'].value:.0%} of the "
-                "batch."
+                f"{estimate.name}: weights and rejection leave "
+                f"{estimate.columns['effective_batch'].value:.0%} of the batch."
             )
-        elif _is_mostly_above(one, best):
+        elif _is_mostly_above(estimate, best):
             reasons.append(
-                f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, "
-                f"{best.name} {best.error.value:.3g})."
+                f"{estimate.name}: its update is further from the reference (error "
+                f"{estimate.error.value:.3g}, {best.name} {best.error.value:.3g})."
             )
         else:
             smallest = f"the smallest ({best.error.value:.3g}) in most draws"
-            reasons.append(f"{one.name}: the simplest whose error is not above {smallest}.")
-            return one.name, reasons
+            reasons.append(f"{estimate.name}: the simplest whose error is not above {smallest}.")
+            return estimate.name, reasons
     raise AssertionError("the best one is not above itself")
 
 
-def _is_mostly_above(one: Estimate, best: Estimate) -> bool:
+def _is_mostly_above(estimate: Estimate, best: Estimate) -> bool:
     """Whether the error is above the best one's in more than half of the draws, which are the same for both.
 
     To ask for 95 % of them chose too little correction from the few rows that a run records
     (docs/evidence.md, bill).
     """
-    differences = one.error_draws[1:] - best.error_draws[1:]
+    differences = estimate.error_draws[1:] - best.error_draws[1:]
     differences = differences[differences.isfinite()]
     return bool(len(differences)) and float((differences > 0).double().mean()) > 0.5
 
 
-def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
+def _complexity(estimate: Estimate) -> tuple[int, int, int, bool, str]:
     """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip
     straight against the rollout policy counts as token weights."""
-    config = one.config
+    config = estimate.config
     fields = config.effective_fields()
     rejects = sum(
         1
@@ -173,7 +183,7 @@ def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
     )
     has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
     level = "token" if config.bypass_mode and config.loss_type == "ppo_clip" else config.rollout_is
-    return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, one.name
+    return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, estimate.name
 
 
 def extra_forwards(config: RolloutCorrectionConfig) -> int:

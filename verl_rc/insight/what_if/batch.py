@@ -60,8 +60,8 @@ def read_batch(
     ``only``: steps that may be among them; None: all.
     """
     source = token_source(folder)
-    found = [] if source is None else source.records(first_step, last_step)
-    records = [record for record in found if only is None or record.step in only]
+    records = [] if source is None else source.records(first_step, last_step)
+    records = [record for record in records if only is None or record.step in only]
     if not records:
         raise NoRecordsError(
             f"{folder} must have token records; trainer.token_records.enable=True writes them."
@@ -101,12 +101,14 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     def padded(name: str, kind: torch.dtype) -> Tensor:
         values = torch.zeros(len(rows), width, dtype=kind)
         for place, (record, index) in enumerate(rows):
-            of_row = torch.from_numpy(columns[record.step][name][record.of_row(index)].copy())
-            values[place, : len(of_row)] = of_row.to(kind)
+            row_values = torch.from_numpy(columns[record.step][name][record.of_row(index)].copy())
+            values[place, : len(row_values)] = row_values.to(kind)
         return values
 
     if has_gradients:
-        columns = {step: {**of_step, "noise_scale": scales[step]} for step, of_step in columns.items()}
+        columns = {
+            step: {**step_columns, "noise_scale": scales[step]} for step, step_columns in columns.items()
+        }
     mask = padded("response_mask", torch.bool)
     gradients = padded("noise_scale", torch.float64).square() if has_gradients else mask.double()
     return RecordedBatch(
@@ -132,6 +134,6 @@ def _score(record: TokenRecord, index: int) -> float:
 
 def _ids(record: TokenRecord) -> Array:
     """Ids of tokens; their kinds where ids were not recorded."""
-    known = [record.tokens[name] for name in ("response_ids", "token_class") if name in record.tokens]
-    ids: Array = (known[0] if known else np.zeros_like(record.tokens["response_mask"])).astype("int64")
+    columns = [record.tokens[name] for name in ("response_ids", "token_class") if name in record.tokens]
+    ids: Array = (columns[0] if columns else np.zeros_like(record.tokens["response_mask"])).astype("int64")
     return ids

@@ -75,13 +75,13 @@ def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tenso
         config.model_copy(update={"diagnostics": "core"}),
         advantages=batch.advantages,
     )
-    kept = (batch.mask & result.keep_mask).double()
+    loss_mask = (batch.mask & result.keep_mask).double()
     if config.bypass_mode and config.loss_type == "ppo_clip":
         ratio = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0).clamp(-20, 20).exp()
         low, high, dual = _CLIP
         inside = torch.where(batch.advantages > 0, ratio <= high, (ratio >= low) & (ratio <= dual))
-        return kept * ratio * inside
-    return kept if result.weights is None else kept * result.weights.double()
+        return loss_mask * ratio * inside
+    return loss_mask if result.weights is None else loss_mask * result.weights.double()
 
 
 def uncapped(batch: RecordedBatch, level: str) -> Tensor:
@@ -99,8 +99,8 @@ def reference_level(batch: RecordedBatch) -> str:
     """
     # Not the shape of a fitted tail: few different prompts give it few different values to be fitted to.
     weights = uncapped(batch, "sequence").amax(dim=-1)
-    squares, answered = weights.square(), batch.mask.any(dim=-1).sum()
-    keeps_half = weights.sum().square() > 0.5 * squares.sum() * answered
+    squares, num_answers = weights.square(), batch.mask.any(dim=-1).sum()
+    keeps_half = weights.sum().square() > 0.5 * squares.sum() * num_answers
     return (
         "sequence"
         if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1))))
@@ -111,10 +111,10 @@ def reference_level(batch: RecordedBatch) -> str:
 def bias_updates(batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
     """Updates of the biases of the sampled tokens' logits, or along the directions that the batch has."""
     if batch.directions.ndim == 3:
-        of_rows = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
+        row_updates = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
         return [
             torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows)
-            for rows in of_rows
+            for rows in row_updates
         ]
     size = int(batch.directions.max()) + 1
     places = blocks[:, None] * size + batch.directions
@@ -140,43 +140,51 @@ def estimate_presets(
     blocks = _blocks(batch)
     count = int(blocks.max()) + 1
     generator = torch.Generator().manual_seed(SEED)
-    drawn = torch.randint(count, (draws, count), generator=generator)
-    weights = torch.cat([torch.ones(1, count, dtype=torch.float64), _counts(drawn, count)])
+    block_numbers = torch.randint(count, (draws, count), generator=generator)
+    weights = torch.cat([torch.ones(1, count, dtype=torch.float64), _counts(block_numbers, count)])
     reference = uncapped(batch, reference_level(batch))
     used_by = {name: coefficients(batch, config) for name, config in presets.items()}
     share = count / batch.num_prompts * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
-    tried = (reference, coefficients(batch, RolloutCorrectionConfig()), *used_by.values())
-    pull, plain, *of_presets = updates(batch, [share * used for used in tried], blocks, count)
-    joined = batch.num_prompts / count  # a block's noise is that of so many prompts
-    signal = _between(pull, weights)
-    unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(
-        0.0
+    corrections = (reference, coefficients(batch, RolloutCorrectionConfig()), *used_by.values())
+    pull, plain, *preset_updates = updates(
+        batch, [share * weights_used for weights_used in corrections], blocks, count
     )
+    prompts_per_block = batch.num_prompts / count  # a block's noise is that of so many prompts
+    signal = _between(pull, weights)
+    unit = signal.clamp_min(0.0) + prompts_per_block * (
+        _mean_square(pull, weights) - signal.clamp_min(0.0)
+    ).clamp_min(0.0)
     per_update = batch_size or batch.num_prompts
-    made = []
-    for (name, config), of_preset in zip(presets.items(), of_presets, strict=True):
-        used = used_by[name]
-        columns = _columns(batch, config, used, reference)
+    estimates = []
+    for (name, config), preset_update in zip(presets.items(), preset_updates, strict=True):
+        weights_used = used_by[name]
+        columns = _columns(batch, config, weights_used, reference)
         sums = {
             column: tuple(weights @ _by_block(part, blocks, count) for part in parts)
             for column, parts in columns.items()
         }
-        found = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
+        intervals = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
         if updates is not bias_updates:
-            found |= _of_whole_updates(of_preset, plain, pull, weights)
+            intervals |= _of_whole_updates(preset_update, plain, pull, weights)
         effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
-        found["effective_batch"] = Interval.from_draws(effective)
-        away = of_preset - pull
-        squared_bias = _between(away, weights)
-        noise = joined * (_mean_square(of_preset, weights) - _between(of_preset, weights)).clamp_min(0.0)
+        intervals["effective_batch"] = Interval.from_draws(effective)
+        deviation = preset_update - pull
+        squared_bias = _between(deviation, weights)
+        noise = prompts_per_block * (
+            _mean_square(preset_update, weights) - _between(preset_update, weights)
+        ).clamp_min(0.0)
         error = (squared_bias + noise / per_update) / unit
         relative = squared_bias / signal
         # Without a signal the update is all noise.
         bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)
         spread = torch.where(signal > 0, (noise / per_update / signal).sqrt(), torch.nan)
-        of_bias, of_noise, of_error = (Interval.from_draws(values) for values in (bias, spread, error))
-        made.append(Estimate(name, config, found, of_bias, of_noise, of_error, error))
-    return made
+        bias_interval, noise_interval, error_interval = (
+            Interval.from_draws(values) for values in (bias, spread, error)
+        )
+        estimates.append(
+            Estimate(name, config, intervals, bias_interval, noise_interval, error_interval, error)
+        )
+    return estimates
 
 
 def _blocks(batch: RecordedBatch) -> Tensor:
@@ -184,9 +192,9 @@ def _blocks(batch: RecordedBatch) -> Tensor:
     return batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)
 
 
-def _counts(drawn: Tensor, count: int) -> Tensor:
-    return torch.zeros(len(drawn), count, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+def _counts(block_numbers: Tensor, count: int) -> Tensor:
+    return torch.zeros(len(block_numbers), count, dtype=torch.float64).scatter_add_(
+        1, block_numbers, torch.ones_like(block_numbers, dtype=torch.float64)
     )
 
 
@@ -194,19 +202,21 @@ def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, rows.double())
 
 
-def _of_whole_updates(used: Tensor, plain: Tensor, reference: Tensor, weights: Tensor) -> dict[str, Interval]:
+def _of_whole_updates(
+    update: Tensor, plain: Tensor, reference: Tensor, weights: Tensor
+) -> dict[str, Interval]:
     """Norm and cosines of the whole update, noise included, instead of those that count tokens one by one."""
 
-    def product(one: Tensor, other: Tensor) -> Tensor:
-        return ((weights @ (one @ other.T)) * weights).sum(dim=-1)
+    def product(first: Tensor, second: Tensor) -> Tensor:
+        return ((weights @ (first @ second.T)) * weights).sum(dim=-1)
 
-    square, of_plain = product(used, used), product(plain, plain)
-    found = {
-        "norm": _share(square, of_plain).sqrt(),
-        "cosine": _cosine(product(used, plain), square, of_plain),
-        "cosine_to_reference": _cosine(product(used, reference), square, product(reference, reference)),
+    square, plain_square = product(update, update), product(plain, plain)
+    columns = {
+        "norm": _share(square, plain_square).sqrt(),
+        "cosine": _cosine(product(update, plain), square, plain_square),
+        "cosine_to_reference": _cosine(product(update, reference), square, product(reference, reference)),
     }
-    return {name: Interval.from_draws(values) for name, values in found.items()}
+    return {name: Interval.from_draws(values) for name, values in columns.items()}
 
 
 def _between(updates: Tensor, weights: Tensor) -> Tensor:
@@ -227,37 +237,37 @@ def _mean_square(updates: Tensor, weights: Tensor) -> Tensor:
 
 
 def _columns(
-    batch: RecordedBatch, config: RolloutCorrectionConfig, used: Tensor, reference: Tensor
+    batch: RecordedBatch, config: RolloutCorrectionConfig, weights: Tensor, reference: Tensor
 ) -> dict[str, tuple[Tensor, ...]]:
     """By column what every row adds to the sums that it is made of, ``[B]`` each."""
-    there = batch.mask.double()
-    tokens, kept = there.sum(dim=-1), (used != 0).double() * there
-    answered = (tokens > 0).double()
-    squares = batch.gradients * batch.advantages.double().square().nan_to_num(0.0, 0.0, 0.0) * there
-    raw = uncapped(batch, config.rollout_is) if config.rollout_is is not None else used
-    row_weight = used.sum(dim=-1) / tokens.clamp_min(1.0)
-    rejected = there - kept
-    rejected_row = answered * (kept.sum(dim=-1) == 0)
-    long = (tokens > tokens[tokens > 0].median()).double() if bool((tokens > 0).any()) else tokens
+    mask = batch.mask.double()
+    tokens, kept_tokens = mask.sum(dim=-1), (weights != 0).double() * mask
+    has_tokens = (tokens > 0).double()
+    squares = batch.gradients * batch.advantages.double().square().nan_to_num(0.0, 0.0, 0.0) * mask
+    raw = uncapped(batch, config.rollout_is) if config.rollout_is is not None else weights
+    row_weight = weights.sum(dim=-1) / tokens.clamp_min(1.0)
+    rejected = mask - kept_tokens
+    rejected_row = has_tokens * (kept_tokens.sum(dim=-1) == 0)
+    is_long = (tokens > tokens[tokens > 0].median()).double() if bool((tokens > 0).any()) else tokens
     correct, negative = (batch.scores > 0).double(), (batch.advantages < 0).double()
 
     def summed(values: Tensor) -> Tensor:
         return values.sum(dim=-1)
 
     return {
-        "ess_tokens": (summed(used), summed(used.square()), summed(kept)),
-        "ess_rows": (row_weight, row_weight.square(), answered - rejected_row),
-        "clipped": (summed((raw - used).clamp_min(0.0) * kept), summed(raw * kept)),
+        "ess_tokens": (summed(weights), summed(weights.square()), summed(kept_tokens)),
+        "ess_rows": (row_weight, row_weight.square(), has_tokens - rejected_row),
+        "clipped": (summed((raw - weights).clamp_min(0.0) * kept_tokens), summed(raw * kept_tokens)),
         "rejected_tokens": (summed(rejected), tokens),
-        "rejected_rows": (rejected_row, answered),
+        "rejected_rows": (rejected_row, has_tokens),
         "rejected_correct": (summed(rejected) * correct, summed(rejected)),
-        "rejected_long": (summed(rejected) * long, summed(rejected)),
+        "rejected_long": (summed(rejected) * is_long, summed(rejected)),
         "rejected_negative": (summed(rejected * negative), summed(rejected)),
-        "norm": (summed(used.square() * squares), summed(squares)),
-        "cosine": (summed(used * squares), summed(used.square() * squares), summed(squares)),
+        "norm": (summed(weights.square() * squares), summed(squares)),
+        "cosine": (summed(weights * squares), summed(weights.square() * squares), summed(squares)),
         "cosine_to_reference": (
-            summed(used * reference * squares),
-            summed(used.square() * squares),
+            summed(weights * reference * squares),
+            summed(weights.square() * squares),
             summed(reference.square() * squares),
         ),
     }
