@@ -80,12 +80,12 @@ class Diagnosis:
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
     """Judge the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
     run = read_run(request.folder, request.first_step, request.last_step)
-    replays = "; ".join(f"{name} ({what})" for name, what in REPLAYS.items())
-    own = (f"replays that --replay makes: {replays}",)
-    notes = own if run.is_own else (f"read as: {run.source}", *run.notes)
+    replays = "; ".join(f"{name} ({cost})" for name, cost in REPLAYS.items())
+    replays_note = (f"replays that --replay makes: {replays}",)
+    notes = replays_note if run.is_own else (f"read as: {run.source}", *run.notes)
     return Diagnosis(tuple(causes_from_metrics(run)), notes=notes)
 
 
 def causes_from_metrics(run: RunData) -> list[Statement]:
     """What the verdict says of the gap without the replays that stand beside the run."""
-    return [one for one in judge(replace(run, replays=())).statements if one.topic == "gap"]
+    return [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]

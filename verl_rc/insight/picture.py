@@ -104,8 +104,8 @@ def _add(curves: Curves, step: int, record: Mapping[str, object]) -> None:
     for name, series in ((_SCORE, curves.score), (_ESS, curves.ess), (_GAP, curves.gap)):
         series.add(step, record.get(name))
     for name, value in record.items():
-        if found := _VALIDATION.fullmatch(name):
-            curves.validation.setdefault((found[1], found[2]), Series()).add(step, value)
+        if match := _VALIDATION.fullmatch(name):
+            curves.validation.setdefault((match[1], match[2]), Series()).add(step, value)
 
 
 def draw_run(folder: Path) -> Path:
@@ -128,9 +128,9 @@ def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figu
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
         figure = Figure(figsize=inches, layout="constrained")
         draw(figure)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=140, transparent=True)  # Figure alone draws with Agg
-    path.write_bytes(drawn.getvalue())
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=140, transparent=True)  # Figure alone draws with Agg
+    path.write_bytes(buffer.getvalue())
     return path
 
 
@@ -151,11 +151,11 @@ def _draw(figure: "Figure", curves: Curves) -> None:
 
 def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]) -> None:
     variables = {variable for _, variable in validation}
-    what = (
+    quantity = (
         "Reward" if variables == {"reward"} else "Accuracy" if variables <= {"acc"} else "Accuracy or reward"
     )
-    panel.set_title(f"{what} on validation prompts")
-    panel.set_ylabel("share of right answers" if what == "Accuracy" else "mean")
+    panel.set_title(f"{quantity} on validation prompts")
+    panel.set_ylabel("share of right answers" if quantity == "Accuracy" else "mean")
     if not validation:
         _write_no_data(panel)
     for index, ((source, _), series) in enumerate(sorted(validation.items())):
@@ -164,7 +164,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
         if len(validation) == 1 and series.steps:
             _write_value(panel, series.steps[0], series.values[0], "below")
             _write_value(panel, series.steps[-1], series.values[-1])
-    if what == "Accuracy":
+    if quantity == "Accuracy":
         panel.set_ylim(0, 1.03)
     if len(validation) > 1:
         handles, labels = panel.get_legend_handles_labels()

@@ -80,9 +80,9 @@ def read_timeline(folder: Path) -> Timeline:
     spans = []
     for number, line in whole_lines(path):
         try:
-            given = json.loads(line)
-            who, what, begin, end = (given.pop(name) for name in ("who", "what", "begin", "end"))
-            spans.append(Span(who, what, begin, end, given))
+            fields = json.loads(line)
+            process, activity, begin, end = (fields.pop(name) for name in ("who", "what", "begin", "end"))
+            spans.append(Span(process, activity, begin, end, fields))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             form = '{"who": …, "what": …, "begin": …, "end": …}'
             raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
@@ -91,12 +91,12 @@ def read_timeline(folder: Path) -> Timeline:
     if not steps:
         raise ValueError(f"{path} must hold at least one finished step; the run has finished none yet.")
     decoding = {span.who for span in spans if span.what == "decode"}
-    shown = [
+    spans = [
         span
         for span in spans
         if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)
     ]
-    return Timeline(shown, steps)
+    return Timeline(spans, steps)
 
 
 def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
@@ -105,7 +105,7 @@ def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
     by_process: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_process[span.who].append(span)
-    offsets = {who: clock_offset(own) for who, own in by_process.items()}
+    offsets = {process: clock_offset(process_spans) for process, process_spans in by_process.items()}
     return [
         replace(span, begin=span.begin - offsets[span.who] - start, end=span.end - offsets[span.who] - start)
         for span in spans
@@ -139,8 +139,10 @@ def describe(timeline: Timeline) -> str:
     lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_rank)][:6]
     waits = sorted(_waits(timeline), key=lambda wait: -wait[0])
     if waits:
-        told = (f"{seconds:.2f} s in step {step}{_groups(numbers)}" for seconds, step, numbers in waits[:3])
-        lines.append("longest waits for samples: " + "; ".join(told))
+        sentences = (
+            f"{seconds:.2f} s in step {step}{_groups(numbers)}" for seconds, step, numbers in waits[:3]
+        )
+        lines.append("longest waits for samples: " + "; ".join(sentences))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -149,8 +151,8 @@ def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
     waited for last."""
     waits = []
     for number, step in timeline.steps.items():
-        of_driver = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
-        if inside := [span for span in of_driver if span.within(step.begin, step.end)]:
+        driver_waits = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
+        if inside := [span for span in driver_waits if span.within(step.begin, step.end)]:
             waits.append(
                 (sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", [])))
             )
@@ -165,12 +167,16 @@ def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: fl
     """Shares of the steps' time, the mean over the role's processes."""
     shares: dict[str, float] = defaultdict(float)
     for spans in processes.values():
-        for what in {span.what for span in spans}:
-            shares[what] += _covered(span for span in spans if span.what == what) / total / len(processes)
+        for activity in {span.what for span in spans}:
+            shares[activity] += (
+                _covered(span for span in spans if span.what == activity) / total / len(processes)
+            )
     busy = sum(_covered(spans) for spans in processes.values()) / total / len(processes)
     parts = sorted(shares.items(), key=lambda item: -item[1])[:_PARTS_NAMED]
     name = role if len(processes) == 1 else f"{role} (mean of {len(processes)})"
-    return f"{name}: {busy:.0%} of the time; " + ", ".join(f"{what} {share:.0%}" for what, share in parts)
+    return f"{name}: {busy:.0%} of the time; " + ", ".join(
+        f"{activity} {share:.0%}" for activity, share in parts
+    )
 
 
 def _covered(spans: Iterable[Span]) -> float:
@@ -182,20 +188,20 @@ def _covered(spans: Iterable[Span]) -> float:
     return covered
 
 
-def _role(who: str) -> str:
-    return re.sub(r" \d+$", "", who)
+def _role(process: str) -> str:
+    return re.sub(r" \d+$", "", process)
 
 
-def _rank(who: str) -> tuple[int, str, int]:
+def _rank(process: str) -> tuple[int, str, int]:
     """Engines above, then the driver, then trainer ranks and others, each by number."""
-    found = re.search(r" (\d+)$", who)
-    place = 0 if "engine" in who else 1 if who == _DRIVER else 2
-    return place, _role(who), int(found[1]) if found else 0
+    match = re.search(r" (\d+)$", process)
+    place = 0 if "engine" in process else 1 if process == _DRIVER else 2
+    return place, _role(process), int(match[1]) if match else 0
 
 
 def _range(numbers: Iterable[int]) -> str:
-    known = list(numbers)
-    return f"{min(known)}" if len(known) == 1 else f"{min(known)} to {max(known)}"
+    present = list(numbers)
+    return f"{min(present)}" if len(present) == 1 else f"{min(present)} to {max(present)}"
 
 
 def write_perfetto(timeline: Timeline, folder: Path) -> Path:
@@ -230,20 +236,22 @@ def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
     seconds: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
         seconds[span.what] += span.seconds
-    longest = sorted(seconds, key=lambda what: -seconds[what])
-    colours = {what: COLOURS[index % len(COLOURS)] for index, what in enumerate(longest)}
+    longest = sorted(seconds, key=lambda activity: -seconds[activity])
+    colours = {activity: COLOURS[index % len(COLOURS)] for index, activity in enumerate(longest)}
     for row, name in enumerate(names):
-        for what in longest:
+        for activity in longest:
             bars = [
-                (span.begin, span.seconds) for span in timeline.spans if (span.who, span.what) == (name, what)
+                (span.begin, span.seconds)
+                for span in timeline.spans
+                if (span.who, span.what) == (name, activity)
             ]
-            wait = (name, what) == (_DRIVER, _WAIT)
+            wait = (name, activity) == (_DRIVER, _WAIT)
             look: dict[str, Any] = (
-                {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[what]}
+                {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[activity]}
             )
-            axes.broken_barh(bars, (row - 0.4, 0.8), edgecolor=colours[what], linewidth=0.5, **look)
-    for what in longest[: len(COLOURS)]:
-        axes.plot([], [], color=colours[what], linewidth=6, label=what)
+            axes.broken_barh(bars, (row - 0.4, 0.8), edgecolor=colours[activity], linewidth=0.5, **look)
+    for activity in longest[: len(COLOURS)]:
+        axes.plot([], [], color=colours[activity], linewidth=6, label=activity)
     for number, span in timeline.steps.items():
         axes.axvline(span.begin, linewidth=0.8)
         axes.annotate(
@@ -269,6 +277,6 @@ def write_timeline(folder: Path, steps: tuple[int, int] | None = None) -> str:
     whole = read_timeline(folder)
     newest = max(whole.steps)
     part = whole.between(*(steps or (min(whole.steps), newest)))
-    drawn = part if steps else whole.between(newest + 1 - _STEPS_SHOWN, newest)
-    files = [write_perfetto(whole, folder), draw_timeline(drawn, folder)]
+    picture_part = part if steps else whole.between(newest + 1 - _STEPS_SHOWN, newest)
+    files = [write_perfetto(whole, folder), draw_timeline(picture_part, folder)]
     return describe(part) + "".join(f"{path}\n" for path in files)
