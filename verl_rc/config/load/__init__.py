@@ -41,13 +41,13 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
 
     Raises ``ConfigError`` for invalid arguments, unknown keys and invalid values.
     """
-    given = parse(arguments)
-    command = next((name for name in COMMANDS if getattr(given, name)), None)
+    options = parse(arguments)
+    command = next((name for name in COMMANDS if getattr(options, name)), None)
     if command is not None:
         raise ConfigError(
             f"--{command.replace('_', '-')} belongs to python -m verl_rc.main_ppo; drop it here."
         )
-    return _load(schema, given)
+    return _load(schema, options)
 
 
 def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
@@ -55,11 +55,11 @@ def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: s
     for Ctrl-C.
     """
     try:
-        given = parse(sys.argv[1:])
-        if given.multirun:
-            _run_all(schema, run, given)
-        elif not show(schema, given, prog):
-            run(_checked(_load(schema, given)))
+        options = parse(sys.argv[1:])
+        if options.multirun:
+            _run_all(schema, run, options)
+        elif not show(schema, options, prog):
+            run(_checked(_load(schema, options)))
     except ConfigError as error:
         sys.stderr.write(f"configuration error:\n{error}\n")
         raise SystemExit(2) from None
@@ -77,14 +77,14 @@ def save_resolved_config(config: StrictModel, folder: Path) -> Path:
     return path
 
 
-def _load(schema: type[Schema], given: Namespace) -> Schema:
-    translated = given_tree(schema, given)
+def _load(schema: type[Schema], options: Namespace) -> Schema:
+    translation = given_tree(schema, options)
     try:
-        config = schema.model_validate(translated.tree)
+        config = schema.model_validate(translation.tree)
     except ValidationError as error:
-        raise ConfigError(error_sentences(schema, error, translated.tree)) from error
+        raise ConfigError(error_sentences(schema, error, translation.tree)) from error
     if isinstance(config, RunConfig):
-        translated.check(config)
+        translation.check(config)
     return config
 
 
@@ -95,17 +95,17 @@ def _checked(config: Schema) -> Schema:
     return config
 
 
-def _run_all(schema: type[Schema], run: Callable[[Schema], None], given: Namespace) -> None:
+def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Namespace) -> None:
     """Run each combination of the given values in sequence; all are checked before the first starts."""
-    sweep = combinations(schema, given)
-    configs = [_load(schema, parse([*sources_of(given), *overrides])) for overrides in sweep]
+    sweep = combinations(schema, options)
+    configs = [_load(schema, parse([*sources_of(options), *overrides])) for overrides in sweep]
     configs = [_checked(config) for config in _in_folders_of_their_own(configs)]
     common = set.intersection(*map(set, sweep))
     for number, (overrides, config) in enumerate(zip(sweep, configs, strict=True), start=1):
-        chosen = [
+        choices = [
             override_without_secrets(override).lstrip("+") for override in overrides if override not in common
         ]
-        sys.stderr.write(f"run {number} of {len(configs)}: {' '.join(chosen)}\n")
+        sys.stderr.write(f"run {number} of {len(configs)}: {' '.join(choices)}\n")
         run(config)
 
 
@@ -114,12 +114,12 @@ def _in_folders_of_their_own(configs: Sequence[Schema]) -> list[Schema]:
     from another."""
     leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"
     sections = [cast(Any, config).trainer for config in configs]
-    taken = Counter(getattr(section, leaf) for section in sections)
+    uses = Counter(getattr(section, leaf) for section in sections)
     return [
         config.model_copy(
             update={"trainer": section.model_copy(update={leaf: f"{getattr(section, leaf)}/{number}"})}
         )
-        if taken[getattr(section, leaf)] > 1
+        if uses[getattr(section, leaf)] > 1
         else config
         for number, (config, section) in enumerate(zip(configs, sections, strict=True))
     ]

@@ -35,34 +35,34 @@ def parse(arguments: Sequence[str]) -> Namespace:
     """Options by Hydra's names and, in ``overrides``, the rest. Raises ``ConfigError``."""
     parser = option_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    given = parser.parse_intermixed_args([str(argument) for argument in arguments])
-    named = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(given, name)]
-    if len(named) > 1:
-        raise ConfigError(f"at most one of {', '.join(named)} may be given; drop the others.")
-    if given.experimental_rerun is not None:
+    options = parser.parse_intermixed_args([str(argument) for argument in arguments])
+    commands = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(options, name)]
+    if len(commands) > 1:
+        raise ConfigError(f"at most one of {', '.join(commands)} may be given; drop the others.")
+    if options.experimental_rerun is not None:
         raise ConfigError(
             "--experimental-rerun is refused: give a run's resolved_config.yaml with --config-dir and "
             "--config-name."
         )
-    if (given.resolve or given.package is not None) and given.cfg is None:
+    if (options.resolve or options.package is not None) and options.cfg is None:
         raise ConfigError("--resolve and --package belong to --cfg job|hydra|all; add it, or drop them.")
     for option in ("config_path", "config_dir"):
-        folder = getattr(given, option)
+        folder = getattr(options, option)
         if folder is not None and "://" not in folder:
             _check_folder(f"--{option.replace('_', '-')}", Path(folder))
-    for override in given.overrides:
+    for override in options.overrides:
         if not override.startswith("~") and "=" not in override:
             raise ConfigError(f"an override must have the form key=value, got {shortened(override)!r}.")
-    return given
+    return options
 
 
-def sources_of(given: Namespace) -> list[str]:
+def sources_of(options: Namespace) -> list[str]:
     """The options that name folders and files, as typed on a command line."""
     names = ("config_name", "config_path", "config_dir")
     return [
-        f"--{name.replace('_', '-')}={getattr(given, name)}"
+        f"--{name.replace('_', '-')}={getattr(options, name)}"
         for name in names
-        if getattr(given, name) is not None
+        if getattr(options, name) is not None
     ]
 
 
@@ -76,10 +76,10 @@ def _check_folder(option: str, folder: Path) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    what, _, unknown = message.partition("unrecognized arguments: ")
+    problem, _, unknown = message.partition("unrecognized arguments: ")
     raise ConfigError(
         "options are --config-name, --config-dir, --config-path, --cfg, --info, --multirun and others that "
-        f"--help lists; {what}{f'got {shortened(unknown)!r}' if unknown else ''}."
+        f"--help lists; {problem}{f'got {shortened(unknown)!r}' if unknown else ''}."
     )
 
 
@@ -97,39 +97,39 @@ Options, as in Hydra:
 """  # noqa: E501
 
 
-def show(schema: type[BaseModel], given: Namespace, prog: str) -> bool:
+def show(schema: type[BaseModel], options: Namespace, prog: str) -> bool:
     """Print what an option asks for; returns False when there is no such option and a run should start.
 
     Raises ``ConfigError``.
     """
-    if not (given.help or given.hydra_help or given.cfg or given.info or given.shell_completion):
+    if not (options.help or options.hydra_help or options.cfg or options.info or options.shell_completion):
         return False
-    with composing(given.overrides):
-        _show(schema, given, prog)
+    with composing(options.overrides):
+        _show(schema, options, prog)
     return True
 
 
-def _show(schema: type[BaseModel], given: Namespace, prog: str) -> None:
-    composer = Composer(given, has_groups=schema is RunConfig)
-    if given.help:
+def _show(schema: type[BaseModel], options: Namespace, prog: str) -> None:
+    composer = Composer(options, has_groups=schema is RunConfig)
+    if options.help:
         sys.stdout.write(_help(composer, prog, schema is RunConfig))
         return
-    loader = _ShownLoader(schema, given.resolve, composer.loader.get_search_path())
+    loader = _ShownLoader(schema, options.resolve, composer.loader.get_search_path())
     hydra = Hydra(task_name=prog.rpartition(".")[2], config_loader=loader)
-    if given.hydra_help:
+    if options.hydra_help:
         hydra.hydra_help(None, option_parser(), Namespace(overrides=[]))
-    elif given.shell_completion:
-        hydra.shell_completion(composer.primary, given.overrides)
+    elif options.shell_completion:
+        hydra.shell_completion(composer.primary, options.overrides)
     else:
-        prepared = prepare(schema, composer, given.overrides)
+        prepared = prepare(schema, composer, options.overrides)
         overrides = [*prepared.of_files, *prepared.keys]
         loader.load_configuration(
             composer.primary, overrides, RunMode.RUN
         )  # raises where Hydra would print and exit with 1
-        if given.cfg:
-            hydra.show_cfg(composer.primary, overrides, given.cfg, given.package, given.resolve)
+        if options.cfg:
+            hydra.show_cfg(composer.primary, overrides, options.cfg, options.package, options.resolve)
         else:
-            hydra.show_info(given.info, composer.primary, overrides)
+            hydra.show_info(options.info, composer.primary, overrides)
 
 
 class _ShownLoader(ConfigLoaderImpl):
@@ -140,21 +140,21 @@ class _ShownLoader(ConfigLoaderImpl):
         self._schema = schema
         self._resolve = resolve
 
-    def load_configuration(self, *arguments: Any, **named: Any) -> DictConfig:
+    def load_configuration(self, *arguments: Any, **keywords: Any) -> DictConfig:
         """Hydra's composed configuration, with every key of the schema."""
-        composed = super().load_configuration(*arguments, **named)
+        composed = super().load_configuration(*arguments, **keywords)
         with open_dict(composed):
             hydra = composed.pop("hydra")
         tree = plain_tree(self._schema, composed, self._resolve)
-        shown = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
-        assert isinstance(shown, DictConfig)
-        shown = OmegaConf.create(without_secrets(OmegaConf.to_container(shown)))  # type: ignore[arg-type]
+        merged = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
+        assert isinstance(merged, DictConfig)
+        merged = OmegaConf.create(without_secrets(OmegaConf.to_container(merged)))  # type: ignore[arg-type]
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         hydra.overrides.task = [override_without_secrets(override) for override in overrides]
         hydra.job.override_dirname = "(see hydra.overrides.task)"
         hydra.job.env_set = {}  # of no effect here, and a place where secrets are kept
-        shown.hydra = hydra
-        return shown
+        merged.hydra = hydra
+        return merged
 
 
 def _all_keys(schema: type[BaseModel]) -> DictConfig:

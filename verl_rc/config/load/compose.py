@@ -42,20 +42,20 @@ class Composer:
     """Hydra's composition over the folders of a command line and, with ``has_groups``, the package's
     groups."""
 
-    def __init__(self, given: Namespace, has_groups: bool) -> None:
-        name = given.config_name or (_PPO if has_groups else _EMPTY)
+    def __init__(self, options: Namespace, has_groups: bool) -> None:
+        name = options.config_name or (_PPO if has_groups else _EMPTY)
         self.primary: str = name.removesuffix(".yaml")
         if self.primary in _VERL_TRAINERS:
             raise ConfigError(f"--config-name={name} is refused: {_VERL_TRAINERS[self.primary]}.")
-        for folder in (given.config_path, given.config_dir):
+        for folder in (options.config_path, options.config_dir):
             if folder is not None and "://" not in folder:
                 _refuse_unquoted_thresholds(Path(folder))
         version.setbase(None)
-        self.loader = ConfigLoaderImpl(_search_path(given, has_groups))
+        self.loader = ConfigLoaderImpl(_search_path(options, has_groups))
         self.hydra = Hydra(task_name=self.primary, config_loader=self.loader)
         self._has_groups = has_groups
-        self._names_files = bool(given.config_name or given.config_path or given.config_dir)
-        if has_groups and given.config_name and any(map(self.is_group, given.overrides)):
+        self._names_files = bool(options.config_name or options.config_path or options.config_dir)
+        if has_groups and options.config_name and any(map(self.is_group, options.overrides)):
             self.primary = self._run_file_with_groups()
 
     def is_group(self, override: str) -> bool:
@@ -79,14 +79,14 @@ class Composer:
             return []
         for group, times in Counter(map(_key_of, overrides)).items():
             if times > 1:
-                given = " and ".join(override for override in overrides if _key_of(override) == group)
+                choices = " and ".join(override for override in overrides if _key_of(override) == group)
                 raise ConfigError(
-                    f"the group {group} must be given once, got {given}; drop one, or set single keys over "
+                    f"the group {group} must be given once, got {choices}; drop one, or set single keys over "
                     "it."
                 )
-        listed = self._listed_groups(self.primary)
+        listed_groups = self._listed_groups(self.primary)
         return [
-            self._prepare_group(override, listed)
+            self._prepare_group(override, listed_groups)
             for override in OverridesParser.create().parse_overrides([*overrides])
         ]
 
@@ -103,17 +103,21 @@ class Composer:
 
         Over it, because the command line, which chooses from them, wins over files.
         """
-        listed = self._listed_groups(self.primary)
-        missing: list[Any] = [{group: None} for group in self._listed_groups(_PPO) if group not in listed]
-        ConfigStore.instance().store(name=_WITH_GROUPS, node={"defaults": [self.primary, *missing, "_self_"]})
+        listed_groups = self._listed_groups(self.primary)
+        absent_groups: list[Any] = [
+            {group: None} for group in self._listed_groups(_PPO) if group not in listed_groups
+        ]
+        ConfigStore.instance().store(
+            name=_WITH_GROUPS, node={"defaults": [self.primary, *absent_groups, "_self_"]}
+        )
         return _WITH_GROUPS
 
-    def _prepare_group(self, override: Override, listed: Container[str]) -> str:
+    def _prepare_group(self, override: Override, listed_groups: Container[str]) -> str:
         key, text = _key_of(str(override.input_line)), str(override.input_line).lstrip("+")
         if override.is_delete():
             return text
         if override.is_sweep_override():
-            return text if key in listed else f"+{text}"
+            return text if key in listed_groups else f"+{text}"
         value = override.value()
         if value is None:
             return f"~{key}"
@@ -124,22 +128,22 @@ class Composer:
                     f"{key} must be one of {', '.join(choices)}; got {shortened(str(choice))!r}, did you "
                     f"mean {nearest_key(str(choice), choices)}?"
                 )
-        return text if key in listed else f"+{text}"
+        return text if key in listed_groups else f"+{text}"
 
-    def compose(self, of_files: Sequence[str], keys: Sequence[str]) -> DictConfig:
-        """The tree of files and groups chosen by the overrides ``of_files``, with the overrides ``keys``
+    def compose(self, file_overrides: Sequence[str], keys: Sequence[str]) -> DictConfig:
+        """The tree of the files and groups that ``file_overrides`` choose, with the overrides ``keys``
         applied to it."""
         parser = OverridesParser.create()
-        for override in parser.parse_overrides([*of_files, *keys]):
+        for override in parser.parse_overrides([*file_overrides, *keys]):
             if override.is_sweep_override():
                 raise ConfigError(
                     f"{override.input_line} is several values: write --multirun for a run each, or "
                     f"{override.key_or_group}=[…] for a list."
                 )
-        if self._names_files or any(override.startswith("hydra.") for override in of_files):
-            tree = _tree_of_files(self.loader, self.primary, of_files)
+        if self._names_files or any(override.startswith("hydra.") for override in file_overrides):
+            tree = _tree_of_files(self.loader, self.primary, file_overrides)
         else:
-            tree = copy.deepcopy(_tree_of_package(self.primary, self._has_groups, tuple(of_files)))
+            tree = copy.deepcopy(_tree_of_package(self.primary, self._has_groups, tuple(file_overrides)))
         ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([*keys]), tree)
         return tree
 
@@ -164,7 +168,7 @@ def _tree_of_package(primary: str, has_groups: bool, overrides: tuple[str, ...])
     return _tree_of_files(ConfigLoaderImpl(search_path), primary, overrides)
 
 
-def _search_path(given: Namespace, has_groups: bool) -> ConfigSearchPath:
+def _search_path(options: Namespace, has_groups: bool) -> ConfigSearchPath:
     """Where Hydra looks for files, in this order: --config-path, --config-dir, the package's folder, and the
     presets.
 
@@ -172,15 +176,15 @@ def _search_path(given: Namespace, has_groups: bool) -> ConfigSearchPath:
     same.
     """
     folders = {
-        "main": given.config_path,
-        "command-line": given.config_dir,
+        "main": options.config_path,
+        "command-line": options.config_dir,
         "verl_rc": str(CONFIGS) if has_groups else None,
     }
     path = create_config_search_path(None)
     for provider, folder in folders.items():
         if folder is not None:
-            where = folder if "://" in folder else f"file://{Path(folder).resolve()}"
-            path.prepend(provider=provider, path=where, anchor=SearchPathQuery(provider="schema"))
+            url = folder if "://" in folder else f"file://{Path(folder).resolve()}"
+            path.prepend(provider=provider, path=url, anchor=SearchPathQuery(provider="schema"))
     ConfigStore.instance().store(name=_EMPTY, node={})
     if has_groups:
         _store_presets()
@@ -206,11 +210,11 @@ def _key_of(override: str) -> str:
 def _refuse_unquoted_thresholds(folder: Path) -> None:
     """Refuse unquoted thresholds such as 0.5_5, which YAML reads as the number 0.55."""
     for path in sorted(folder.rglob("*.y*ml")):
-        for found in _UNDERSCORED.finditer(path.read_text(encoding="utf-8")):
-            if isinstance(yaml.safe_load(found[2]), str):
+        for match in _UNDERSCORED.finditer(path.read_text(encoding="utf-8")):
+            if isinstance(yaml.safe_load(match[2]), str):
                 continue
             raise ConfigError(
-                f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its "
+                f"{path}: {match[1]} must be quoted, because YAML reads {match[2]} as a number without its "
                 "underscore: "
-                f'write {found[1]}: "{found[2]}".'
+                f'write {match[1]}: "{match[2]}".'
             )

@@ -64,9 +64,9 @@ def prepare(schema: type[BaseModel], composer: Composer, overrides: Sequence[str
     return Prepared([*search_path, *composer.prepare_groups(groups)], keys)
 
 
-def check_keys(schema: type[BaseModel], given: Mapping[str, Any], prefix: str = "") -> None:
+def check_keys(schema: type[BaseModel], tree: Mapping[str, Any], prefix: str = "") -> None:
     """Check the keys that came from YAML files."""
-    for name, value in given.items():
+    for name, value in tree.items():
         key = f"{prefix}{name}"
         if not _is_known(schema, key):
             raise ConfigError(_unknown(schema, key))
@@ -152,9 +152,9 @@ def _parsing_fails(override: str) -> bool:
 _INTEGER_BITS = 63
 
 
-def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_huge_numbers(tree: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ``ConfigError`` for integers of more than 64 bits, which libraries that read them cannot hold."""
-    for name, value in given.items():
+    for name, value in tree.items():
         if isinstance(value, Mapping):
             refuse_huge_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
@@ -164,41 +164,43 @@ def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
             )
 
 
-def error_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
+def error_sentences(schema: type[BaseModel], error: ValidationError, tree: Mapping[str, Any]) -> str:
     """One line for each validation error, without errors that only follow from another one."""
-    own = [item for item in error.errors() if not _follows_another(item, given)]
-    return "\n".join(_explain(schema, item) for item in own or error.errors())
+    causes = [item for item in error.errors() if not _follows_another(item, tree)]
+    return "\n".join(_explain(schema, item) for item in causes or error.errors())
 
 
 def _explain(schema: type[BaseModel], item: Any) -> str:
     path = [str(part) for part in item["loc"]]
-    key, given, message = ".".join(path), item["input"], str(item["msg"])
+    key, value, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        needed = required_leaves(schema, path)
+        leaves = required_leaves(schema, path)
         return (
-            f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
+            f"{' and '.join(leaves)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in leaves)}."
         )
     if item["type"] == "int_parsing_size":
         message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
     if message.startswith("Value error, ") or not message.startswith("Input should be "):
         message = message.removeprefix("Value error, ")
-        shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {shortened(repr(given))}"
-        return f"{key + ': ' if key and key not in message else ''}{message}{shown}."
+        received = (
+            "" if isinstance(value, Mapping) or "got " in message else f"; got {shortened(repr(value))}"
+        )
+        return f"{key + ': ' if key and key not in message else ''}{message}{received}."
     if item["type"] == "model_type":
         return (
-            f"{key} must be a section; got {shortened(repr(given))}: write its keys one by one, "
+            f"{key} must be a section; got {shortened(repr(value))}: write its keys one by one, "
             f"{key}.<name>=<value>."
         )
     must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
     default = default_at(schema, path)
     instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
-    return f"{key} must be {must_be}; got {shortened(repr(given))}: {instead}."
+    return f"{key} must be {must_be}; got {shortened(repr(value))}: {instead}."
 
 
-def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
+def _follows_another(item: Any, tree: Mapping[str, Any]) -> bool:
     """Whether an error is about a key that was not given and got its invalid value from another key."""
     key = ".".join(str(part) for part in item["loc"])
-    value: Any = given
+    value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value is None and key in FOLLOWED_KEYS
@@ -210,18 +212,18 @@ MISSING = "???"
 _SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields}
 
 
-def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
+def given_tree(schema: type[BaseModel], options: Namespace) -> TranslatedTree:
     """Compose a command line, resolve its interpolations against the defaults, and fill in the preset that it
     names.
 
     Raises ``ConfigError``.
     """
-    with composing(given.overrides):
-        composer = Composer(given, has_groups=schema is RunConfig)
-        prepared = prepare(schema, composer, given.overrides)
+    with composing(options.overrides):
+        composer = Composer(options, has_groups=schema is RunConfig)
+        prepared = prepare(schema, composer, options.overrides)
         tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
         if any(
-            override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides
+            override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in options.overrides
         ):
             _refuse_preset_under_a_file(
                 tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False)
@@ -229,11 +231,11 @@ def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
     return translated_tree(schema, tree)
 
 
-def combinations(schema: type[BaseModel], given: Namespace) -> list[list[str]]:
+def combinations(schema: type[BaseModel], options: Namespace) -> list[list[str]]:
     """The overrides of every run of a sweep. Raises ``ConfigError``."""
-    with composing(given.overrides):
-        composer = Composer(given, has_groups=schema is RunConfig)
-        prepared = prepare(schema, composer, given.overrides)
+    with composing(options.overrides):
+        composer = Composer(options, has_groups=schema is RunConfig)
+        prepared = prepare(schema, composer, options.overrides)
         return composer.sweep([*prepared.of_files, *prepared.keys])
 
 
@@ -258,54 +260,54 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
 def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> TranslatedTree:
     """A composed tree with verl's keys translated and the preset applied; raises ``ConfigError`` for unknown
     keys."""
-    translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
-    check_keys(schema, translated.tree)
-    refuse_huge_numbers(translated.tree)
-    _apply_preset(translated.tree)
-    return translated
+    translation = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
+    check_keys(schema, translation.tree)
+    refuse_huge_numbers(translation.tree)
+    _apply_preset(translation.tree)
+    return translation
 
 
 def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> dict[str, Any]:
     """The composed tree without missing required values; interpolations may refer to keys that were not
     given."""
-    given = OmegaConf.to_container(composed)
-    assert isinstance(given, dict)
-    resolved: Any = given
-    if resolve and "${" in str(given):
+    tree = OmegaConf.to_container(composed)
+    assert isinstance(tree, dict)
+    resolved: Any = tree
+    if resolve and "${" in str(tree):
         resolved = OmegaConf.to_container(
             OmegaConf.merge(OmegaConf.create(defaults(schema)), composed), resolve=True
         )
-    return _only_given(given, resolved)
+    return _only_given(tree, resolved)
 
 
-def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[str, Any]:
+def _only_given(tree: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[str, Any]:
     return {
         str(key): _only_given(value, resolved[key])
         if isinstance(value, Mapping) and isinstance(resolved[key], Mapping)
         else resolved[key]
-        for key, value in given.items()
+        for key, value in tree.items()
         if value != MISSING
     }
 
 
-def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
+def _refuse_preset_under_a_file(tree: Mapping[str, Any], file_tree: Mapping[str, Any]) -> None:
     """Refuse a preset on the command line when a file, such as a run's ``resolved_config.yaml``, would
     override parts of it."""
-    leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
-    name = str(_correction_of(given).get("preset"))
+    leaves = {leaf: value for leaf, value in _correction_of(file_tree).items() if leaf in _SET_BY_PRESETS}
+    name = str(_correction_of(tree).get("preset"))
     if not leaves or name not in PRESETS:
         return
     preset = RolloutCorrectionConfig.from_preset(name)
     try:
-        found = RolloutCorrectionConfig.from_preset(name, **leaves)
+        result = RolloutCorrectionConfig.from_preset(name, **leaves)
     except ValueError:  # a value that is wrong in itself is reported with all others
         return
-    undone = [leaf for leaf in leaves if getattr(found, leaf) != getattr(preset, leaf)]
-    if undone:
+    changes = [leaf for leaf in leaves if getattr(result, leaf) != getattr(preset, leaf)]
+    if changes:
         raise ConfigError(
             f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
-            f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from "
-            f"{CORRECTION} in the file, or set them on the command line instead of the preset."
+            f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in changes)}. Remove {' and '.join(changes)} "
+            f"from {CORRECTION} in the file, or set them on the command line instead of the preset."
         )
 
 
@@ -315,9 +317,9 @@ def _correction_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _apply_preset(given: dict[str, Any]) -> None:
+def _apply_preset(tree: dict[str, Any]) -> None:
     """Fill the leaves of the correction section that were not given from the preset named there."""
-    section = _correction_of(given)
+    section = _correction_of(tree)
     name = section.pop("preset", None)
     if name is None:
         return
