@@ -43,12 +43,12 @@ Translated = tuple[str, Any] | None
 """The key that a value belongs to here, and what it is there; None: it says what happens anyway."""
 
 
-def with_verls_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_verls_async_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The given leaves, with what verl's ``separate_async`` takes for those of its keys that were not
     given."""
-    if not _is_separate(given):
-        return dict(given)
-    return {**given, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in given}}
+    if not _is_separate(leaves):
+        return dict(leaves)
+    return {**leaves, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in leaves}}
 
 
 def is_translated(key: str) -> bool:
@@ -56,47 +56,49 @@ def is_translated(key: str) -> bool:
     return key in _TRANSLATIONS
 
 
-def translate(key: str, value: Any, given: Mapping[str, Any]) -> tuple[bool, Translated]:
-    """Whether a key of verl with this value is one of those here, and what it says beside all the ``given``
-    ones."""
+def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
+    """Whether ``_TRANSLATIONS`` has this key of verl with this value, and what the key means beside all
+    ``leaves``."""
     if (
         key == "data.gen_batch_size"
         and value == 1
-        and any(name.startswith("async_training.") for name in given)
+        and any(name.startswith("async_training.") for name in leaves)
     ):
         return True, None  # prompts are drawn one by one as they are admitted
-    if key in _TRANSLATIONS and not (key == _MODE and not _is_separate(given)):
-        return True, _TRANSLATIONS[key](value, given)
+    if key in _TRANSLATIONS and not (key == _MODE and not _is_separate(leaves)):
+        return True, _TRANSLATIONS[key](value, leaves)
     return False, None
 
 
-def _is_separate(given: Mapping[str, Any]) -> bool:
-    return given.get(_MODE) == "separate_async"
+def _is_separate(leaves: Mapping[str, Any]) -> bool:
+    return leaves.get(_MODE) == "separate_async"
 
 
 def _of_v1(key: str) -> Callable[[Any, Mapping[str, Any]], Translated]:
-    return lambda value, given: (_OWN_NAMES[key], value) if _is_separate(given) else None
+    return lambda value, leaves: (_OWN_NAMES[key], value) if _is_separate(leaves) else None
 
 
-def _steps(value: Any, given: Mapping[str, Any]) -> Translated:
+def _steps(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``rollout.total_rollout_steps`` counts prompts."""
-    return ("trainer.total_training_steps", value // _batch(given)) if isinstance(value, int) else None
+    return ("trainer.total_training_steps", value // _batch(leaves)) if isinstance(value, int) else None
 
 
-def _validations(value: Any, given: Mapping[str, Any]) -> Translated:
+def _validations(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``rollout.test_freq`` counts publications."""
-    every = _value(given, "async_training.trigger_parameter_sync_step")
+    every = _value(leaves, "async_training.trigger_parameter_sync_step")
     counts = isinstance(value, int) and isinstance(every, int) and value > 0
     return "trainer.test_freq", value * every if counts else value
 
 
-def _concurrent(value: Any, given: Mapping[str, Any]) -> Translated:
+def _concurrent(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``async_training.concurrent_samples_per_replica`` counts prompts, each with all its samples."""
-    samples = given.get("rollout.n", _value(given, f"{_ROLLOUT}.n"))
+    samples = leaves.get("rollout.n", _value(leaves, f"{_ROLLOUT}.n"))
     most = value * samples if isinstance(value, int) and isinstance(samples, int) else value
     # without tools an engine decodes what it works on, and never more than that
     decoded = (
-        None if _value(given, f"{_ROLLOUT}.multi_turn.enable") else _value(given, f"{_ROLLOUT}.max_num_seqs")
+        None
+        if _value(leaves, f"{_ROLLOUT}.multi_turn.enable")
+        else _value(leaves, f"{_ROLLOUT}.max_num_seqs")
     )
     happens_anyway = isinstance(most, int) and isinstance(decoded, int) and most >= decoded
     return None if happens_anyway else ("async_training.max_concurrent_rollouts", most)
@@ -106,19 +108,21 @@ def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:
     return (_BYPASS, True) if value is True else None
 
 
-def _batch(given: Mapping[str, Any]) -> int:
+def _batch(leaves: Mapping[str, Any]) -> int:
     mini_batches, mini = (
-        given.get("async_training.require_batches"),
+        leaves.get("async_training.require_batches"),
         "actor_rollout_ref.actor.ppo_mini_batch_size",
     )
     size = (
-        _value(given, "data.train_batch_size") if mini_batches is None else mini_batches * _value(given, mini)
+        _value(leaves, "data.train_batch_size")
+        if mini_batches is None
+        else mini_batches * _value(leaves, mini)
     )
     return max(int(size), 1)
 
 
-def _value(given: Mapping[str, Any], key: str) -> Any:
-    return given.get(key, default_at(RunConfig, key.split(".")))
+def _value(leaves: Mapping[str, Any], key: str) -> Any:
+    return leaves.get(key, default_at(RunConfig, key.split(".")))
 
 
 _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
@@ -226,13 +230,13 @@ class TranslatedTree:
 
     def check(self, config: RunConfig) -> None:
         """Raise ``ConfigError`` naming every given key that the configuration contradicts."""
-        wrong = [
+        problems = [
             refused_for([shortened(f"{key}={value}")], AGREEMENTS[key].instead)
             for key, value in self.demands
             if not AGREEMENTS[key].holds(config, value)
         ]
-        if wrong:
-            raise ConfigError("\n".join(wrong))
+        if problems:
+            raise ConfigError("\n".join(problems))
 
 
 @dataclass(frozen=True)
@@ -249,9 +253,9 @@ class TranslatedKey:
     """Whether the key is dropped because its value is this project's behaviour anyway."""
 
 
-def refused_for(given: Sequence[str], reason: str) -> str:
+def refused_for(pairs: Sequence[str], reason: str) -> str:
     """The message about ``key=value`` pairs that are refused for one reason."""
-    return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} refused: {reason}."
+    return f"{', '.join(pairs)} {'is' if len(pairs) == 1 else 'are'} refused: {reason}."
 
 
 def is_verl_key(key: str) -> bool:
@@ -269,26 +273,26 @@ def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
     return key
 
 
-def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) -> TranslatedKey:
-    """Translate one key and its value; ``given`` holds all given values by their dotted keys."""
-    is_async, translated = translate(given_key, given_value, given)
+def translate_key(verl_key: str, verl_value: Any, leaves: Mapping[str, Any]) -> TranslatedKey:
+    """Translate one key and its value; ``leaves`` holds all given values by their dotted keys."""
+    is_async, translation = translate(verl_key, verl_value, leaves)
     if is_async:
         return (
-            TranslatedKey(given_key, given_value, accepted=True)
-            if translated is None
-            else TranslatedKey(*translated)
+            TranslatedKey(verl_key, verl_value, accepted=True)
+            if translation is None
+            else TranslatedKey(*translation)
         )
-    key = moved(given_key)
-    value = given_value
+    key = moved(verl_key)
+    value = verl_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
         value = VALUE_NAMES.get((key, value), value)
     if isinstance(value, str) and (key, value) in REFUSED_VALUES:
         return TranslatedKey(key, value, problem=REFUSED_VALUES[key, value])
-    found = None if key in AGREEMENTS else refusal_of(key)
-    if found is None:
-        return TranslatedKey(key, value, accepted=key != given_key and value is None)
-    section, refusal = found
-    if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
+    section_and_refusal = None if key in AGREEMENTS else refusal_of(key)
+    if section_and_refusal is None:
+        return TranslatedKey(key, value, accepted=key != verl_key and value is None)
+    section, refusal = section_and_refusal
+    if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, leaves):
         return TranslatedKey(key, value, accepted=True)
     renamed = moved(key, RENAMED)
     return TranslatedKey(
@@ -296,29 +300,29 @@ def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) ->
     )
 
 
-def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
+def _is_on(section: str, refusal: Refusal, key: str, leaves: Mapping[str, Any]) -> bool:
     """Whether the section of ``key`` is enabled; a section without a switch always is."""
     if refusal.switch is None:
         return True
     switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
-    return key == switch or not _is_one_of(given.get(switch), (*refusal.accepted, False, None))
+    return key == switch or not _is_one_of(leaves.get(switch), (*refusal.accepted, False, None))
 
 
 def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
-    return any(type(value) is type(one) and value == one for one in accepted)
+    return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
 
 
-def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
+def translate_tree(source: Mapping[str, Any]) -> TranslatedTree:
     """Translate a tree of given values to this schema's keys: moved keys are renamed, accepted defaults are
     dropped.
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
-    leaves = with_verls_async_defaults(dict(leaves_of(given)))
+    leaves = with_verls_async_defaults(dict(leaves_of(source)))
     tree: dict[str, Any] = {}
     demands: list[tuple[str, Any]] = []
     refused: dict[str, list[str]] = {}
-    twice: list[str] = []
+    duplicates: list[str] = []
     for key, value in leaves.items():
         leaf = translate_key(key, value, leaves)
         if leaf.problem is not None:
@@ -326,12 +330,14 @@ def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
         elif leaf.key in AGREEMENTS:
             demands.append((leaf.key, leaf.value))
         elif leaf.key != key and leaves.get(leaf.key, leaf.value) != leaf.value:
-            twice.append(f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once.")
+            duplicates.append(
+                f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once."
+            )
         elif not leaf.accepted:
             _put(tree, leaf.key, leaf.value)
     problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
-    if problems or twice:
-        raise ConfigError("\n".join(problems + twice))
+    if problems or duplicates:
+        raise ConfigError("\n".join(problems + duplicates))
     return TranslatedTree(tree, demands)
 
 

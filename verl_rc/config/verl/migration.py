@@ -104,7 +104,7 @@ def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
         environment = {**os.environ, "PATH": str(programs), "BASH_ENV": str(prelude), "PYTHON": "python"}
         command = [bash, script, *further]
         try:
-            ended = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -119,9 +119,9 @@ def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
             ) from error
         text = record.read_text(encoding="utf-8")
     calls = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
-    if not calls and ended.returncode:
-        said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
-        raise ValueError(f"{script} must be a script that a bash can run, but it ended with: {said[-1]}")
+    if not calls and process.returncode:
+        messages = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        raise ValueError(f"{script} must be a script that a bash can run, but it ended with: {messages[-1]}")
     return calls
 
 
@@ -166,32 +166,32 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
     Raises ``ValueError`` for what is neither an override nor a file, and for correction settings that no
     release accepted.
     """
-    given = with_verls_async_defaults(
+    leaves = with_verls_async_defaults(
         dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
     )
-    correction = {key: value for key, value in given.items() if is_correction_key(key)}
+    correction = {key: value for key, value in leaves.items() if is_correction_key(key)}
     overrides, notes = [], []
-    for key, value in given.items():
+    for key, value in leaves.items():
         if key in correction:
             continue
-        here = moved(key, RENAMED)
-        translated = translate_key(here, value, given)
-        if translated.problem is not None:
-            notes.append(f"{key} is left out: {translated.problem}.")
-        elif translated.accepted:
+        current_key = moved(key, RENAMED)
+        translation = translate_key(current_key, value, leaves)
+        if translation.problem is not None:
+            notes.append(f"{key} is left out: {translation.problem}.")
+        elif translation.accepted:
             notes.append(f"{key}={value} is left out: it says what happens anyway.")
         else:
-            if translated.key != key:
-                notes.append(f"{key} is {translated.key} here.")
-            overrides.append(f"{translated.key}={_plain(translated.value)}")
+            if translation.key != key:
+                notes.append(f"{key} is {translation.key} here.")
+            overrides.append(f"{translation.key}={_plain(translation.value)}")
     if correction:
         preset = correction.pop(f"{_SECTION}.preset", None)
         if preset is not None:
             overrides.append(f"{_SECTION}.preset={preset}")
     if correction:
-        fields, found = import_legacy({**correction, **(options or {})})
+        fields, correction_notes = import_legacy({**correction, **(options or {})})
         overrides += [f"{_SECTION}.{name}={_plain(value)}" for name, value in fields.items()]
-        notes += found
+        notes += correction_notes
     return Migration(overrides, notes)
 
 
@@ -204,16 +204,20 @@ def legacy_translation(overrides: Sequence[str]) -> str | None:
     legacy = [f"{key}={value}" for key, value in pairs if is_legacy_key(key)]
     if not legacy:
         return None
-    named = ", ".join(shortened(pair) for pair in legacy)
+    legacy_keys = ", ".join(shortened(pair) for pair in legacy)
     try:
         migration = migrate([f"{key}={value}" for key, value in pairs if is_correction_key(key)])
     except ValueError as error:
-        return f"{named} cannot be translated from an earlier verl release: {error}."
+        return f"{legacy_keys} cannot be translated from an earlier verl release: {error}."
     notes = " ".join(migration.notes)
     if not migration.overrides:
-        return f"{named}: keys of an earlier verl release. Drop them, nothing stands for them here ({notes})."
+        return (
+            f"{legacy_keys}: keys of an earlier verl release. Drop them, nothing stands for them here "
+            f"({notes})."
+        )
     return (
-        f"{named}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
+        f"{legacy_keys}: keys of an earlier verl release. Write instead:\n"
+        f"  {migration.command_line()}\n({notes})"
     )
 
 
@@ -230,9 +234,9 @@ def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         if is_recipe_script(argument):
             yield from (
-                found
-                for found in arguments_of_script(argument)
-                if "=" in found and not found.startswith("--")
+                override
+                for override in arguments_of_script(argument)
+                if "=" in override and not override.startswith("--")
             )
         else:
             yield argument

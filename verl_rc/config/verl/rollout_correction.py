@@ -85,7 +85,7 @@ def is_legacy_key(key: str) -> bool:
 
 def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Last part and value of every key. Raises ``ValueError`` for unknown keys and contradicting copies."""
-    seen: dict[str, object] = {}
+    leaves: dict[str, object] = {}
     for key, value in flatten(mapping):
         *sections, leaf = key.lstrip("+").split(".")
         if leaf not in _KNOWN or any(section not in _SECTIONS for section in sections):
@@ -93,10 +93,10 @@ def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
                 f"{key} is no rollout-correction key of any release; did you mean "
                 f"{nearest_name(leaf, _KNOWN)}?"
             )
-        if leaf in seen and seen[leaf] != value:
-            raise ValueError(f"{leaf} is given twice, as {seen[leaf]!r} and {value!r}; keep one")
-        seen[leaf] = value
-    yield from seen.items()
+        if leaf in leaves and leaves[leaf] != value:
+            raise ValueError(f"{leaf} is given twice, as {leaves[leaf]!r} and {value!r}; keep one")
+        leaves[leaf] = value
+    yield from leaves.items()
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,10 +114,10 @@ def _options(leaves: Fields) -> tuple[Era, BoundConvention]:
         raise ValueError(
             f"k1_bound_convention must be one of {', '.join(get_args(BoundConvention))}; got {convention!r}"
         )
-    given = leaves.pop("era", None)
-    if given is not None and given not in get_args(Era):
-        raise ValueError(f"era must be one of {', '.join(get_args(Era))}; got {given!r}")
-    era = given or _detect_era(leaves)
+    era = leaves.pop("era", None)
+    if era is not None and era not in get_args(Era):
+        raise ValueError(f"era must be one of {', '.join(get_args(Era))}; got {era!r}")
+    era = era or _detect_era(leaves)
     return era, convention  # type: ignore[return-value]  # both were checked against their alternatives
 
 
@@ -127,15 +127,15 @@ def _detect_era(leaves: Fields) -> Era:
         "B3": any(key in leaves for key in _ERA_B) or isinstance(leaves.get("rollout_is"), bool),
         "C": any(key in leaves for key in _ERA_C) or str(leaves.get("rollout_rs")) in _RULE_OF_LEVEL,
     }
-    found = [era for era, marked in marks.items() if marked]
-    if len(found) > 1:
+    eras = [era for era, marked in marks.items() if marked]
+    if len(eras) > 1:
         raise ValueError(
-            f"the keys {sorted(leaves)} belong to different releases (eras {', '.join(found)}); keep those "
+            f"the keys {sorted(leaves)} belong to different releases (eras {', '.join(eras)}); keep those "
             "of one"
         )
-    if not found:
+    if not eras:
         return "D"
-    return "B1" if leaves.get("rollout_is_mode") == "clip" else found[0]
+    return "B1" if leaves.get("rollout_is_mode") == "clip" else eras[0]
 
 
 def _from_a(leaves: Fields, era: Era, notes: list[str]) -> Fields:
@@ -178,8 +178,8 @@ def _from_b(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     fields = _weights_of_b(level, mode, bounds, weighted, rejects, notes)
     if veto is not None and (weighted or rejects):
         fields["rollout_token_veto_threshold"] = _number(veto, "rollout_is_veto_threshold")
-        what = "rejects rows, as it did" if rejects else "rejects rows; it made them weigh 0"
-        notes.append(f"the veto at {veto} {what}.")
+        effect = "rejects rows, as it did" if rejects else "rejects rows; it made them weigh 0"
+        notes.append(f"the veto at {veto} {effect}.")
     elif veto is not None:
         notes.append("the veto had no effect while rollout_is was false; it is dropped.")
     return fields
@@ -269,26 +269,26 @@ def _apply_convention(fields: Fields, convention: BoundConvention, notes: list[s
     specs = specs * len(parsed) if len(specs) == 1 else specs
     if len(specs) != len(parsed):
         return  # the schema says what is wrong
-    turned = []
+    bounds = []
     for rule, bound in zip(parsed, specs, strict=True):
         lopsided = (
             rule.bounds_ratio and bound.lower is not None and abs(bound.lower * bound.upper - 1.0) > 1e-9
         )
         if lopsided and convention == "inverse" and bound.lower is not None:
-            turned.append(Threshold(1.0 / bound.lower, 1.0 / bound.upper))
+            bounds.append(Threshold(1.0 / bound.lower, 1.0 / bound.upper))
             notes.append(
-                f"{rule.name}: {bound} is turned to {turned[-1]}, the band of train/rollout that verl "
+                f"{rule.name}: {bound} is turned to {bounds[-1]}, the band of train/rollout that verl "
                 "executed."
             )
             continue
-        turned.append(bound)
+        bounds.append(bound)
         if lopsided:
             notes.append(
                 f"{rule.name}: {bound} bounds train/rollout, as verl's documents say; verl executed it on "
                 "rollout/train. Add k1_bound_convention=inverse to keep what ran."
             )
     if convention == "inverse":
-        fields["rollout_rs_threshold"] = ",".join(map(str, turned))
+        fields["rollout_rs_threshold"] = ",".join(map(str, bounds))
 
 
 def _refuse_rest(leaves: Fields, era: Era) -> None:
