@@ -107,8 +107,10 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
 
 def _correction_is_chosen(config: RunConfig) -> bool:
     """Whether a correction was chosen: by a preset (``disabled`` is one) or by a field that decides."""
-    given = config.algorithm.rollout_correction.model_fields_set
-    return "rollout_correction" in config.algorithm.model_fields_set and (not given or bool(given & _CHOICES))
+    fields = config.algorithm.rollout_correction.model_fields_set
+    return "rollout_correction" in config.algorithm.model_fields_set and (
+        not fields or bool(fields & _CHOICES)
+    )
 
 
 def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
@@ -145,30 +147,30 @@ def _order(options: AsyncTrainingConfig) -> Iterator[str]:
 
 
 def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
-    given, key = options.max_off_policy_threshold, f"{_SECTION}.max_off_policy_threshold"
+    threshold, key = options.max_off_policy_threshold, f"{_SECTION}.max_off_policy_threshold"
     ahead, in_order = (
         f"{_SECTION}.staleness_threshold={options.staleness_threshold:g}",
         options.resolved_order == "admitted",
     )
-    if given is not None and given < options.staleness_threshold:
+    if threshold is not None and threshold < options.staleness_threshold:
         yield (
-            f"{key} must be at least {ahead}, how far generation may be ahead, got {given:g}; raise it, or "
-            "lower that."
+            f"{key} must be at least {ahead}, how far generation may be ahead, got {threshold:g}; raise it, "
+            "or lower that."
         )
-    elif given and not in_order and options.staleness_threshold == 0:
+    elif threshold and not in_order and options.staleness_threshold == 0:
         yield (
-            f"{key}={given:g} has no effect without a lead ({ahead}): all that is admitted is trained on "
+            f"{key}={threshold:g} has no effect without a lead ({ahead}): all that is admitted is trained on "
             "before the next publication; raise that, or drop it."
         )
-    elif given and not in_order and not options.partial_rollout:
+    elif threshold and not in_order and not options.partial_rollout:
         yield (
-            f"{key}={given:g} has no effect with {_SECTION}.partial_rollout=False, where all responses end "
-            f"before the next publication and {ahead} is kept by itself; drop it."
+            f"{key}={threshold:g} has no effect with {_SECTION}.partial_rollout=False, where all responses "
+            f"end before the next publication and {ahead} is kept by itself; drop it."
         )
-    elif given is not None and in_order and given != options.staleness_threshold:
+    elif threshold is not None and in_order and threshold != options.staleness_threshold:
         yield (
-            f"{key}={given:g} has no effect in the order of admission, which keeps {ahead} by itself; drop "
-            f"it, or pass {_SECTION}.order=ready."
+            f"{key}={threshold:g} has no effect in the order of admission, which keeps {ahead} by itself; "
+            f"drop it, or pass {_SECTION}.order=ready."
         )
     if options.max_off_policy_strategy == "drop" and options.staleness == 0:
         yield (
@@ -185,7 +187,7 @@ def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
             f"{_SECTION}.max_off_policy_strategy=drop has no effect with {_SECTION}.partial_rollout=False, "
             "where all responses end before the next publication and nothing grows too old; drop it."
         )
-    elif options.max_off_policy_strategy == "drop" and given is None:
+    elif options.max_off_policy_strategy == "drop" and threshold is None:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop needs the bound beyond which groups are dropped: pass "
             f"{key}=<publications>, at least {options.staleness_threshold:g}; none was given."
@@ -196,15 +198,15 @@ def _token_age(config: RunConfig) -> Iterator[str]:
     options = config.async_training
     if options.max_token_age is None:
         return
-    given, usual = f"{_SECTION}.max_token_age={options.max_token_age}", options.usual_age
+    setting, usual = f"{_SECTION}.max_token_age={options.max_token_age}", options.usual_age
     if options.max_token_age >= options.oldest:
         yield (
-            f"{given} is never passed: no token is older than {options.oldest} steps; pass at most "
+            f"{setting} is never passed: no token is older than {options.oldest} steps; pass at most "
             f"{options.oldest - 1}, or drop it."
         )
     elif not options.partial_rollout and options.max_token_age < usual:
         yield (
-            f"{given} rejects all tokens once the run is {usual} steps ahead: with partial_rollout=False "
+            f"{setting} rejects all tokens once the run is {usual} steps ahead: with partial_rollout=False "
             f"those of a step are {usual} to {options.oldest} steps old; pass {usual} or more, lower "
             "staleness_threshold, or drop it."
         )
@@ -212,8 +214,8 @@ def _token_age(config: RunConfig) -> Iterator[str]:
     if correction.in_actor:
         mode = "bypass_mode=True" if correction.bypass_mode else "proximal=interpolate"
         yield (
-            f"{given} is a rule of the driver, and with {_CORRECTION}.{mode} the actor decides which tokens "
-            "it keeps; drop one of them."
+            f"{setting} is a rule of the driver, and with {_CORRECTION}.{mode} the actor decides which "
+            "tokens it keeps; drop one of them."
         )
 
 

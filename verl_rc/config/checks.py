@@ -41,8 +41,8 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving "
             "it no weight."
         )
-    for key, chosen in (("train", data.train_max_samples), ("val", data.val_max_samples)):
-        if chosen == 0:
+    for key, count in (("train", data.train_max_samples), ("val", data.val_max_samples)):
+        if count == 0:
             yield f"data.{key}_max_samples must be -1 (all prompts) or at least 1, got 0."
     if (data.custom_cls.path is None) != (data.custom_cls.name is None):
         yield (
@@ -99,13 +99,13 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
 
 def _names(config: RunConfig) -> Iterator[str]:
     loss = config.actor_rollout_ref.actor.policy_loss
-    chosen = {
+    names = {
         "algorithm.adv_estimator": (config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS),
         "actor_rollout_ref.actor.policy_loss.loss_mode": (loss.loss_mode, LOSS_MODES),
     }
-    for key, (name, known) in chosen.items():
-        if name not in known and ":" not in name:
-            yield f"{key} must be one of {', '.join(known)}, or module:function; got {name!r}."
+    for key, (name, choices) in names.items():
+        if name not in choices and ":" not in name:
+            yield f"{key} must be one of {', '.join(choices)}, or module:function; got {name!r}."
     baseline = config.algorithm.rollout_correction.rejected_in_group_baseline
     estimator = config.algorithm.estimator
     if baseline == "exclude" and estimator is not None and not estimator.compares_groups:
@@ -151,7 +151,7 @@ def _estimators(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.estimator_reads("component_scores") != bool(keys):
         owners = ", ".join(
-            known for known, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs
+            owner for owner, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs
         )
         yield (
             f"algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator={owners}, which needs it: the "
@@ -311,7 +311,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
-    given, key = (
+    arguments, key = (
         config.actor_rollout_ref.rollout.engine_kwargs.vllm,
         "actor_rollout_ref.rollout.engine_kwargs.vllm",
     )
@@ -323,13 +323,13 @@ def _engine_arguments(config: RunConfig) -> Iterator[str]:
         "logit_bias",
         "logits_processors",
     }
-    for name in sorted(filters & set(given)):
+    for name in sorted(filters & set(arguments)):
         yield f"{key}.{name} changes the sampled distribution and is refused; drop it."
-    for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(given)):
-        yield f"{key}.{name}={given[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
-    if "async_scheduling" in given and config.async_training.on_update != "finish":
+    for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(arguments)):
+        yield f"{key}.{name}={arguments[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
+    if "async_scheduling" in arguments and config.async_training.on_update != "finish":
         yield (
-            f"{key}.async_scheduling={given['async_scheduling']} is refused: weights that change under "
+            f"{key}.async_scheduling={arguments['async_scheduling']} is refused: weights that change under "
             "running responses need it off, and the run turns it off; drop it."
         )
 
@@ -338,9 +338,10 @@ def _multi_turn(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     turns, key = rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
     if not turns.enable and turns != MultiTurnConfig():
-        given = ", ".join(sorted(turns.model_fields_set - {"enable"}))
+        options = ", ".join(sorted(turns.model_fields_set - {"enable"}))
         yield (
-            f"{key} has no effect without {key}.enable=True, but {given} was given; enable it, or drop them."
+            f"{key} has no effect without {key}.enable=True, but {options} was given; enable it, or drop "
+            "them."
         )
     if turns.enable and not turns.tools:
         yield (
@@ -390,12 +391,12 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
 
 def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
     """Sharding and precision of every role of the run that has a model of its own, by its section."""
-    used: dict[str, FsdpConfig] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
+    sections: dict[str, FsdpConfig] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
     if config.needs_critic:
-        used["critic"] = config.critic.fsdp_config
+        sections["critic"] = config.critic.fsdp_config
     if config.has_reference_model:
-        used["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref.fsdp_config
-    return used
+        sections["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref.fsdp_config
+    return sections
 
 
 _LONGEST_FLOAT32_ROW = 2048
@@ -407,10 +408,10 @@ def attention_problem(config: RunConfig, device: str) -> str | None:
     No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28
     heads.
     """
-    used = _fsdp_sections(config)
+    sections = _fsdp_sections(config)
     precise = [
         f"{section}.fsdp_config.dtype"
-        for section, fsdp in used.items()
+        for section, fsdp in sections.items()
         if torch_name(fsdp.dtype) == "float32"
     ]
     if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
@@ -469,9 +470,9 @@ def _half_precision(config: RunConfig) -> Iterator[str]:
     """Small gradients are 0 in float16 unless the loss is scaled."""
     for section, fsdp in _fsdp_sections(config).items():
         for key in ("model_dtype", "dtype") if isinstance(fsdp, LearnerFsdpConfig) else ():
-            if torch_name(given := getattr(fsdp, key)) == "float16":
+            if torch_name(dtype := getattr(fsdp, key)) == "float16":
                 yield (
-                    f"{section}.fsdp_config.{key} must be bfloat16 or float32, got {given}: training in "
+                    f"{section}.fsdp_config.{key} must be bfloat16 or float32, got {dtype}: training in "
                     "float16 needs a loss scaler, which is not built. Pass bfloat16; engines and reference "
                     "may have float16."
                 )
@@ -494,18 +495,17 @@ def _devices(config: RunConfig) -> Iterator[str]:
 
 
 def _alerts(config: RunConfig) -> Iterator[str]:
-    correction, action = config.algorithm.rollout_correction, config.trainer.alerts.cause
-    alerts = config.trainer.alerts
-    for name, given in (("mismatch", alerts.mismatch), ("gap", alerts.gap), ("cause", action)):
-        if given == "skip" and correction.in_actor:
+    correction, alerts = config.algorithm.rollout_correction, config.trainer.alerts
+    for name, action in (("mismatch", alerts.mismatch), ("gap", alerts.gap), ("cause", alerts.cause)):
+        if action == "skip" and correction.in_actor:
             yield (
                 f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass "
                 "mode (algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the "
                 "update itself measures it; pass save_and_stop or warn."
             )
-    if action != "warn" and correction.diagnostics != "full":
+    if alerts.cause != "warn" and correction.diagnostics != "full":
         yield (
-            f"trainer.alerts.cause={action} needs signatures; pass "
+            f"trainer.alerts.cause={alerts.cause} needs signatures; pass "
             "algorithm.rollout_correction.diagnostics=full, which measures them, or "
             "trainer.alerts.cause=warn."
         )
@@ -514,11 +514,11 @@ def _alerts(config: RunConfig) -> Iterator[str]:
 def _ray(config: RunConfig) -> Iterator[str]:
     ray_init = config.ray_kwargs.ray_init
     local = {name: getattr(ray_init, name) for name in ("num_cpus", "num_gpus", "object_store_memory")}
-    given = ", ".join(f"{name}={value}" for name, value in local.items() if value is not None)
-    if ray_init.address is not None and given:
+    settings = ", ".join(f"{name}={value}" for name, value in local.items() if value is not None)
+    if ray_init.address is not None and settings:
         yield (
             f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own "
-            f"resources, but {given} was given; drop that, or the address."
+            f"resources, but {settings} was given; drop that, or the address."
         )
 
 

@@ -18,8 +18,8 @@ def shortened(text: str) -> str:
 def listed(names: Iterable[str], most: int = 5) -> str:
     """``names`` sorted for a message: at most ``most`` of them, and the number of the others."""
     ordered = sorted(names)
-    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + rest
+    remainder = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + remainder
 
 
 _TYPO = 3
@@ -27,40 +27,40 @@ _TYPO = 3
 count as two."""
 
 
-def nearest_key(given: str, known: Sequence[str]) -> str:
-    """The known key that is most similar to ``given``, or several joined by "or" when they are equally
+def nearest_key(name: str, known: Sequence[str]) -> str:
+    """The known key that is most similar to ``name``, or several joined by "or" when they are equally
     similar.
 
-    Tried in this order: the only key that ends with ``given`` (its first sections are missing); keys that
+    Tried in this order: the only key that ends with ``name`` (its first sections are missing); keys that
     differ by a spelling mistake; keys with the same last part, because a wrong section is the most frequent
     mistake; all other keys.
     """
-    whole = [key for key in known if key.endswith(f".{given}")]
+    whole = [key for key in known if key.endswith(f".{name}")]
     if len(whole) == 1:
         return whole[0]
-    close = _close_names(given, known)
+    close = _close_names(name, known)
     if close:
         return " or ".join(key for key, letters in close.items() if letters == min(close.values()))
-    *sections, leaf = given.split(".")
+    *sections, leaf = name.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, given, key).ratio())
-    named = bool(set(sections) & set(ordered[0].split(".")[:-1]))
-    return " or ".join(ordered[: 2 if same_leaf and not named else 1])
+    ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, name, key).ratio())
+    has_section = bool(set(sections) & set(ordered[0].split(".")[:-1]))
+    return " or ".join(ordered[: 2 if same_leaf and not has_section else 1])
 
 
-def _close_names(given: str, known: Sequence[str]) -> dict[str, int]:
-    """The known names within ``_TYPO`` inserted and deleted letters of ``given``, and that number of
+def _close_names(name: str, known: Sequence[str]) -> dict[str, int]:
+    """The known names within ``_TYPO`` inserted and deleted letters of ``name``, and that number of
     letters."""
-    matcher = difflib.SequenceMatcher(None, "", given, autojunk=False)
-    found = {}
+    matcher = difflib.SequenceMatcher(None, "", name, autojunk=False)
+    distances = {}
     for key in known:
         matcher.set_seq1(key)
-        letters = len(key) + len(given)
+        letters = len(key) + len(name)
         most_alike = 1 - _TYPO / letters
         if (
             matcher.real_quick_ratio() >= most_alike
             and matcher.quick_ratio() >= most_alike
             and matcher.ratio() >= most_alike
         ):
-            found[key] = round((1 - matcher.ratio()) * letters)
-    return found
+            distances[key] = round((1 - matcher.ratio()) * letters)
+    return distances

@@ -12,14 +12,14 @@ from verl_rc.config.run import RunConfig
 
 def why_unwritable(folder: Path) -> str | None:
     """The reason why ``folder`` cannot be written to or created; None when it can be. Creates nothing."""
-    there = first_existing(folder)
+    parent = first_existing(folder)
     try:
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        with tempfile.TemporaryFile(dir=there) as file:
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+        with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"1")
     except OSError as error:
-        return f"{there}: {error.strerror or error}"
+        return f"{parent}: {error.strerror or error}"
     return None
 
 
@@ -61,7 +61,7 @@ def check_files(config: RunConfig) -> None:
         "data.custom_cls.path": [own_class or __file__],
         "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
     }
-    missing = [
+    problems = [
         f"{key} must name existing files, {path!r} does not exist."
         for key, files in paths.items()
         for path in files
@@ -74,11 +74,13 @@ def check_files(config: RunConfig) -> None:
         models["actor_rollout_ref.ref.model_path"] = config.actor_rollout_ref.ref.model_path
     if config.reward.reward_model.enable:
         models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
-    given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
-    missing += [
+    model_paths = dict.fromkeys(
+        models.values()
+    )  # a path that several keys follow is named once, by the first
+    problems += [
         f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
         f"config.json) or a hub id, got {path!r}. scripts/make_tiny_model.py writes a small one."
-        for path in given
+        for path in model_paths
         if not _may_be_a_model(path)
     ]
     trainer = config.trainer
@@ -87,9 +89,9 @@ def check_files(config: RunConfig) -> None:
         "trainer.rollout_data_dir": trainer.rollout_data_dir,
         "trainer.validation_data_dir": trainer.validation_data_dir,
     }
-    missing += [problem for key, folder in folders.items() if (problem := folder_problem(key, folder))]
-    if missing:
-        raise ConfigError("\n".join(missing))
+    problems += [problem for key, folder in folders.items() if (problem := folder_problem(key, folder))]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _may_be_a_model(path: str) -> bool:

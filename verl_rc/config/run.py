@@ -326,8 +326,8 @@ def _size_of_a_step(tree: dict[str, Any]) -> None:
     count = _value_at(tree, "async_training.require_batches")
     mini = _value_at(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
     data = tree.get("data")
-    given = data.get("train_batch_size") if isinstance(data, Mapping) else None
-    if isinstance(count, int) and isinstance(mini, int) and given in (None, 0):
+    size = data.get("train_batch_size") if isinstance(data, Mapping) else None
+    if isinstance(count, int) and isinstance(mini, int) and size in (None, 0):
         _fill(tree, "data.train_batch_size", count * mini)
 
 
