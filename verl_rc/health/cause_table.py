@@ -81,8 +81,8 @@ def _is_temperature(step: Step) -> bool:
         abs(step["temperature_z"]) > BOUNDS.temperature_z
         and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
     )
-    left = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
-    is_all = step["temperature_r2"] > BOUNDS.raw_r2 or left <= BOUNDS.implausible_noise
+    remainder = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
+    is_all = step["temperature_r2"] > BOUNDS.raw_r2 or remainder <= BOUNDS.implausible_noise
     return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and is_all
 
 

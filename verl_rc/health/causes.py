@@ -46,11 +46,11 @@ def state(
 
 
 def statement_of(
-    cause: SignatureCause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None
+    cause: SignatureCause, examples: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None
 ) -> Statement:
-    """What is said of a cause that was ``seen`` in these steps; ``temperature`` is that of the
+    """The statement about a cause that holds in the steps ``examples``; ``temperature`` is that of the
     configuration."""
-    evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
+    evidence = {name: statistics.median(step[name] for step in examples) for name in cause.needs}
     return state(cause, evidence | _derived(evidence, temperature), steps=steps, confidence="named")
 
 
@@ -92,24 +92,24 @@ def judge_causes(
     if f"{PREFIX}logit_noise" in metrics and len(first) < BOUNDS.floor_steps:
         first = (*first, metrics[f"{PREFIX}logit_noise"])
     further = {FLOOR: sum(first) / BOUNDS.floor_steps} if len(first) == BOUNDS.floor_steps else {}
-    seen = {
+    step_metrics = {
         name.removeprefix(PREFIX): value
         for name, value in {**metrics, **further}.items()
         if name.startswith(PREFIX)
     }
-    cause, episodes, told = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
-    for name in told:
+    cause, episodes, statements = cause_of(step_metrics), dict(history.episodes), dict(_ended(history, step))
+    for name in statements:
         del episodes[name]
     if cause is not None:
         before = episodes.get(cause.name, CauseEpisode(step, step))
-        speaks = before.last == step - 1
-        episodes[cause.name] = CauseEpisode(before.first, step, before.is_told or speaks)
-        if speaks and not before.is_told:
-            said = statement_of(cause, [seen], temperature)
-            text = f"{said.sentence} (since step {before.first}). {said.next_test}"
-            told[cause.name] = SaidCause(text, before.first, said.evidence)
+        is_confirmed = before.last == step - 1
+        episodes[cause.name] = CauseEpisode(before.first, step, before.is_told or is_confirmed)
+        if is_confirmed and not before.is_told:
+            statement = statement_of(cause, [step_metrics], temperature)
+            text = f"{statement.sentence} (since step {before.first}). {statement.next_test}"
+            statements[cause.name] = SaidCause(text, before.first, statement.evidence)
     holds = cause is not None and episodes[cause.name].is_told
-    return told, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
+    return statements, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
 
 
 def _ended(history: CauseHistory, step: int) -> Iterator[tuple[str, SaidCause]]:

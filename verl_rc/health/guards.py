@@ -76,14 +76,14 @@ class FailedGroups:
         """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the
         last 100."""
         recent = tuple(place for place in self.at if place > num_decided - _JUDGED_GROUPS)
-        found = FailedGroups((*recent, num_decided), self.first_error or error)
-        if len(found.at) > _FAILED_GROUPS:
+        groups = FailedGroups((*recent, num_decided), self.first_error or error)
+        if len(groups.at) > _FAILED_GROUPS:
             raise TooManyFailedGroupsError(
                 f"at most {_FAILED_GROUPS} % of the last {_JUDGED_GROUPS} groups may fail in every attempt, "
-                f"but {len(found.at)} did; the first error of the run: {found.first_error} Correct its cause "
-                "and start the same command again."
+                f"but {len(groups.at)} did; the first error of the run: {groups.first_error} Correct its "
+                "cause and start the same command again."
             )
-        return found
+        return groups
 
 
 _STANDARD_ERRORS = 4.0

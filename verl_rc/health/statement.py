@@ -45,8 +45,8 @@ class Statement:
     def text(self) -> str:
         """The whole statement in one line."""
         degree = f" ({self.confidence})" if self.confidence and self.level in ("fault", "notice") else ""
-        where = f" [{self.where}]" if self.where else ""
-        return f"{self.sentence}{degree}{where}"
+        place = f" [{self.where}]" if self.where else ""
+        return f"{self.sentence}{degree}{place}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the statement for machines; numbers that are not finite are None."""
