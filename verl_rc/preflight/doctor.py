@@ -71,7 +71,7 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             )
             yield Finding("failed", "attention", f"{path}: {problem}", must, remedy)
         inputs.shapes[path] = shape
-        found = (
+        summary = (
             f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
         )
         must = (
@@ -81,10 +81,10 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context"
         )
         if path == config.reward.reward_model.model_path:
-            yield Finding("ok", "reward model", found)
+            yield Finding("ok", "reward model", summary)
             continue
         yield Finding.from_condition(
-            shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy
+            shape.positions >= longest, "model", f"{summary}, {shape.positions} positions", must, remedy
         )
 
 
@@ -125,15 +125,15 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if inputs.tokenizer is None:
         yield Finding("note", "data", "not checked: there is no tokenizer")
         return
-    wanted = {
+    sources = {
         "data.train_files": (
             config.data.train_files,
             config.data.train_batch_size,
             config.data.train_max_samples,
         )
     }
-    wanted["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
-    for key, (files, fewest, chosen) in wanted.items():
+    sources["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
+    for key, (files, fewest, max_samples) in sources.items():
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
@@ -143,10 +143,12 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             )
             continue
         inputs.rows = inputs.rows or rows
-        total = min(total, chosen) if chosen >= 0 else total
+        total = min(total, max_samples) if max_samples >= 0 else total
         yield from _lengths(config, key, lengths, total)
-        left = total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
-        usable = left if config.data.filter_overlong_prompts else total
+        num_usable = (
+            total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
+        )
+        usable = num_usable if config.data.filter_overlong_prompts else total
         steps = _steps(config, usable) if key == "data.train_files" else ""
         yield Finding.from_condition(
             usable >= fewest,
@@ -160,12 +162,12 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 def _steps(config: RunConfig, prompts: int) -> str:
     """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic
     sampling)."""
-    trainer, drawn = config.trainer, config.data.prompts_per_draw
-    if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
+    trainer, per_draw = config.trainer, config.data.prompts_per_draw
+    if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < per_draw:
         return ""
-    reach = prompts // drawn * trainer.total_epochs
-    wanted = trainer.total_training_steps
-    fewer = "" if wanted is None or wanted <= reach else f", fewer than trainer.total_training_steps={wanted}"
+    reach = prompts // per_draw * trainer.total_epochs
+    limit = trainer.total_training_steps
+    fewer = "" if limit is None or limit <= reach else f", fewer than trainer.total_training_steps={limit}"
     return f", enough for {reach} steps in {trainer.total_epochs} epoch(s){fewer}"
 
 
@@ -196,21 +198,21 @@ def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list
 def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Iterator[Finding]:
     limit, data = config.data.max_prompt_length, config.data
     longer = sum(length > limit for length in lengths)
-    shown = (
+    sample = (
         f"{total} prompts of {min(lengths)} to {max(lengths)} tokens {_histogram(lengths)}, at most {limit} "
         "are allowed"
     )
     counted = "" if len(lengths) == total else f" ({len(lengths)} counted)"
     share = f"{longer / len(lengths):.1%} are longer"
     if longer and data.filter_overlong_prompts:
-        yield Finding("note", key, f"{shown}{counted}; {share} and left out")
+        yield Finding("note", key, f"{sample}{counted}; {share} and left out")
     elif longer and data.truncation != "error":
-        yield Finding("note", key, f"{shown}{counted}; {share} and cut (data.truncation={data.truncation})")
+        yield Finding("note", key, f"{sample}{counted}; {share} and cut (data.truncation={data.truncation})")
     else:
         yield Finding.from_condition(
             not longer,
             key,
-            f"{shown}{counted}" + (f"; {share}" if longer else ""),
+            f"{sample}{counted}" + (f"; {share}" if longer else ""),
             "no prompt may be longer than data.max_prompt_length",
             f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or "
             "data.truncation=left",
@@ -229,8 +231,8 @@ def _histogram(lengths: Sequence[int]) -> str:
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     """Check that the reward function scores a ground truth and an empty response, in a process where a run
     would use one."""
-    own = config.reward.custom_reward_function
-    if not inputs.rows and own.path is None:
+    function = config.reward.custom_reward_function
+    if not inputs.rows and function.path is None:
         yield Finding("note", "reward", "not tried: there are no rows")
         return
     if config.reward.reward_model.enable:
@@ -248,19 +250,21 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         return
     if not samples:
         yield Finding(
-            "note", "reward", f"{own.name} of {own.path} is there, and was not tried: there are no rows"
+            "note",
+            "reward",
+            f"{function.name} of {function.path} is there, and was not tried: there are no rows",
         )
         return
     pairs = list(zip(scores[::2], scores[1::2], strict=True))
-    shown = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
-    found = f"ground truth / empty response of {len(pairs)} row(s): {shown}"
+    scores_in_words = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
+    summary = f"ground truth / empty response of {len(pairs)} row(s): {scores_in_words}"
     if any(truth > empty for truth, empty in pairs):
-        yield Finding("ok", "reward", found)
+        yield Finding("ok", "reward", summary)
     else:
         yield Finding(
             "note",
             "reward",
-            f"{found}. Equal scores are right only where a ground truth is not an answer by itself",
+            f"{summary}. Equal scores are right only where a ground truth is not an answer by itself",
         )
 
 

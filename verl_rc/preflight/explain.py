@@ -72,9 +72,9 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
 
 def _filled(sections: dict[str, Iterator[str]]) -> Iterator[tuple[str, list[str]]]:
     for title, lines in sections.items():
-        listed = list(lines)
-        if listed:
-            yield title, listed
+        section = list(lines)
+        if section:
+            yield title, section
 
 
 def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
@@ -189,21 +189,21 @@ def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
         "reject_token": "whose log-probs are finite",
     }
     if not plan.policy.rejects:
-        kept = source.get(correction.nonfinite_logprob)
-        return "1 on response tokens (response_mask)" + (f" {kept}" if kept else "")
+        condition = source.get(correction.nonfinite_logprob)
+        return "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
     return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
 
 
 def _correction(config: RunConfig, plan: Plan) -> Iterator[str]:
     correction, policy = config.algorithm.rollout_correction, plan.policy
-    where = (
+    place = (
         "bypass: in the actor, micro-batch by micro-batch; current over rollout policy"
         if policy.bypass
         else "decoupled: in the actor, micro-batch by micro-batch; interpolated proximal over rollout policy"
         if policy.interpolates
         else "decoupled: in the driver, once per step; proximal over rollout policy"
     )
-    yield from _table([("mode", where)])
+    yield from _table([("mode", place)])
     yield from _table(_correction_rows(correction, plan))
 
 
@@ -342,10 +342,10 @@ def _batch(plan: Plan) -> Iterator[str]:
     yield f"  training steps: {steps}"
 
 
-def _copies(ranks: int, of_one: int) -> str:
+def _copies(ranks: int, ranks_per_copy: int) -> str:
     return (
-        f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are "
-        "gathered among those, gradients are summed over all"
+        f"{ranks // ranks_per_copy} copies of weights and moments, each shared by {ranks_per_copy} rank(s): "
+        "layers are gathered among those, gradients are summed over all"
     )
 
 

@@ -25,9 +25,9 @@ class Finding:
 
     def lines(self) -> list[str]:
         """Return the finding for people."""
-        more = [("must", self.must), ("do", self.remedy)]
+        details = [("must", self.must), ("do", self.remedy)]
         first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
-        return [first, *(f"        {label:<5} {text}" for label, text in more if text)]
+        return [first, *(f"        {label:<5} {text}" for label, text in details if text)]
 
 
 def verdict(failures: int) -> str:

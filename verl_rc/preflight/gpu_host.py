@@ -28,16 +28,16 @@ def check_driver(cuda: str = CUDA_OF_WHEELS) -> Iterator[Finding]:
     if driver is None:
         return
     major, supported = int(cuda.partition(".")[0]), _cuda_of_driver_library()
-    needed = NEEDED_DRIVERS.get(major, max(NEEDED_DRIVERS.values()))
+    oldest = NEEDED_DRIVERS.get(major, max(NEEDED_DRIVERS.values()))
     is_compatible = supported is not None and supported[0] >= major
     library = "" if supported is None else f", whose libcuda supports CUDA {supported[0]}.{supported[1]}"
     package = f"cuda-compat-{cuda.replace('.', '-')}"
     yield Finding.from_condition(
-        is_compatible or int(driver.partition(".")[0]) >= needed,
+        is_compatible or int(driver.partition(".")[0]) >= oldest,
         "driver",
         f"NVIDIA {driver}{library}; PyTorch is built for CUDA {cuda}",
-        f"CUDA {cuda} needs driver {needed} or newer, or on data-centre GPUs {package} beside an older one",
-        f"update the driver to {needed}, or install {package} and put /usr/local/cuda-{cuda}/compat first in "
+        f"CUDA {cuda} needs driver {oldest} or newer, or on data-centre GPUs {package} beside an older one",
+        f"update the driver to {oldest}, or install {package} and put /usr/local/cuda-{cuda}/compat first in "
         "LD_LIBRARY_PATH, or run docker/Dockerfile.gpu, which has it",
     )
 
@@ -47,11 +47,11 @@ def check_compiler() -> Iterator[Finding]:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     remedy = f"sudo apt install build-essential {version}-dev (or the same of your distribution)"
     compiler = os.environ.get("CC") or "gcc"
-    found = shutil.which(compiler) or ("CC" not in os.environ and shutil.which("clang")) or None
+    path = shutil.which(compiler) or ("CC" not in os.environ and shutil.which("clang")) or None
     yield Finding.from_condition(
-        found is not None,
+        path is not None,
         "C compiler",
-        found or f"no {compiler} in PATH",
+        path or f"no {compiler} in PATH",
         "Triton compiles with $CC, gcc or clang when a run starts",
         remedy,
     )

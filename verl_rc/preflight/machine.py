@@ -57,16 +57,16 @@ _LOOPBACK = "127.0.0.1"
 def check_packages() -> Iterator[Finding]:
     """Check that all required packages and exactly one engine are installed."""
     versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
-    missing = [name for name in PACKAGES if versions[name] is None]
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    absent = [name for name in PACKAGES if versions[name] is None]
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     install = "bash scripts/install.sh cpu (or gpu)"
     yield Finding.from_condition(
-        not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install
+        not absent, "packages", installed or "none", f"{', '.join(absent)} must be installed", install
     )
     engines = [name for name in ENGINES if versions[name] is not None]
     must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
-    found = " and ".join(engines) or "none"
-    yield Finding.from_condition(len(engines) == 1, "engine", found, must, f"make a new .venv with {install}")
+    names = " and ".join(engines) or "none"
+    yield Finding.from_condition(len(engines) == 1, "engine", names, must, f"make a new .venv with {install}")
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
@@ -123,14 +123,14 @@ def check_driver() -> Iterator[Finding]:
 
 
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
-    needed, found = config.num_devices, torch.cuda.device_count()
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
+    num_needed, num_gpus = config.num_devices, torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(num_gpus)) or "none"
     yield Finding.from_condition(
-        needed <= found,
+        num_needed <= num_gpus,
         "GPUs",
-        f"{found} ({names}); {processes} on {needed}",
-        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for "
-        "engines alone",
+        f"{num_gpus} ({names}); {processes} on {num_needed}",
+        f"{num_needed} GPUs must be there: {config.num_ranks} for trainer ranks, "
+        f"{num_needed - config.num_ranks} for engines alone",
         f"lower {_pools(config)}, pass ray_kwargs.ray_init.address=auto where a cluster runs, or "
         "trainer.device=cpu",
     )
@@ -138,17 +138,19 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 def _pools(config: RunConfig) -> str:
     """The keys with the number of GPUs that a run takes of a node."""
-    own = "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
-    return f"trainer.n_gpus_per_node{own}"
+    engine_key = (
+        "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
+    )
+    return f"trainer.n_gpus_per_node{engine_key}"
 
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
-    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
+    num_needed, num_cores = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
     yield Finding.from_condition(
-        needed <= found,
+        num_needed <= num_cores,
         "cores",
-        f"{found}; {processes}; ranks compute at the same time, and so do engines",
-        f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
+        f"{num_cores}; {processes}; ranks compute at the same time, and so do engines",
+        f"{num_needed} cores must be there: one for each rank of a role, and one for each engine device",
         "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
     )
 
@@ -178,12 +180,12 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         yield Finding("note", f"memory of the {role.role}", _parts(role))
     largest = max(roles, key=lambda role: role.model * role.processes)
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
-    needed, available = host_bytes(config, roles, on_gpu), available_memory()
-    must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
+    peak_bytes, free_bytes = host_bytes(config, roles, on_gpu), available_memory()
+    must = f"about {_size(peak_bytes)} must be free: {len(roles)} roles, the driver and Ray"
     yield Finding.from_condition(
-        needed <= available,
+        peak_bytes <= free_bytes,
         "host memory",
-        f"about {_size(needed)} at the peak, {_size(available)} available",
+        f"about {_size(peak_bytes)} at the peak, {_size(free_bytes)} available",
         must,
         remedy,
     )
@@ -191,8 +193,8 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         return
     for moment, peak in gpu_peaks(config, roles).items():
         must = f"about {_size(peak)} must fit on one GPU"
-        found = f"about {_size(peak)} of {_size(gpu_bytes)}"
-        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", found, must, remedy)
+        summary = f"about {_size(peak)} of {_size(gpu_bytes)}"
+        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", summary, must, remedy)
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
@@ -205,13 +207,13 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     if config.ray_kwargs.ray_init.address is not None:
         return
     ranks, engines = config.num_ranks, config.num_engine_devices
-    needed = (TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
-    available = available_memory()
-    if available < needed:
+    library_bytes = (TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
+    free_bytes = available_memory()
+    if free_bytes < library_bytes:
         raise ConfigError(
-            f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and "
-            f"{engines} engine process(es), got {_size(available)}: end other programs, or take a machine "
-            "with more."
+            f"{_size(library_bytes)} of memory must be free for the libraries of {ranks} trainer process(es) "
+            f"and {engines} engine process(es), got {_size(free_bytes)}: end other programs, or take a "
+            "machine with more."
         )
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
@@ -229,18 +231,17 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
     size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(first_existing(folder)).free
-    kept, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
+    limit, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
     saves = None if steps is None else -(-steps // config.trainer.save_freq)
-    if kept is None and saves is None:
-        written, count = "all of them are kept, their number depends on the data", 2
+    if limit is None and saves is None:
+        number, count = "all of them are kept, their number depends on the data", 2
     else:
-        limits = [number for number in (saves, None if kept is None else kept + 1) if number is not None]
-        count = min(limits)
-        written = f"{count} at once"
+        count = min(bound for bound in (saves, None if limit is None else limit + 1) if bound is not None)
+        number = f"{count} at once"
     yield Finding.from_condition(
         size * count <= free,
         "checkpoints",
-        f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
+        f"about {_size(size)} each, {number}; {_size(free)} free at {first_existing(folder)}",
         f"about {_size(size * count)} must be free",
         "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another "
         "trainer.default_local_dir",
@@ -272,8 +273,8 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         f"{folder} must be a folder that can be written to",
         "pass another trainer.default_local_dir=<folder>",
     )
-    found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
-    yield Finding.from_condition(reason is None, "run folder", found, must, remedy)
+    summary = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
+    yield Finding.from_condition(reason is None, "run folder", summary, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:
@@ -299,8 +300,8 @@ def _parts(role: RoleMemory) -> str:
         "activations": role.activations,
         "KV cache": role.cache,
     }
-    shown = " + ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
-    return f"{role.processes} x {_size(role.per_process)} ({shown})"
+    sizes = " + ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    return f"{role.processes} x {_size(role.per_process)} ({sizes})"
 
 
 def _size(number: int) -> str:

@@ -162,12 +162,13 @@ class _Update:
     def activations(self) -> int:
         """Bytes of the activations at the start of a backward pass, and of a chunk of logits."""
         numbers = self.tokens * self.shape.width
-        of_layers = numbers * _ACTIVATION_BYTES * self.compute_bytes // 2 * self.shape.layers
+        layer_bytes = numbers * _ACTIVATION_BYTES * self.compute_bytes // 2 * self.shape.layers
         if self.checkpointing:
             recomputed = numbers * _RECOMPUTED_BYTES * self.compute_bytes // 2
-            of_layers = numbers * self.compute_bytes * self.shape.layers + recomputed
+            layer_bytes = numbers * self.compute_bytes * self.shape.layers + recomputed
         return (
-            of_layers + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
+            layer_bytes
+            + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
         )
 
 
@@ -241,8 +242,8 @@ def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fs
     activations = update.activations()
     if learner.processes > 1 and fsdp.use_no_sync_for_gradient_accumulation is False:
         # Of the layer before, reduced meanwhile.
-        of_layer = (shape.parameters - shape.embedding_parameters) // shape.layers * _reduced_bytes(fsdp)
-        activations += min(of_layer, learner.activations)
+        layer_bytes = (shape.parameters - shape.embedding_parameters) // shape.layers * _reduced_bytes(fsdp)
+        activations += min(layer_bytes, learner.activations)
     return max(activations, learner.activations - learner.gathered)
 
 
@@ -265,18 +266,18 @@ def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
 def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
     """Memory of an actor's or critic's rank: its share of weights, gradients and AdamW's two moments."""
     master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
-    of_copy = fsdp.ranks_per_copy(ranks)
-    is_gathered = of_copy > 1 or master != compute
+    ranks_per_copy = fsdp.ranks_per_copy(ranks)
+    is_gathered = ranks_per_copy > 1 or master != compute
     gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
     sums_shards = isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is False
-    gradients = trained * master if ranks == 1 else trained * 4 // (of_copy if sums_shards else 1)
+    gradients = trained * master if ranks == 1 else trained * 4 // (ranks_per_copy if sums_shards else 1)
     return RoleMemory(
         role,
         processes=ranks,
-        weights=shape.parameters * master // of_copy,
+        weights=shape.parameters * master // ranks_per_copy,
         gathered=gathered,
         gradients=gradients,
-        optimizer=2 * trained * master // of_copy,
+        optimizer=2 * trained * master // ranks_per_copy,
         # Of the last unit that is reduced, when its activations are gone.
         activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers))
         * _reduced_bytes(fsdp)
@@ -288,12 +289,12 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
 def _reward_model(config: RunConfig, shape: ModelShape, on_gpus: bool) -> RoleMemory:
     judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
     longest = judge.max_length or config.longest_sequence
-    of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
+    layer_bytes = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
     return RoleMemory(
         "reward model",
         processes=1,
         weights=shape.parameters * width,
-        activations=of_layer,
+        activations=layer_bytes,
         baseline=_library_bytes(TRAINER_MIB, on_gpus),
         knob="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
     )
@@ -342,11 +343,11 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and
     checkpoint copies."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
-    beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
+    extra = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
     # Roles of a rank compute one after the other, in memory that the one before has freed.
-    for_a_moment = [role.gathered + role.activations for role in roles if role.role in _fsdp_sections(config)]
-    taken_again = 0 if on_gpu else (sum(for_a_moment) - max(for_a_moment)) * config.num_ranks
-    return sum(per_role) - taken_again + (DRIVER_MIB + RAY_MIB) * MIB + beside
+    transient = [role.gathered + role.activations for role in roles if role.role in _fsdp_sections(config)]
+    reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
+    return sum(per_role) - reused + (DRIVER_MIB + RAY_MIB) * MIB + extra
 
 
 def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
@@ -363,14 +364,16 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
 def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
     if not on_gpu:
         return 0
-    found, sections = 0, _fsdp_sections(config)
-    for role in roles:
-        fsdp = sections.get(role.role)
-        if fsdp is not None:
-            found += role.processes * (
-                role.weights * fsdp.param_offload + role.optimizer * fsdp.optimizer_offload
-            )
-    return found
+    sections = _fsdp_sections(config)
+    return sum(
+        role.processes
+        * (
+            role.weights * sections[role.role].param_offload
+            + role.optimizer * sections[role.role].optimizer_offload
+        )
+        for role in roles
+        if role.role in sections
+    )
 
 
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
@@ -393,11 +396,15 @@ def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str
     it."""
     engine = next(role for role in roles if role.role == "engine")
     rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
-    beside = CONTEXT_MIB * MIB
+    fixed_bytes = CONTEXT_MIB * MIB
     if config.actor_rollout_ref.hybrid_engine:
-        beside += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
-    others = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
-    return {role.role: beside + others[role.role] + role.model for role in roles if role.role in others}
+        fixed_bytes += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
+    others_at_rest = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
+    return {
+        role.role: fixed_bytes + others_at_rest[role.role] + role.model
+        for role in roles
+        if role.role in others_at_rest
+    }
 
 
 def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
@@ -432,15 +439,10 @@ class GradientChoice:
 
     def __str__(self) -> str:
         """In a sentence."""
-        found = f"an update would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
-        if self.whole:
-            return (
-                f"{self.role}: ranks reduce gradients once a mini-batch: with whole gradients on each rank "
-                f"{found}"
-            )
+        moment = "once a mini-batch" if self.whole else "after every micro-batch"
         return (
-            f"{self.role}: ranks reduce gradients after every micro-batch: with whole gradients on each rank "
-            f"{found}"
+            f"{self.role}: ranks reduce gradients {moment}: with whole gradients on each rank an update "
+            f"would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
         )
 
 
@@ -459,11 +461,11 @@ def choose_gradient_sums(
     """
     if gpu_bytes is None or config.num_ranks == 1:
         return config, []
-    given = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    sections = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     peaks = gpu_update_peaks(config, estimate_roles(config, shapes, gpu_bytes))
     choices = [
         GradientChoice(role, peaks[role] <= _FULL_UP_TO * gpu_bytes, peaks[role], gpu_bytes)
-        for role, fsdp in given.items()
+        for role, fsdp in sections.items()
         if role in peaks and fsdp.use_no_sync_for_gradient_accumulation is None
     ]
     for choice in choices:
@@ -476,8 +478,10 @@ Tree = TypeVar("Tree", bound=BaseModel)
 
 def _with_value(tree: Tree, path: Sequence[str], value: object) -> Tree:
     """A copy with another value at ``path``."""
-    name, *rest = path
-    return tree.model_copy(update={name: _with_value(getattr(tree, name), rest, value) if rest else value})
+    name, *remainder = path
+    return tree.model_copy(
+        update={name: _with_value(getattr(tree, name), remainder, value) if remainder else value}
+    )
 
 
 def _gib(size: int) -> str:

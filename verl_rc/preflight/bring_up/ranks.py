@@ -40,11 +40,11 @@ class RingMember:
         values = torch.ones(num_bytes // 4, device=self._device)
         is_right = bool((all_reduce_sum(values, self._mesh) == self._mesh.size()).all())
         self._wait()
-        started = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(_ROUNDS):
             all_reduce_sum(values, self._mesh)
         self._wait()
-        return is_right, (time.perf_counter() - started) / _ROUNDS
+        return is_right, (time.perf_counter() - start) / _ROUNDS
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -90,7 +90,7 @@ class Borrower:
 
     def copy(self, handle: BucketHandle) -> tuple[int, float]:
         """The digest of the copy, and the seconds it took."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         copied: Any = copy_bucket(handle, self._device)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         return tensor_digest(copied), seconds

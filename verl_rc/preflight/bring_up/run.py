@@ -39,13 +39,13 @@ def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES
     """
     results: dict[str, object] = {}
     for name, limit in limits.items():
-        started = time.perf_counter()
+        start = time.perf_counter()
         report, problem = _run(config, name, limit)
         findings = [problem] if report is None else report.findings
         yield from findings
         results[name] = {
             "status": "failed" if any(finding.status == "failed" for finding in findings) else "ok",
-            "seconds": round(time.perf_counter() - started, 3),
+            "seconds": round(time.perf_counter() - start, 3),
             "numbers": {} if report is None else report.numbers,
             "findings": [asdict(finding) for finding in findings],
         }

@@ -66,14 +66,14 @@ class Stages:
                 if not torch.cuda.can_device_access_peer(*pair)
             ],
         }
-        found = f"{count} GPU(s): {', '.join(gpu.name for gpu in gpus) or 'none'}"
+        summary = f"{count} GPU(s): {', '.join(gpu.name for gpu in gpus) or 'none'}"
         if self._device == "cpu":
             return Report(
-                numbers, [Finding("note", "machine", f"{found}; the stages are rehearsed on the CPU")]
+                numbers, [Finding("note", "machine", f"{summary}; the stages are rehearsed on the CPU")]
             )
         must = f"trainer.n_gpus_per_node={self._num_ranks} GPUs must be seen"
         fits = Finding.from_condition(
-            count >= self._num_ranks, "machine", found, must, f"pass trainer.n_gpus_per_node={count}"
+            count >= self._num_ranks, "machine", summary, must, f"pass trainer.n_gpus_per_node={count}"
         )
         return Report(numbers, [*check_driver(), fits])
 
@@ -91,7 +91,7 @@ class Stages:
                 # What every rank has to send and to receive, as nccl-tests counts it.
                 sent = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
                 report.numbers[f"{size}_MiB"] = {"seconds": seconds, "bus_bytes_per_second": sent / seconds}
-                found = (
+                summary = (
                     f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
                     f"{sent / seconds / 1e9:.2f} GB/s each"
                 )
@@ -101,7 +101,7 @@ class Stages:
                 )
                 report.findings.append(
                     Finding.from_condition(
-                        all(right for right, _ in answers), "all-reduce", found, must, remedy
+                        all(right for right, _ in answers), "all-reduce", summary, must, remedy
                     )
                 )
             _all(ranks, "close")
@@ -110,8 +110,8 @@ class Stages:
     def lending(self) -> Report:
         """One process copies memory that another one lends on the same device."""
         environment = self._environment(0)
-        with _processes() as started:
-            started += [
+        with _processes() as processes:
+            processes += [
                 ChildProcess(
                     "verl_rc.preflight.bring_up.ranks:Lender",
                     environment,
@@ -120,16 +120,16 @@ class Stages:
                 ),
                 ChildProcess("verl_rc.preflight.bring_up.ranks:Borrower", environment, device=self._device),
             ]
-            lender, borrower = started
-            handle, lent = lender.call("lend")
-            copied, seconds = borrower.call("copy", handle)
+            lender, borrower = processes
+            handle, lent_digest = lender.call("lend")
+            copied_digest, seconds = borrower.call("copy", handle)
             lender.call("take_back")
-        found = f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms"
+        summary = f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms"
         must, remedy = (
             "the copy must have the digest of what was lent",
             "pass checkpoint_engine.backend=broadcast",
         )
-        finding = Finding.from_condition(lent == copied, "lent memory", found, must, remedy)
+        finding = Finding.from_condition(lent_digest == copied_digest, "lent memory", summary, must, remedy)
         return Report({"seconds": seconds, "bytes": _LENT_MIB << 20}, [finding])
 
     def trainer(self) -> Report:
@@ -141,54 +141,54 @@ class Stages:
         estimate = estimate_roles(config, shapes, gpu_bytes)[0].model
         report = Report(findings=[Finding("note", "gradients", str(choice)) for choice in choices])
         if gpu_bytes is not None and estimate > gpu_bytes:
-            found = (
+            summary = (
                 f"not measured: an update takes {_gib(estimate)} of a GPU's {_gib(gpu_bytes)} GiB on one node"
             )
-            report.findings.append(Finding("note", "trainer", found))
+            report.findings.append(Finding("note", "trainer", summary))
             return report
         with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
             tokens, micro_batches = _full_micro_batches(config, shape.vocabulary)
-            started = time.perf_counter()
+            start = time.perf_counter()
             log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, micro_batches)[0][0]
-            scored = time.perf_counter()
+            scoring_end = time.perf_counter()
             sharing = config.sequence_parallel_sizes["actor"]
             batch, share = _train_batch(tokens, log_probs, micro_batches, len(ranks) // sharing)
             request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
             _all(ranks, "update", batch, request)
-            begun = time.perf_counter()
+            update_start = time.perf_counter()
             reports = _all(ranks, "update", batch, request)
-            ended = time.perf_counter()
+            update_end = time.perf_counter()
             _all(ranks, "close")
         num_tokens = int(tokens.sequence_lengths.sum()) // sharing
         peaks = [
             metric.value
-            for one in reports
-            for metric in one.metrics
+            for answer in reports
+            for metric in answer.metrics
             if metric.name == "perf/max_memory_allocated_gb"
         ]
         report.numbers = {
             "tokens_per_rank": num_tokens,
-            "log_prob_seconds": scored - started,
-            "update_seconds": ended - begun,
-            "update_tokens_per_second": num_tokens * len(ranks) / (ended - begun),
+            "log_prob_seconds": scoring_end - start,
+            "update_seconds": update_end - update_start,
+            "update_tokens_per_second": num_tokens * len(ranks) / (update_end - update_start),
             "peak_bytes": max(peaks) * _GIB if peaks else None,
             "estimated_bytes": estimate,
         }
-        found = (
-            f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in "
-            f"{ended - begun:.2f} s"
+        summary = (
+            f"{num_tokens} tokens a rank: log-probs in {scoring_end - start:.2f} s, an update in "
+            f"{update_end - update_start:.2f} s"
         )
-        report.findings.append(Finding("ok", "trainer", found))
+        report.findings.append(Finding("ok", "trainer", summary))
         if not peaks:
             report.findings.append(Finding("note", "peak memory", "not measured without a GPU"))
             return report
-        found = f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated"
+        summary = f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated"
         must, remedy = (
             "the estimate must not be exceeded",
             "report both numbers with this file: the estimate is wrong",
         )
         report.findings.append(
-            Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", found, must, remedy)
+            Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", summary, must, remedy)
         )
         return report
 
@@ -200,12 +200,12 @@ class Stages:
         environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible(
             devices, self._device
         )
-        with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as own:
-            started = time.perf_counter()
+        with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as processes:
+            start = time.perf_counter()
             options = engine_options(config, self._device)
             engine = ChildProcess(options.worker, environment, options=options)
-            own.append(engine)
-            report.numbers["start_seconds"] = time.perf_counter() - started
+            processes.append(engine)
+            report.numbers["start_seconds"] = time.perf_counter() - start
             offers = choose_offering_ranks(
                 [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
             )
@@ -215,14 +215,14 @@ class Stages:
         report.numbers["rounds"], report.numbers["full_load"] = [numbers for numbers, _ in rounds], load
         report.findings.append(Finding("ok", "engine", f"started in {report.numbers['start_seconds']:.1f} s"))
         whole, computing = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
-        found = (
+        summary = (
             f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
             f"computes {computing:.1f} ms"
         )
-        report.findings.append(Finding("note", "engine's process", found))
+        report.findings.append(Finding("note", "engine's process", summary))
         limit = GapLimit.from_config(config).limit(None)
         for numbers, gap in rounds:
-            found = (
+            summary = (
                 f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
                 f"sampled in {numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, "
                 f"largest {gap.maximum:.3g}"
@@ -230,7 +230,7 @@ class Stages:
             must = f"the mean gap must be at most {limit:.3g} nats for this precision"
             remedy = "run verl-rc diagnose on a short run, and try rollout.dtype=float32"
             report.findings.append(
-                Finding.from_condition(gap.mean <= limit, "engine's weights", found, must, remedy)
+                Finding.from_condition(gap.mean <= limit, "engine's weights", summary, must, remedy)
             )
         return report
 
@@ -334,11 +334,11 @@ class Stages:
 @contextmanager
 def _processes() -> Iterator[list[ChildProcess]]:
     """A list of processes that end with the block."""
-    started: list[ChildProcess] = []
+    processes: list[ChildProcess] = []
     try:
-        yield started
+        yield processes
     finally:
-        for process in started:
+        for process in processes:
             process.end(5.0)
 
 
@@ -353,9 +353,9 @@ def _all(ranks: Sequence[ChildProcess], method: str, *arguments: Any) -> list[An
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
+    start = time.perf_counter()
     result = work()
-    return result, time.perf_counter() - started
+    return result, time.perf_counter() - start
 
 
 def _gib(size: int) -> str:
@@ -366,8 +366,8 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
     """Restrict a process to some of the GPUs that this one sees."""
     if device == "cpu":
         return {}
-    seen = environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
 
 

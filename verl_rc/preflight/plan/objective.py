@@ -185,16 +185,16 @@ def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
 
 
 def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
-    needed = () if plan.spec is None else plan.spec.inputs
+    inputs = () if plan.spec is None else plan.spec.inputs
     yield "response_mask"
-    yield "component_scores" if "component_scores" in needed else "scores"
-    if "reward_baselines" in needed:
+    yield "component_scores" if "component_scores" in inputs else "scores"
+    if "reward_baselines" in inputs:
         yield "reward_baselines"
-    if "sum_pi_squared" in needed:
+    if "sum_pi_squared" in inputs:
         yield "sum_pi_squared"
     corrects = policy.weights or policy.rejects
     reads_old = (
-        policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
+        policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in inputs
     )
     if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"

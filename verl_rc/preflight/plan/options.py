@@ -39,8 +39,8 @@ def unused_options(
     config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan
 ) -> tuple[UnusedOption, ...]:
     """Every option without effect under ``config``, with its reason."""
-    found = dict(_unused(config, policy, advantages))
-    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in found.items()]
+    reasons = dict(_unused(config, policy, advantages))
+    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in reasons.items()]
     reported = [
         UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
         for key, reason in _metrics_only(config)
@@ -136,10 +136,10 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
         ("actor_rollout_ref.ref.*",),
         "nothing compares with the reference policy",
     )
-    own = ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.ref.fsdp_config.*")
+    model_keys = ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.ref.fsdp_config.*")
     yield (
         config.needs_reference and has_adapters,
-        own,
+        model_keys,
         "with LoRA the reference is the actor without its adapters",
     )
     adapters = tuple(
@@ -154,8 +154,8 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     }
     for section, is_on in switches.items():
         yield not is_on, (f"{section}.*",), "it is not enabled"
-    of_saving = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
-    yield config.trainer.save_freq <= 0, of_saving, "trainer.save_freq <= 0: nothing is saved"
+    checkpoint_keys = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
+    yield config.trainer.save_freq <= 0, checkpoint_keys, "trainer.save_freq <= 0: nothing is saved"
     yield (
         config.data.filter_overlong_prompts,
         ("data.truncation",),
@@ -224,8 +224,8 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
         yield f"{_ACTOR}.kl_loss_type", "kl_loss_coef=0"
     if config.algorithm.estimator_reads("component_scores"):
-        more = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
-        for key in ("use_kl_in_reward", *more):
+        penalty_keys = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
+        for key in ("use_kl_in_reward", *penalty_keys):
             reason = (
                 f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which "
                 "carry no penalty"

@@ -116,8 +116,8 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     def arithmetic(
         mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
     ) -> UpdateArithmetic:
-        given = fsdp.use_no_sync_for_gradient_accumulation
-        once = True if given is None and trainer.device == "cpu" else given
+        setting = fsdp.use_no_sync_for_gradient_accumulation
+        once = True if setting is None and trainer.device == "cpu" else setting
         sizes = (
             mini,
             mini * samples,
