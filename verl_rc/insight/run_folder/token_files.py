@@ -62,8 +62,10 @@ class Layout:
     """How another trainer writes tokens."""
 
     trainer: str
-    files: Callable[[Path], Files]
-    """Token files at a path; empty where there are none of this trainer."""
+    globs: Sequence[str]
+    """Where token files lie below a folder."""
+    number: str
+    """Regular expression for the path of a token file, with the file's step as its group."""
     rows: Callable[[int, Path, "LineReader"], Iterable[Row]]
     """Rows of one file of a step."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +76,14 @@ class Layout:
     """Whether a file is a shard of rows of any steps, and its number no step."""
     is_duplicate: Callable[[Row, set[Any]], bool] = lambda row, seen: False
     """Whether a row was seen in another file of the step."""
+
+    def files(self, folder: Path) -> Files:
+        """Token files of this trainer by step, ascending."""
+        files_of_step: dict[int, list[Path]] = {}
+        for path in sorted(path for pattern in self.globs for path in folder.glob(pattern)):
+            if match := re.search(self.number, path.as_posix()):
+                files_of_step.setdefault(int(match[1]), []).append(path)
+        return {step: files_of_step[step] for step in sorted(files_of_step)}
 
     def source(self, path: Path) -> TokenSource | None:
         """The records at a path; None where there are none of this trainer."""
@@ -129,15 +139,6 @@ class LineReader:
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
-
-
-def numbered(paths: Iterable[Path], pattern: str) -> dict[int, list[Path]]:
-    """Paths by the number that ``pattern`` finds in their names, ascending; others are left out."""
-    files_of_step: dict[int, list[Path]] = {}
-    for path in sorted(paths):
-        if match := re.search(pattern, path.as_posix()):
-            files_of_step.setdefault(int(match[1]), []).append(path)
-    return {number: files_of_step[number] for number in sorted(files_of_step)}
 
 
 def sampled(files: Files, notes: list[str]) -> Files:

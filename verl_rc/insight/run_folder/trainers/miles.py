@@ -7,17 +7,13 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.slime import row_of
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 
 _NUMBER = "sample_indices"
 """Number of a sample, by which rows are known that several ranks have."""
 _NEEDED = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs")
-
-
-def _files(path: Path) -> Files:
-    return numbered(path.glob("train_data/*_*.pt"), r"/train_data/(\d+)_\d+\.pt$")
 
 
 def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
@@ -53,7 +49,8 @@ def _is_duplicate(row: Row, identities: set[Any]) -> bool:
 
 LAYOUT = Layout(
     "miles",
-    _files,
+    ("train_data/*_*.pt",),
+    r"/train_data/(\d+)_\d+\.pt$",
     _rows,
     lacks=("miles's dumps hold no sum of squares, no engine, no group and no version of the weights.",),
     is_duplicate=_is_duplicate,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -18,11 +18,6 @@ FIELDS = {
 }
 """Their names of the fields of tokens; prompt and response in one list, token t at place t, padded at the
 right."""
-
-
-def _files(path: Path) -> Files:
-    paths = [*path.glob("train_data_step*.jsonl"), *path.glob("exp_*/train_data_step*.jsonl")]
-    return numbered(paths, r"train_data_step(\d+)\.jsonl$")
 
 
 def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
@@ -47,7 +42,8 @@ def _of_batch(value: Any) -> Any:
 
 LAYOUT = Layout(
     "NeMo-RL",
-    _files,
+    ("train_data_step*.jsonl", "exp_*/train_data_step*.jsonl"),
+    r"train_data_step(\d+)\.jsonl$",
     _rows,
     lacks=(
         "NeMo-RL's token files hold no entropy, no sum of squares, no group and no version of the weights; "

@@ -5,16 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 
 FIELDS = {"response_ids": "response_tokens", "rollout_log_prob": "logprobs"}
 """Their names of the fields of tokens, which stand behind the prompt alone."""
 _NOT_COMPUTED = 1.0
 """What stands for a log-prob that the engine did not return."""
-
-
-def _files(path: Path) -> Files:
-    return numbered(path.glob("*_rollouts_*.jsonl"), r"_rollouts_(\d+)\.jsonl$")
 
 
 def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:
@@ -41,7 +37,8 @@ def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:
 
 LAYOUT = Layout(
     "open-instruct",
-    _files,
+    ("*_rollouts_*.jsonl",),
+    r"_rollouts_(\d+)\.jsonl$",
     _rows,
     facts={"logprobs_mode": "raw_logprobs"},
     holds_many_steps=True,

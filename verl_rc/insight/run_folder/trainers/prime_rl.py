@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_rc.data.token_rows import Row
 from verl_rc.insight.run_folder.lines import parse_line
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -36,10 +36,6 @@ _LOOKED_AT = 64
 """Lines of which one must have a name of theirs."""
 
 
-def _files(path: Path) -> Files:
-    return numbered(path.glob("token_exports/step_*/rank_*.jsonl"), r"/step_(\d+)/rank_\d+\.jsonl$")
-
-
 def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
     for line in lines(path):
         row = behind_the_prompt({ours: line.get(theirs) for ours, theirs in FIELDS.items()})
@@ -59,7 +55,8 @@ def has_metrics(path: Path) -> bool:
 
 LAYOUT = Layout(
     "prime-rl",
-    _files,
+    ("token_exports/step_*/rank_*.jsonl",),
+    r"/step_(\d+)/rank_\d+\.jsonl$",
     _rows,
     facts={"logprobs_mode": "processed_logprobs"},
     lacks=("prime-rl's token files hold no reward, no version of the weights and no sum of squares.",),

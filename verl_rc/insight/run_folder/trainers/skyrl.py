@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_rc.data.token_record import Array, DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.tensors import load_mapping, load_tensors
 
 FIELDS = {
@@ -24,14 +24,6 @@ FIELDS = {
 """Their names of the fields of tokens, ``[B, R]``; their ``response_mask`` says where a response stands."""
 _NEEDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout_logprobs")
 _PACKAGES = ("skyrl", "skyrl_train")
-
-
-def _files(path: Path) -> Files:
-    paths = [
-        *path.glob("global_step_*_training_input.pkl"),
-        *path.glob("dumped_data/global_step_*_training_input.pkl"),
-    ]
-    return numbered(paths, r"/global_step_(\d+)_training_input\.pkl$")
 
 
 def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
@@ -85,7 +77,8 @@ def _groups(boundaries: Any, count: int) -> Array | None:
 
 LAYOUT = Layout(
     "SkyRL",
-    _files,
+    ("global_step_*_training_input.pkl", "dumped_data/global_step_*_training_input.pkl"),
+    r"/global_step_(\d+)_training_input\.pkl$",
     _rows,
     facts={"logprobs_mode": "raw_logprobs"},
     lacks=(

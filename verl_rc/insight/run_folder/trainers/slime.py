@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Files, Layout, LineReader, numbered
+from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 
 FIELDS = {
@@ -19,10 +19,6 @@ FIELDS = {
 }
 """Their names of the fields of tokens, which stand behind the prompt alone."""
 _FORMAT = 2
-
-
-def _files(path: Path) -> Files:
-    return numbered(path.glob("train_data/*.pt"), r"/train_data/(\d+)\.pt$")
 
 
 def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
@@ -69,7 +65,8 @@ def _number(version: object) -> int | None:
 
 LAYOUT = Layout(
     "slime",
-    _files,
+    ("train_data/*.pt",),
+    r"/train_data/(\d+)\.pt$",
     _rows,
     lacks=("slime's dumps hold no sum of squares and no engine; entropies come with --use-rollout-entropy.",),
 )
