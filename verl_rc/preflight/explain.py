@@ -64,17 +64,10 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "Batch": _batch(plan),
         "Set, and without effect here": _without_effect(plan, is_changed=True),
         "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
-        "Worth a second look": _paragraphs(plan.warnings),
+        "Worth a second look": (line for text in plan.warnings for line in _wrapped("  ", text)),
     }
-    parts = [f"{title}\n" + "".join(f"{line}\n" for line in lines) for title, lines in _filled(sections)]
-    return "\n".join(parts)
-
-
-def _filled(sections: dict[str, Iterator[str]]) -> Iterator[tuple[str, list[str]]]:
-    for title, lines in sections.items():
-        section = list(lines)
-        if section:
-            yield title, section
+    texts = {title: "".join(f"{line}\n" for line in lines) for title, lines in sections.items()}
+    return "\n".join(f"{title}\n{text}" for title, text in texts.items() if text)
 
 
 def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
@@ -245,7 +238,7 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
             else "centred only"
         )
     baseline = (
-        _compared(plan)
+        ("samples of one prompt" if plan.sizes.samples > 1 else "none: a prompt has one sample")
         if advantages.compares_groups
         else "the critic's values"
         if advantages.uses_values
@@ -265,10 +258,6 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does"),
     ]
     yield from _table(rows)
-
-
-def _compared(plan: Plan) -> str:
-    return "samples of one prompt" if plan.sizes.samples > 1 else "none: a prompt has one sample"
 
 
 def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
@@ -336,17 +325,15 @@ def _batch(plan: Plan) -> Iterator[str]:
         if update is not None:
             yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
             if update.ranks_per_copy < update.ranks:
-                yield from _wrapped("  ", f"{role}: {_copies(update.ranks, update.ranks_per_copy)}")
+                yield from _wrapped(
+                    "  ",
+                    f"{role}: {update.ranks // update.ranks_per_copy} copies of weights and moments, each "
+                    f"shared by {update.ranks_per_copy} rank(s): layers are gathered among those, gradients "
+                    "are summed over all",
+                )
             if update.ranks > 1:
                 yield from _wrapped("  ", f"{role}: {_GRADIENT_SUMS[update.sums_gradients_once]}")
     yield f"  training steps: {steps}"
-
-
-def _copies(ranks: int, ranks_per_copy: int) -> str:
-    return (
-        f"{ranks // ranks_per_copy} copies of weights and moments, each shared by {ranks_per_copy} rank(s): "
-        "layers are gathered among those, gradients are summed over all"
-    )
 
 
 def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
@@ -381,11 +368,6 @@ def _without_effect(plan: Plan, is_changed: bool) -> Iterator[str]:
             reasons.setdefault(kind + option.reason, []).append(option.key)
     for reason, keys in reasons.items():
         yield from _wrapped("  ", f"{', '.join(keys)}: {reason}")
-
-
-def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from _wrapped("  ", text)
 
 
 def _table(rows: Iterable[Row]) -> Iterator[str]:
