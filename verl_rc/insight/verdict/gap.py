@@ -170,8 +170,12 @@ def _missing_mass(run: RunData) -> list[Statement]:
         count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
         if first >= 0:
             beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
-            evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
-            evidence["ratio"] = _mean_ratio(run, first, last)
+            evidence = {
+                "z": sorted(beyond)[len(beyond) // 2],
+                "count": count,
+                "steps": len(z),
+                "ratio": _mean_ratio(run, first, last),
+            }
             return [
                 _below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))
             ]
@@ -261,8 +265,13 @@ def _grows_with_age(
     oldest = max(gaps)
     if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
-    evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
-    evidence["at"] = line.intercept + line.slope * oldest
+    evidence = {
+        "slope": line.slope,
+        "r": line.r_squared,
+        "floor": floor.value,
+        "oldest": oldest,
+        "at": line.intercept + line.slope * oldest,
+    }
     return [
         state(table.STALENESS, evidence, confidence=confidence, steps=floor.steps, overrides=_no_lead(run))
     ]
@@ -351,8 +360,8 @@ def _missed_update(run: RunData) -> list[Statement]:
         "peak": max(value for _, value in jumps),
         "count": len(jumps),
         "steps": len(noise),
+        "step": jumps[0][0],
     }
-    evidence["step"] = jumps[0][0]
     return [state(table.MISSED_UPDATE, evidence, confidence="likely", steps=(jumps[0][0], jumps[-1][0]))]
 
 
@@ -378,8 +387,9 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     evidence = {
         "drift": statistics.median(size for size, _ in within),
         "noise": statistics.median(s for _, s in within),
+        "count": count,
+        "steps": len(shared),
     }
-    evidence |= {"count": count, "steps": len(shared)}
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
         state(

@@ -136,17 +136,22 @@ def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
 
 def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     """The recorded log-probs of the trainer do not come out again."""
-    examples = []
-    for record in records:
-        part = record.parts.get("trainer")
-        noise = max(BOUNDS.reproduced, record.numbers.get("noise", 0.0))
-        if part is not None and part.share > BOUNDS.part_share and part.size > noise:
-            examples.append(record)
+    examples = [
+        record
+        for record in records
+        if (part := record.parts.get("trainer")) is not None
+        and part.share > BOUNDS.part_share
+        and part.size > max(BOUNDS.reproduced, record.numbers.get("noise", 0.0))
+    ]
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.parts["trainer"].size)
-    evidence = {"size": worst.parts["trainer"].size, "share": worst.parts["trainer"].share, "gap": worst.gap}
-    evidence["twice"] = worst.numbers.get("trainer_twice", 0.0)
+    evidence = {
+        "size": worst.parts["trainer"].size,
+        "share": worst.parts["trainer"].share,
+        "gap": worst.gap,
+        "twice": worst.numbers.get("trainer_twice", 0.0),
+    }
     ways = {record.reproduced_by for record in examples} - {""}
     sentence = (
         "The recorded tokens with the trainer's weights of their step do not give the trainer's recorded "
@@ -162,48 +167,49 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
 def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     """A prefix cache that older weights filled explains the engine's log-probs twice as well as weights
     alone."""
-    examples = []
-    for record in records:
-        rest, stale_distance = record.parts.get("rest"), record.numbers.get("stale_cache")
-        if (
-            rest is None
-            or stale_distance is None
-            or rest.share <= BOUNDS.part_share
-            or rest.size <= BOUNDS.reproduced
-        ):
-            continue
-        without = min(record.numbers["own_cache"], *record.versions.values())
-        if without > BOUNDS.above_floor * stale_distance:
-            examples.append(record)
+    examples = [
+        record
+        for record in records
+        if (rest := record.parts.get("rest")) is not None
+        and "stale_cache" in record.numbers
+        and rest.share > BOUNDS.part_share
+        and rest.size > BOUNDS.reproduced
+        and min(record.numbers["own_cache"], *record.versions.values())
+        > BOUNDS.above_floor * record.numbers["stale_cache"]
+    ]
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["own_cache"])
-    evidence: dict[str, float] = {
+    evidence = {
         "step": worst.step,
         "said": worst.version,
         "filled": worst.numbers["stale_version"],
+        "left": worst.numbers["stale_cache"],
+        "own": worst.numbers["own_cache"],
+        "cached": worst.numbers["cached_tokens"],
     }
-    evidence |= {"left": worst.numbers["stale_cache"], "own": worst.numbers["own_cache"]}
-    evidence["cached"] = worst.numbers["cached_tokens"]
     return state(table.STALE_CACHE, evidence, **_sure(examples))
 
 
 def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
-    """Other weights than those that were said explain the engine's log-probs at least twice as well."""
-    examples = []
-    for record in records:
-        reported_distance, best = record.versions.get(record.version), record.best_version
-        if (
-            reported_distance is not None
-            and best < record.version
-            and reported_distance > BOUNDS.above_floor * record.versions[best]
-        ):
-            examples.append(record)
+    """Older weights than the reported ones explain the engine's log-probs at least twice as well."""
+    examples = [
+        record
+        for record in records
+        if record.version in record.versions
+        and record.best_version < record.version
+        and record.versions[record.version] > BOUNDS.above_floor * record.versions[record.best_version]
+    ]
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
-    evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "held": worst.best_version}
-    evidence |= {"gap": worst.versions[worst.version], "left": worst.versions[worst.best_version]}
+    evidence = {
+        "step": worst.step,
+        "said": worst.version,
+        "held": worst.best_version,
+        "gap": worst.versions[worst.version],
+        "left": worst.versions[worst.best_version],
+    }
     return state(table.OLDER_WEIGHTS, evidence, **_sure(examples))
 
 
@@ -231,10 +237,9 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
 
 
 def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
-    """What the run's engine had and a replayed one has not: it is given the recorded ids and the right
-    weights, nothing else.
+    """The run's engine differs from a replayed one, which has the recorded ids and the right weights.
 
-    Too far is farther than at the start, or from the start on farther than rounding of the engine makes.
+    It differs when its distance is larger than at the start, or larger than rounding explains from the start.
     """
     rests = sorted(
         (record for record in records if {"rest", "engine"} <= record.parts.keys()),
@@ -252,8 +257,13 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.parts["rest"].size)
-    evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "step": worst.step}
-    evidence |= {"first": firsts[frozenset(worst.parts)], "rounding": _rounding_of(worst)}
+    evidence = {
+        "size": worst.parts["rest"].size,
+        "share": worst.parts["rest"].share,
+        "step": worst.step,
+        "first": firsts[frozenset(worst.parts)],
+        "rounding": _rounding_of(worst),
+    }
     return state(table.OTHER_ENGINE, evidence, **_sure(examples))
 
 
@@ -264,17 +274,14 @@ def _rounding_of(record: ReplayedRecord) -> float:
 
 def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     """With the same weights, in float32 and row by row, the engine gives other log-probs than the trainer."""
-    examples = []
-    for record in records:
-        part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
-        # Where precision has no part of its own, this part includes it.
-        if (
-            part is not None
-            and "precision" in record.parts
-            and part.share > BOUNDS.part_share
-            and kernels > BOUNDS.reproduced
-        ):
-            examples.append(record)
+    examples = [
+        record
+        for record in records
+        if (part := record.parts.get("engine")) is not None
+        and "precision" in record.parts  # else precision is included in the engine's part
+        and part.share > BOUNDS.part_share
+        and record.numbers.get("kernels", 0.0) > BOUNDS.reproduced
+    ]
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["kernels"])
