@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import defaults, leaves_of
-from verl_rc.insight.page.encode import Curve, curve_of
+from verl_rc.insight.page.encode import curve_of
 from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.text import escaped, listed, number, shortened, table
 from verl_rc.insight.run_folder import RunData, SavedSample
@@ -224,7 +224,7 @@ def metrics_panel(run: RunData) -> str:
                 number(max(finite.values)) if len(finite) else "",
                 escaped(healthy),
                 f"{left_out}" if left_out else "",
-                sparkline([_small(run, name)]),
+                sparkline([curve_of(run.series[name], most_points=60)]),
             )
         )
     head = (
@@ -240,10 +240,6 @@ def metrics_panel(run: RunData) -> str:
         "",
     )
     return f"<details><summary>{len(rows)} metrics</summary>{table(head, rows, 'metrics')}</details>"
-
-
-def _small(run: RunData, name: str) -> Curve:
-    return curve_of(run.series[name], most_points=60)
 
 
 def configuration_panel(run: RunData) -> str:

@@ -116,7 +116,9 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         rollout=padded("rollout_log_prob", torch.float32),
         mask=mask,
         advantages=padded("advantage", torch.float32),
-        scores=torch.tensor([_score(record, index) for record, index in rows]),
+        scores=torch.tensor(
+            [float(record.rows["score"][index]) if "score" in record.rows else 0.0 for record, index in rows]
+        ),
         prompts=torch.tensor(
             [numbers[record.step, int(record.rows["group"][index])] for record, index in rows]
         ),
@@ -126,10 +128,6 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         steps=[record.step for record in records],
         step_of_row=[record.step for record, _ in rows],
     )
-
-
-def _score(record: TokenRecord, index: int) -> float:
-    return float(record.rows["score"][index]) if "score" in record.rows else 0.0
 
 
 def _ids(record: TokenRecord) -> Array:

@@ -137,7 +137,8 @@ def estimate_presets(
 ) -> list[Estimate]:
     """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default:
     those recorded)."""
-    blocks = _blocks(batch)
+    # The prompt of each row ``[B]``, or the block of prompts.
+    blocks = batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)
     count = int(blocks.max()) + 1
     generator = torch.Generator().manual_seed(SEED)
     block_numbers = torch.randint(count, (draws, count), generator=generator)
@@ -185,11 +186,6 @@ def estimate_presets(
             Estimate(name, config, intervals, bias_interval, noise_interval, error_interval, error)
         )
     return estimates
-
-
-def _blocks(batch: RecordedBatch) -> Tensor:
-    """int64 ``[B]``: the prompt of each row, or the block of prompts."""
-    return batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)
 
 
 def _counts(block_numbers: Tensor, count: int) -> Tensor:
