@@ -390,7 +390,7 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
 
 
 def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
-    """Sharding and precision of every role of the run that has a model of its own, by its section."""
+    """Sharding and precision of every role of the run that has its own model, by section."""
     sections: dict[str, FsdpConfig] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
     if config.needs_critic:
         sections["critic"] = config.critic.fsdp_config

@@ -248,7 +248,7 @@ class RunConfig(StrictModel):
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the reference policy has a model of its own: with LoRA it is the actor without its
+        """Whether the reference policy has its own model: with LoRA it is the actor without its
         adapters."""
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 

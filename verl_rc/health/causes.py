@@ -69,7 +69,7 @@ def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, flo
 
 @dataclass(frozen=True)
 class SaidCause:
-    """What is to be said of a cause in a step."""
+    """The message about a cause in a step."""
 
     text: str
     """Empty: nothing."""

@@ -12,7 +12,7 @@ _OF_A_STEP = ("step", "trainer", VERSION_FACT)
 
 
 def convert(path: Path, output: Path) -> list[str]:
-    """Write the token records at ``path`` to ``output`` as JSON lines; returns what is to be said of them.
+    """Write the token records at ``path`` to ``output`` as JSON lines; returns lines for the console.
 
     Raises:
         NothingToReadError: there are none that can be read.

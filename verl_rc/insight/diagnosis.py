@@ -87,5 +87,5 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 
 
 def causes_from_metrics(run: RunData) -> list[Statement]:
-    """What the verdict says of the gap without the replays that stand beside the run."""
+    """The statements of the verdict about the gap, without the replays in the run's folder."""
     return [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]

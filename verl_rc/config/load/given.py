@@ -327,7 +327,6 @@ def _apply_preset(tree: dict[str, Any]) -> None:
         fields = preset_fields(str(name))
     except ValueError as error:
         raise ConfigError(f"{CORRECTION}.preset: {error}") from error
-    # Said even where it is the default, so that preset=disabled is told from a correction that was not
-    # chosen.
+    # ``rollout_is`` is set even to its default, so that preset=disabled differs from no choice.
     for leaf, value in {"rollout_is": None, **fields}.items():
         section.setdefault(leaf, value)

@@ -22,7 +22,7 @@ class ChartSpec:
     """Metrics of the lower and upper edge of a band around the first line."""
     stacked: bool = False
     derived: tuple[str, str, Callable[[RunData], Series]] | None = None
-    """A line of its own: label, unit, values."""
+    """A line that is computed from the run: label, unit, values."""
 
 
 @dataclass(frozen=True)

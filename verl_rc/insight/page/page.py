@@ -227,7 +227,7 @@ class _PageData:
         return {**numbers, "alerts": alerts, "tokens": self.tokens}
 
     def _line(self, label: str, curve: Curve) -> dict[str, Any]:
-        steps = packed(curve.x)  # the same steps stand in the page once
+        steps = packed(curve.x)  # the page holds equal steps once
         line: dict[str, Any] = {
             "label": label,
             "x": self._steps.setdefault(steps, len(self._steps)),
@@ -239,7 +239,7 @@ class _PageData:
 
 
 def as_script(data: Any) -> str:
-    """JSON that may stand in a script element: no character in it can end the element or begin another."""
+    """JSON for a script element: no character in it can end the element or begin another."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

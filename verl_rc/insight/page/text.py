@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 LONGEST_TEXT = 2_000
-"""Characters of a cell of a sample; what is longer is cut, and says so."""
+"""Characters of a cell of a sample; a longer text is cut, and says so."""
 
 
 def escaped(value: object) -> str:

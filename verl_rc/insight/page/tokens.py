@@ -27,7 +27,7 @@ _KEYS = "trainer.token_records.enable=True writes them"
 
 
 def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, dict[str, Any] | None]:
-    """The panel, and what its script reads; or which key records what is missing."""
+    """The panel and the data of its script; without records, the key that makes a run write them."""
     data = run.tokens
     if data is None:
         advice = "" if run.is_own else " by verl_rc; verl-rc migrate translates a recipe of verl"
@@ -162,7 +162,7 @@ def _bar(bar: Bar, largest: float, floor: float | None) -> str:
 
 
 def _script_data(data: TokenData, rows: Sequence[TokenRow], with_text: bool) -> dict[str, Any]:
-    """Rows with their tokens; texts of tokens stand in the page once."""
+    """Rows with their tokens; the page holds the text of each token once."""
     places: dict[int, int] = {}
     if with_text and data.pieces:
         for row in rows:

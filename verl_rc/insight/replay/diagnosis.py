@@ -84,7 +84,7 @@ class _Session:
             )
 
     def replay(self) -> None:
-        """Replay every chosen record; the engines come last, because they have processes of their own."""
+        """Replay every chosen record; the engines come last, because they run in separate processes."""
         trainer_results = [self._by_trainer(rows) for rows in self._rows]
         best = [
             record.best_version if "R3" in self._wanted else record.version for record, _ in trainer_results
@@ -179,7 +179,7 @@ class _Session:
     def _by_cache(
         self, engine: ReplayEngine, rows: RecordedRows, result: "_EngineResult", version_held: int
     ) -> None:
-        """R7: with a cache of its own, and with one that older weights filled: those of the start, and the
+        """R7: with an empty cache, and with one that older weights filled: those of the start, and the
         last before."""
         result.decode, _ = engine.decoded(rows, self._kept.folder(version_held))
         result.numbers["own_cache"] = rows.rms(result.decode, rows.rollout)

@@ -1,4 +1,4 @@
-"""The engine's side of a replay, in a process of its own."""
+"""The engine's side of a replay, in a separate process."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -144,7 +144,7 @@ def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
 
 
 def _alert(step: int, record: Record) -> Alert:
-    """An alert; what is damaged of its cause is left out."""
+    """An alert, without the damaged parts of its cause."""
     evidence = record.get("evidence")
     numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
     title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))

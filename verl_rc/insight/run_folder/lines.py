@@ -1,4 +1,4 @@
-"""Lines of logs: JSON objects, numbers and steps, and what is to be said about those that cannot be read."""
+"""Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
 import json
 import math
@@ -89,7 +89,7 @@ def as_number(value: object) -> float | None:
 
 
 def as_step(value: object) -> int | None:
-    """A step's number, None for what is none."""
+    """The number of a step; None for another value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_STEP:
         return None
     return int(value) if value == int(value) else None

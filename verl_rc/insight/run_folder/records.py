@@ -22,7 +22,7 @@ def is_usable(value: float) -> bool:
 
 
 class NothingToReadError(ValueError):
-    """The path holds no run and no log that is known; the message says what was looked for."""
+    """The path holds no run and no known log; the message lists the files that were looked for."""
 
 
 @dataclass(frozen=True)

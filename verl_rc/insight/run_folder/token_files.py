@@ -39,12 +39,12 @@ class TokenSource:
     read: Callable[[int], TokenRecord]
     """Raises ``DamagedRecordError``."""
     notes: list[str] = field(default_factory=list)
-    """What is said of them: what was left out, and what cannot be told; grows while records are read."""
+    """Sentences about records that were left out and facts that are unknown; grows while records are read."""
     pieces: Path | None = None
     """The file with the text of every token id."""
 
     def records(self, first_step: int = 0, last_step: int = 1 << 62) -> Iterator[TokenRecord]:
-        """Those that can be read, steps ascending; others are named in the notes."""
+        """The readable records, steps ascending; the notes name the others."""
         damaged = []
         for step in self.steps:
             if first_step <= step <= last_step:

@@ -36,5 +36,5 @@ def ranked(from_metrics: Sequence[Statement], from_replays: Sequence[Statement])
 
 
 def judge_with_replays(run: RunData, from_metrics: Sequence[Statement]) -> list[Statement]:
-    """Rank what metrics say of a run with the replays that stand beside it."""
+    """Rank the causes that the metrics of a run and its replays name."""
     return ranked(from_metrics, judge_replays(replayed_records(run.replays)))

@@ -71,7 +71,7 @@ class ReplayedRecord:
 
 
 def replayed_records(entries: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
-    """Records from what ``as_json`` made; what is damaged is left out."""
+    """Records from the output of ``as_json``; damaged entries are left out."""
     records = []
     for entry in entries:
         try:

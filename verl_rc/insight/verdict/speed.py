@@ -7,7 +7,7 @@ from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.estimates import last_mean, last_part
 
 IDLE = 0.25
-"""Share of a step in which no worker computes, above which it is said first: far beyond the healthy range."""
+"""Share of a step without a computing worker above which it is a notice: far beyond the healthy range."""
 _NOT_STAGES = {"step", "testing", "save_checkpoint"}
 
 

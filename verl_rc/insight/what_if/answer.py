@@ -36,7 +36,7 @@ class Answer:
 
     estimates: tuple[Estimate, ...]
     recommended: str | None
-    """None: refused, or nothing can be told."""
+    """None: refused, or the records do not suffice."""
     reasons: tuple[str, ...]
     """Why, one sentence each."""
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Run the stages, each in a process of its own, and write what they measured."""
+"""Run the stages, each in a separate process, and write their measurements."""
 
 import json
 import time
@@ -32,7 +32,7 @@ class Report:
 
 
 def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES) -> Iterator[Finding]:
-    """Run the stages of ``limits`` (seconds by name), each in a process of its own, and yield what they find.
+    """Run the stages of ``limits`` (seconds by name), each in a separate process, and yield their findings.
 
     A stage that fails, hangs or is killed does not end the others. ``file`` is written after every stage:
     JSON with status, seconds, numbers and findings by stage.

@@ -41,7 +41,7 @@ _GIB = 1 << 30
 
 
 class Stages:
-    """All stages of one configuration; each is called in a process of its own."""
+    """All stages of one configuration; each is called in a separate process."""
 
     def __init__(self, config: RunConfig) -> None:
         """Of a run over several nodes, what it would be on one of them is measured."""

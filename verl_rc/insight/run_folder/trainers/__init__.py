@@ -1,4 +1,4 @@
-"""Files of other trainers, one module a trainer: where they stand, and what their fields mean."""
+"""Files of other trainers, one module a trainer: where the files are, and what their fields mean."""
 
 from verl_rc.insight.run_folder.trainers import miles, nemo_rl, open_instruct, prime_rl, skyrl, slime
 

@@ -8,9 +8,9 @@ from verl_rc.data.token_rows import Row
 from verl_rc.insight.run_folder.token_files import Layout, LineReader
 
 FIELDS = {"response_ids": "response_tokens", "rollout_log_prob": "logprobs"}
-"""Their names of the fields of tokens, which stand behind the prompt alone."""
+"""Their names of the fields of tokens, which cover the response alone."""
 _NOT_COMPUTED = 1.0
-"""What stands for a log-prob that the engine did not return."""
+"""The value of a log-prob that the engine did not return."""
 
 
 def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:

@@ -21,7 +21,7 @@ FIELDS = {
     "advantage": "advantages",
     "ref_log_prob": "base_action_log_probs",
 }
-"""Their names of the fields of tokens, ``[B, R]``; their ``response_mask`` says where a response stands."""
+"""Their names of the fields of tokens, ``[B, R]``; their ``response_mask`` marks the response."""
 _NEEDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout_logprobs")
 _PACKAGES = ("skyrl", "skyrl_train")
 
@@ -55,7 +55,7 @@ def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
 
 
 def _tensor(value: Any) -> Any:
-    """The array of a pickled value; None for what is no tensor."""
+    """The array of a pickled value; None for another object."""
     if (
         not isinstance(value, Mapping)
         or value.get("type") != "tensor"

@@ -17,7 +17,7 @@ FIELDS = {
     "advantage": "advantages",
     "ref_log_prob": "ref_log_probs",
 }
-"""Their names of the fields of tokens, which stand behind the prompt alone."""
+"""Their names of the fields of tokens, which cover the response alone."""
 _FORMAT = 2
 
 

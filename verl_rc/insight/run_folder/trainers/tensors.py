@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 class Opaque:
-    """Stands for what is in a file and is not looked at."""
+    """A placeholder for an object of a file that is not read."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -68,7 +68,7 @@ class ArrayUnpickler(pickle.Unpickler):
         self._archive, self._mappings = archive, mappings
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name; raises ``DamagedRecordError`` for one that is no array."""
+        """The object behind a name; raises ``DamagedRecordError`` for one that is no array."""
         package = module.partition(".")[0]
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
@@ -124,7 +124,7 @@ def load_tensors(file: Path | bytes) -> Any:
 
 
 def load_mapping(path: Path, modules: tuple[str, ...]) -> Mapped:
-    """A pickle of a mapping of another trainer, whose classes stand in the packages ``modules``. Raises as
+    """A pickle of a mapping of another trainer, whose classes are in the packages ``modules``. Raises as
     ``load_tensors`` does."""
     try:
         with path.open("rb") as file:
