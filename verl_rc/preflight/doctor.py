@@ -55,36 +55,37 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
                 raise ValueError("there is no such folder")
             shape = ModelShape.from_model_folder(path, trusted)
         except (OSError, ValueError) as error:
-            remedy = (
-                "pass a folder with a config.json, or a hub id that can be reached "
-                "(actor_rollout_ref.model.path)"
-            )
             yield Finding(
-                "failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy
+                "failed",
+                "model",
+                f"{path}: {_first_line(error)}",
+                "it must be a Hugging Face model",
+                "pass a folder with a config.json, or a hub id that can be reached "
+                "(actor_rollout_ref.model.path)",
             )
             continue
         problem = unsupported_attention(config, path, trusted)
         if problem is not None:
-            must, remedy = (
+            yield Finding(
+                "failed",
+                "attention",
+                f"{path}: {problem}",
                 "trainer and engine must compute the same attention",
                 "take another model, or lengths that it names",
             )
-            yield Finding("failed", "attention", f"{path}: {problem}", must, remedy)
         inputs.shapes[path] = shape
         summary = (
             f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
-        )
-        must = (
-            f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens"
-        )
-        remedy = (
-            "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context"
         )
         if path == config.reward.reward_model.model_path:
             yield Finding("ok", "reward model", summary)
             continue
         yield Finding.from_condition(
-            shape.positions >= longest, "model", f"{summary}, {shape.positions} positions", must, remedy
+            shape.positions >= longest,
+            "model",
+            f"{summary}, {shape.positions} positions",
+            f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens",
+            "lower data.max_prompt_length or data.max_response_length, or take a model with a longer context",
         )
 
 
@@ -100,11 +101,12 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         messages = [{"role": "user", "content": "1"}]
         token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
     except (OSError, ValueError) as error:
-        must = (
-            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user"
-        )
         yield Finding(
-            "failed", "tokenizer", _first_line(error), must, "take the instruction-tuned variant of the model"
+            "failed",
+            "tokenizer",
+            _first_line(error),
+            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user",
+            "take the instruction-tuned variant of the model",
         )
         return
     inputs.tokenizer = tokenizer
@@ -137,9 +139,12 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
-            must = "files must hold chat messages, data_source and reward_model"
             yield Finding(
-                "failed", key, _first_line(error), must, "correct the file; docs/data_and_tools.md makes one"
+                "failed",
+                key,
+                _first_line(error),
+                "files must hold chat messages, data_source and reward_model",
+                "correct the file; docs/data_and_tools.md makes one",
             )
             continue
         inputs.rows = inputs.rows or rows
@@ -238,15 +243,19 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if config.reward.reward_model.enable:
         yield Finding("note", "reward", "not tried: the reward model is not loaded here")
         return
-    must = "it must give a finite number for every response"
-    remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
     samples = [
         RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")
     ]
     try:
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
-        yield Finding("failed", "reward", _first_line(error), must, remedy)
+        yield Finding(
+            "failed",
+            "reward",
+            _first_line(error),
+            "it must give a finite number for every response",
+            "correct the function (reward.custom_reward_function), or the data_source of the rows",
+        )
         return
     if not samples:
         yield Finding(

@@ -64,9 +64,14 @@ def check_packages() -> Iterator[Finding]:
         not absent, "packages", installed or "none", f"{', '.join(absent)} must be installed", install
     )
     engines = [name for name in ENGINES if versions[name] is not None]
-    must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
     names = " and ".join(engines) or "none"
-    yield Finding.from_condition(len(engines) == 1, "engine", names, must, f"make a new .venv with {install}")
+    yield Finding.from_condition(
+        len(engines) == 1,
+        "engine",
+        names,
+        f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files",
+        f"make a new .venv with {install}",
+    )
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
@@ -116,9 +121,12 @@ def check_driver() -> Iterator[Finding]:
     yield from gpu_host.check_compiler()
     is_new = is_available and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
     if is_new and shutil.which("nvcc") is None:
-        must = "nvcc must be in PATH: flashinfer compiles kernels for this GPU at first use"
         yield Finding(
-            "failed", "nvcc", "not found", must, "install the CUDA toolkit, or run docker/Dockerfile.gpu"
+            "failed",
+            "nvcc",
+            "not found",
+            "nvcc must be in PATH: flashinfer compiles kernels for this GPU at first use",
+            "install the CUDA toolkit, or run docker/Dockerfile.gpu",
         )
 
 
@@ -181,20 +189,23 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     largest = max(roles, key=lambda role: role.model * role.processes)
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
     peak_bytes, free_bytes = host_bytes(config, roles, on_gpu), available_memory()
-    must = f"about {_size(peak_bytes)} must be free: {len(roles)} roles, the driver and Ray"
     yield Finding.from_condition(
         peak_bytes <= free_bytes,
         "host memory",
         f"about {_size(peak_bytes)} at the peak, {_size(free_bytes)} available",
-        must,
+        f"about {_size(peak_bytes)} must be free: {len(roles)} roles, the driver and Ray",
         remedy,
     )
     if gpu_bytes is None:
         return
     for moment, peak in gpu_peaks(config, roles).items():
-        must = f"about {_size(peak)} must fit on one GPU"
-        summary = f"about {_size(peak)} of {_size(gpu_bytes)}"
-        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", summary, must, remedy)
+        yield Finding.from_condition(
+            peak <= gpu_bytes,
+            f"GPU in {moment}",
+            f"about {_size(peak)} of {_size(gpu_bytes)}",
+            f"about {_size(peak)} must fit on one GPU",
+            remedy,
+        )
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
@@ -258,9 +269,12 @@ def check_ports() -> Iterator[Finding]:
             with socket.create_connection((_LOOPBACK, port), timeout=5):
                 pass
     except OSError as error:
-        must = f"a process must be able to listen at {_LOOPBACK} and another to connect to it"
         yield Finding(
-            "failed", "ports", str(error), must, "allow the loopback interface in this container or firewall"
+            "failed",
+            "ports",
+            str(error),
+            f"a process must be able to listen at {_LOOPBACK} and another to connect to it",
+            "allow the loopback interface in this container or firewall",
         )
         return
     yield Finding("ok", "ports", f"{_LOOPBACK} takes connections")
@@ -269,12 +283,13 @@ def check_ports() -> Iterator[Finding]:
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Check that the run's folder, or its nearest existing parent, can be written to."""
     reason = why_unwritable(folder)
-    must, remedy = (
+    yield Finding.from_condition(
+        reason is None,
+        "run folder",
+        f"{folder} can be written to" if reason is None else f"{folder}: {reason}",
         f"{folder} must be a folder that can be written to",
         "pass another trainer.default_local_dir=<folder>",
     )
-    summary = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
-    yield Finding.from_condition(reason is None, "run folder", summary, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:

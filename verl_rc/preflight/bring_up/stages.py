@@ -71,9 +71,12 @@ class Stages:
             return Report(
                 numbers, [Finding("note", "machine", f"{summary}; the stages are rehearsed on the CPU")]
             )
-        must = f"trainer.n_gpus_per_node={self._num_ranks} GPUs must be seen"
         fits = Finding.from_condition(
-            count >= self._num_ranks, "machine", summary, must, f"pass trainer.n_gpus_per_node={count}"
+            count >= self._num_ranks,
+            "machine",
+            summary,
+            f"trainer.n_gpus_per_node={self._num_ranks} GPUs must be seen",
+            f"pass trainer.n_gpus_per_node={count}",
         )
         return Report(numbers, [*check_driver(), fits])
 
@@ -91,17 +94,14 @@ class Stages:
                 # What every rank has to send and to receive, as nccl-tests counts it.
                 sent = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
                 report.numbers[f"{size}_MiB"] = {"seconds": seconds, "bus_bytes_per_second": sent / seconds}
-                summary = (
-                    f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
-                    f"{sent / seconds / 1e9:.2f} GB/s each"
-                )
-                must, remedy = (
-                    "sums of ones must be the number of ranks",
-                    "look at NCCL_DEBUG=INFO, and at the links of the GPUs",
-                )
                 report.findings.append(
                     Finding.from_condition(
-                        all(right for right, _ in answers), "all-reduce", summary, must, remedy
+                        all(right for right, _ in answers),
+                        "all-reduce",
+                        f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
+                        f"{sent / seconds / 1e9:.2f} GB/s each",
+                        "sums of ones must be the number of ranks",
+                        "look at NCCL_DEBUG=INFO, and at the links of the GPUs",
                     )
                 )
             _all(ranks, "close")
@@ -124,12 +124,13 @@ class Stages:
             handle, lent_digest = lender.call("lend")
             copied_digest, seconds = borrower.call("copy", handle)
             lender.call("take_back")
-        summary = f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms"
-        must, remedy = (
+        finding = Finding.from_condition(
+            lent_digest == copied_digest,
+            "lent memory",
+            f"{_LENT_MIB} MiB copied in {1000 * seconds:.1f} ms",
             "the copy must have the digest of what was lent",
             "pass checkpoint_engine.backend=broadcast",
         )
-        finding = Finding.from_condition(lent_digest == copied_digest, "lent memory", summary, must, remedy)
         return Report({"seconds": seconds, "bytes": _LENT_MIB << 20}, [finding])
 
     def trainer(self) -> Report:
@@ -141,10 +142,14 @@ class Stages:
         estimate = estimate_roles(config, shapes, gpu_bytes)[0].model
         report = Report(findings=[Finding("note", "gradients", str(choice)) for choice in choices])
         if gpu_bytes is not None and estimate > gpu_bytes:
-            summary = (
-                f"not measured: an update takes {_gib(estimate)} of a GPU's {_gib(gpu_bytes)} GiB on one node"
+            report.findings.append(
+                Finding(
+                    "note",
+                    "trainer",
+                    f"not measured: an update takes {_gib(estimate)} of a GPU's {_gib(gpu_bytes)} GiB on "
+                    "one node",
+                )
             )
-            report.findings.append(Finding("note", "trainer", summary))
             return report
         with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
             tokens, micro_batches = _full_micro_batches(config, shape.vocabulary)
@@ -174,21 +179,25 @@ class Stages:
             "peak_bytes": max(peaks) * _GIB if peaks else None,
             "estimated_bytes": estimate,
         }
-        summary = (
-            f"{num_tokens} tokens a rank: log-probs in {scoring_end - start:.2f} s, an update in "
-            f"{update_end - update_start:.2f} s"
+        report.findings.append(
+            Finding(
+                "ok",
+                "trainer",
+                f"{num_tokens} tokens a rank: log-probs in {scoring_end - start:.2f} s, an update in "
+                f"{update_end - update_start:.2f} s",
+            )
         )
-        report.findings.append(Finding("ok", "trainer", summary))
         if not peaks:
             report.findings.append(Finding("note", "peak memory", "not measured without a GPU"))
             return report
-        summary = f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated"
-        must, remedy = (
-            "the estimate must not be exceeded",
-            "report both numbers with this file: the estimate is wrong",
-        )
         report.findings.append(
-            Finding.from_condition(max(peaks) * _GIB <= estimate, "peak memory", summary, must, remedy)
+            Finding.from_condition(
+                max(peaks) * _GIB <= estimate,
+                "peak memory",
+                f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated",
+                "the estimate must not be exceeded",
+                "report both numbers with this file: the estimate is wrong",
+            )
         )
         return report
 
@@ -215,22 +224,26 @@ class Stages:
         report.numbers["rounds"], report.numbers["full_load"] = [numbers for numbers, _ in rounds], load
         report.findings.append(Finding("ok", "engine", f"started in {report.numbers['start_seconds']:.1f} s"))
         whole, computing = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
-        summary = (
-            f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
-            f"computes {computing:.1f} ms"
+        report.findings.append(
+            Finding(
+                "note",
+                "engine's process",
+                f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
+                f"computes {computing:.1f} ms",
+            )
         )
-        report.findings.append(Finding("note", "engine's process", summary))
         limit = GapLimit.from_config(config).limit(None)
         for numbers, gap in rounds:
-            summary = (
-                f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
-                f"sampled in {numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} nats, "
-                f"largest {gap.maximum:.3g}"
-            )
-            must = f"the mean gap must be at most {limit:.3g} nats for this precision"
-            remedy = "run verl-rc diagnose on a short run, and try rollout.dtype=float32"
             report.findings.append(
-                Finding.from_condition(gap.mean <= limit, "engine's weights", summary, must, remedy)
+                Finding.from_condition(
+                    gap.mean <= limit,
+                    "engine's weights",
+                    f"weights loaded in {numbers['load_seconds']:.2f} s, {numbers['sampled_tokens']} tokens "
+                    f"sampled in {numbers['sample_seconds']:.2f} s, mean gap to the trainer {gap.mean:.3g} "
+                    f"nats, largest {gap.maximum:.3g}",
+                    f"the mean gap must be at most {limit:.3g} nats for this precision",
+                    "run verl-rc diagnose on a short run, and try rollout.dtype=float32",
+                )
             )
         return report
 
