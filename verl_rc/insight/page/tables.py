@@ -78,8 +78,11 @@ def _replays(run: RunData) -> str:
     """The parts of the gap of each record that was replayed, in nats, with their shares."""
     records = replayed_records(run.replays)
     if not records:
-        hint = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
-        return hint if run.is_own and run.tokens is not None else ""
+        return (
+            "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
+            if run.is_own and run.tokens is not None
+            else ""
+        )
     replayed = {name for record in records for name in record.parts}
     names = [name for name in _PARTS if name in replayed or name in ("trainer", "versions", "engine", "rest")]
     rows = [

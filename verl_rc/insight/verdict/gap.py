@@ -91,13 +91,19 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
     temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
     if not isinstance(temperature, int | float) or temperature == 1.0 or not mode.startswith("raw"):
         return []
-    sentence = (
-        f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
-        "those of temperature 1"
-    )
     cause = table.RAW_LOG_PROBS
     further = {"confidence": "named", "next_test": cause.next_test, "row": cause.row}
-    return [say("gap", cause.name, "fault", sentence, {}, **further)]
+    return [
+        say(
+            "gap",
+            cause.name,
+            "fault",
+            f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
+            "those of temperature 1",
+            {},
+            **further,
+        )
+    ]
 
 
 def has_signatures(run: RunData) -> bool:
@@ -142,15 +148,14 @@ def _not_finite(run: RunData) -> list[Statement]:
             (step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0
         ]
         if touched:
-            evidence = {
-                "share": max(value for _, value in touched),
-                "count": len(touched),
-                "steps": len(series),
-            }
             statements.append(
                 state(
                     table.OVERFLOW,
-                    evidence,
+                    {
+                        "share": max(value for _, value in touched),
+                        "count": len(touched),
+                        "steps": len(series),
+                    },
                     sentence="Up to {share:.3%} of a step's tokens have "
                     + meaning
                     + " ({count:.0f} of {steps:.0f} steps)",
@@ -265,15 +270,20 @@ def _grows_with_age(
     oldest = max(gaps)
     if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
-    evidence = {
-        "slope": line.slope,
-        "r": line.r_squared,
-        "floor": floor.value,
-        "oldest": oldest,
-        "at": line.intercept + line.slope * oldest,
-    }
     return [
-        state(table.STALENESS, evidence, confidence=confidence, steps=floor.steps, overrides=_no_lead(run))
+        state(
+            table.STALENESS,
+            {
+                "slope": line.slope,
+                "r": line.r_squared,
+                "floor": floor.value,
+                "oldest": oldest,
+                "at": line.intercept + line.slope * oldest,
+            },
+            confidence=confidence,
+            steps=floor.steps,
+            overrides=_no_lead(run),
+        )
     ]
 
 
@@ -307,11 +317,10 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
         or last.value < BOUNDS.above_floor * gap.values[0]
     ):
         return []
-    evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
     return [
         state(
             table.WEIGHTS_NEVER_ARRIVE,
-            evidence,
+            {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared},
             confidence="named",
             steps=(gap.steps[0], gap.steps[-1]),
             overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
@@ -341,8 +350,14 @@ def _one_version_late(run: RunData) -> list[Statement]:
         or typical < BOUNDS.above_floor * gap.values[0]
     ):
         return []
-    evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
-    return [state(table.ONE_VERSION_LATE, evidence, confidence="likely", steps=(gap.steps[0], gap.steps[-1]))]
+    return [
+        state(
+            table.ONE_VERSION_LATE,
+            {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope},
+            confidence="likely",
+            steps=(gap.steps[0], gap.steps[-1]),
+        )
+    ]
 
 
 def _missed_update(run: RunData) -> list[Statement]:
@@ -355,14 +370,20 @@ def _missed_update(run: RunData) -> list[Statement]:
     jumps = [(step, value) for step, value in zip(noise.steps, noise.values, strict=True) if value > bound]
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
-    evidence = {
-        "first": first,
-        "peak": max(value for _, value in jumps),
-        "count": len(jumps),
-        "steps": len(noise),
-        "step": jumps[0][0],
-    }
-    return [state(table.MISSED_UPDATE, evidence, confidence="likely", steps=(jumps[0][0], jumps[-1][0]))]
+    return [
+        state(
+            table.MISSED_UPDATE,
+            {
+                "first": first,
+                "peak": max(value for _, value in jumps),
+                "count": len(jumps),
+                "steps": len(noise),
+                "step": jumps[0][0],
+            },
+            confidence="likely",
+            steps=(jumps[0][0], jumps[-1][0]),
+        )
+    ]
 
 
 def _drift_within_the_step(run: RunData) -> list[Statement]:
@@ -384,17 +405,16 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     if first < 0:
         return []
     within = [(size, noise[step]) for step, size in shared if first <= step <= last]
-    evidence = {
-        "drift": statistics.median(size for size, _ in within),
-        "noise": statistics.median(s for _, s in within),
-        "count": count,
-        "steps": len(shared),
-    }
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
         state(
             table.DRIFT,
-            evidence,
+            {
+                "drift": statistics.median(size for size, _ in within),
+                "noise": statistics.median(s for _, s in within),
+                "count": count,
+                "steps": len(shared),
+            },
             confidence="named",
             steps=(first, last),
             overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
@@ -485,8 +505,12 @@ def _rounding(gap: Series, unit: str) -> Statement:
         evidence["low"], evidence["high"] = last.interval
         template += ", {low:.4f} to {high:.4f}"
     template += "; {first:.4f} at the start" if len(gap) > 2 else ""
-    sentence = template + ": rounding of the engine, as far as metrics tell"
-    return state(table.ROUNDING, evidence, sentence=sentence, steps=last.steps)
+    return state(
+        table.ROUNDING,
+        evidence,
+        sentence=template + ": rounding of the engine, as far as metrics tell",
+        steps=last.steps,
+    )
 
 
 def _not_measured(run: RunData) -> Statement:
@@ -495,8 +519,13 @@ def _not_measured(run: RunData) -> Statement:
         if run.is_own
         else f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
     )
-    sentence = f"The gap cannot be told: no log-probs of the engine were compared; {key}"
-    return say("gap", "not measured", "unknown", sentence, {})
+    return say(
+        "gap",
+        "not measured",
+        "unknown",
+        f"The gap cannot be told: no log-probs of the engine were compared; {key}",
+        {},
+    )
 
 
 def checked(run: RunData) -> tuple[str, ...]:

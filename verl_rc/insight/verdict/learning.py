@@ -143,7 +143,6 @@ def _cut_off(run: RunData) -> list[Statement]:
     if last is None or last.value <= CUT_OFF or (change is not None and change.difference <= 0):
         return []
     limit = run.settings.get("data.max_response_length")
-    evidence = {"share": last.value, "first": last.value if change is None else change.first.value}
     grown = ", after {first:.0%} at first" if change is not None and change.is_clear else ""
     return [
         say(
@@ -153,7 +152,7 @@ def _cut_off(run: RunData) -> list[Statement]:
             "{share:.0%} of the responses reach the length limit"
             + grown
             + ": rewards tell about the limit, not the answer",
-            evidence,
+            {"share": last.value, "first": last.value if change is None else change.first.value},
             confidence="named" if last.count > 1 else "likely",
             steps=last.steps,
             next_test="Read the longest samples: thoughts that go on need a larger limit, repetition needs a "
@@ -175,12 +174,6 @@ def _length_for_reward(run: RunData) -> list[Statement]:
         return []
     if length.first.value <= 0 or length.last.value < LONGER * length.first.value:
         return []
-    evidence = {
-        "score": score.difference,
-        "longer": length.last.value / length.first.value,
-        "before": falls[0].first.value,
-        "after": falls[0].last.value,
-    }
     return [
         say(
             "learning",
@@ -188,7 +181,12 @@ def _length_for_reward(run: RunData) -> list[Statement]:
             "fault",
             "The training reward rose by {score:.3g} while validation fell from {before:.3g} to {after:.3g} "
             "and responses became {longer:.1f} times as long: the reward can be had by length",
-            evidence,
+            {
+                "score": score.difference,
+                "longer": length.last.value / length.first.value,
+                "before": falls[0].first.value,
+                "after": falls[0].last.value,
+            },
             confidence="likely",
             steps=(run.steps[0], run.steps[-1]),
             next_test="Read the samples with the highest reward; score them by hand, or without the part "

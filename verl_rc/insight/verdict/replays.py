@@ -180,15 +180,18 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["own_cache"])
-    evidence = {
-        "step": worst.step,
-        "said": worst.version,
-        "filled": worst.numbers["stale_version"],
-        "left": worst.numbers["stale_cache"],
-        "own": worst.numbers["own_cache"],
-        "cached": worst.numbers["cached_tokens"],
-    }
-    return state(table.STALE_CACHE, evidence, **_sure(examples))
+    return state(
+        table.STALE_CACHE,
+        {
+            "step": worst.step,
+            "said": worst.version,
+            "filled": worst.numbers["stale_version"],
+            "left": worst.numbers["stale_cache"],
+            "own": worst.numbers["own_cache"],
+            "cached": worst.numbers["cached_tokens"],
+        },
+        **_sure(examples),
+    )
 
 
 def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -203,14 +206,17 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
-    evidence = {
-        "step": worst.step,
-        "said": worst.version,
-        "held": worst.best_version,
-        "gap": worst.versions[worst.version],
-        "left": worst.versions[worst.best_version],
-    }
-    return state(table.OLDER_WEIGHTS, evidence, **_sure(examples))
+    return state(
+        table.OLDER_WEIGHTS,
+        {
+            "step": worst.step,
+            "said": worst.version,
+            "held": worst.best_version,
+            "gap": worst.versions[worst.version],
+            "left": worst.versions[worst.best_version],
+        },
+        **_sure(examples),
+    )
 
 
 def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -221,15 +227,14 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
-    evidence = {
-        "step": worst.step,
-        "left": worst.numbers["engine_reproduced"],
-        "gap": worst.versions[worst.version],
-    }
     ways = ", ".join(sorted({record.engine_reproduced_by for record in examples}))
     return state(
         table.ENGINES_INPUTS,
-        evidence,
+        {
+            "step": worst.step,
+            "left": worst.numbers["engine_reproduced"],
+            "gap": worst.versions[worst.version],
+        },
         sentence=f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} "
         "nats from the trainer's then, {gap:.4f} with the recorded ids",
         **_sure(examples),
@@ -257,14 +262,17 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.parts["rest"].size)
-    evidence = {
-        "size": worst.parts["rest"].size,
-        "share": worst.parts["rest"].share,
-        "step": worst.step,
-        "first": firsts[frozenset(worst.parts)],
-        "rounding": _rounding_of(worst),
-    }
-    return state(table.OTHER_ENGINE, evidence, **_sure(examples))
+    return state(
+        table.OTHER_ENGINE,
+        {
+            "size": worst.parts["rest"].size,
+            "share": worst.parts["rest"].share,
+            "step": worst.step,
+            "first": firsts[frozenset(worst.parts)],
+            "rounding": _rounding_of(worst),
+        },
+        **_sure(examples),
+    )
 
 
 def _rounding_of(record: ReplayedRecord) -> float:
@@ -285,5 +293,8 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["kernels"])
-    evidence = {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step}
-    return state(table.OTHER_CODE, evidence, **_sure(examples))
+    return state(
+        table.OTHER_CODE,
+        {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step},
+        **_sure(examples),
+    )
