@@ -231,8 +231,9 @@ class PresetConstructors(StrictModel):
     @classmethod
     def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.5_2.0") -> Self:
         """Sequence weights, and rejection of sequences whose ratio leaves a band."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("decoupled_seq_is_rs", **fields)
+        return cls.from_preset(
+            "decoupled_seq_is_rs", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold: float | str = "0.999_1.001") -> Self:
@@ -244,16 +245,18 @@ class PresetConstructors(StrictModel):
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
     ) -> Self:
         """Geometric rejection and truncated sequence weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("decoupled_geo_rs_seq_tis", **fields)
+        return cls.from_preset(
+            "decoupled_geo_rs_seq_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def decoupled_geo_rs_token_tis(
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
     ) -> Self:
         """Geometric rejection and truncated token weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("decoupled_geo_rs_token_tis", **fields)
+        return cls.from_preset(
+            "decoupled_geo_rs_token_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
@@ -263,14 +266,16 @@ class PresetConstructors(StrictModel):
     @classmethod
     def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
         """k3 rejection and truncated sequence weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("decoupled_k3_rs_seq_tis", **fields)
+        return cls.from_preset(
+            "decoupled_k3_rs_seq_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
         """k3 rejection and truncated token weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("decoupled_k3_rs_token_tis", **fields)
+        return cls.from_preset(
+            "decoupled_k3_rs_token_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def bypass_ppo_clip(cls) -> Self:
@@ -309,16 +314,18 @@ class PresetConstructors(StrictModel):
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
     ) -> Self:
         """Two policies: policy gradient, geometric rejection and truncated sequence weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("bypass_pg_geo_rs_seq_tis", **fields)
+        return cls.from_preset(
+            "bypass_pg_geo_rs_seq_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
     ) -> Self:
         """Two policies: policy gradient, geometric rejection and truncated token weights."""
-        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
-        return cls.from_preset("bypass_pg_geo_rs_token_tis", **fields)
+        return cls.from_preset(
+            "bypass_pg_geo_rs_token_tis", rollout_is_threshold=is_threshold, rollout_rs_threshold=rs_threshold
+        )
 
 
 def _band(lower: float, upper: float) -> str:
