@@ -408,7 +408,9 @@ def _examined(config: "RunConfig") -> "Iterator[Finding]":
     return examine(config)
 
 
-_GPU, _ONLY, _GPU_FILE = "--gpu", "--only", Path("doctor_gpu.json")
+_GPU = "--gpu"
+_ONLY = "--only"
+_GPU_FILE = Path("doctor_gpu.json")
 
 
 def _gpu_options(arguments: Sequence[str]) -> tuple[bool, list[str], list[str]]:

@@ -247,7 +247,8 @@ def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
 
 
 def _interpolation(config: RunConfig) -> Iterator[str]:
-    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    algorithm = config.algorithm
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if algorithm.rollout_correction.proximal != "interpolate":
         return
     key, spec = f"{_CORRECTION}.proximal=interpolate", POLICY_LOSSES.get(loss)

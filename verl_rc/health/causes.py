@@ -97,9 +97,9 @@ def judge_causes(
         for name, value in {**metrics, **further}.items()
         if name.startswith(PREFIX)
     }
-    cause, episodes, statements = cause_of(step_metrics), dict(history.episodes), dict(_ended(history, step))
-    for name in statements:
-        del episodes[name]
+    cause = cause_of(step_metrics)
+    statements = dict(_ended(history, step))
+    episodes = {name: episode for name, episode in history.episodes.items() if name not in statements}
     if cause is not None:
         before = episodes.get(cause.name, CauseEpisode(step, step))
         is_confirmed = before.last == step - 1

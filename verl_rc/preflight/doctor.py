@@ -308,7 +308,8 @@ def _first_line(error: Exception) -> str:
 def examine(config: RunConfig) -> Iterator[Finding]:
     """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process
     for the reward function, leaves no files behind."""
-    folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
+    folder = Path(str(config.trainer.default_local_dir))
+    inputs = Inputs()
     yield from check_packages()
     yield from check_driver()
     yield from check_devices(config)

@@ -28,7 +28,9 @@ from verl_rc.config.rollout_correction import PRESETS
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The configuration groups that come with the package."""
 
-_PPO, _EMPTY, _WITH_GROUPS = "ppo_trainer", "verl_rc_empty", "verl_rc_run_file"
+_PPO = "ppo_trainer"
+_EMPTY = "verl_rc_empty"
+_WITH_GROUPS = "verl_rc_run_file"
 _VERL_TRAINERS = {
     f"ppo_{name}_trainer": f"{name} is not supported; drop --config-name for FSDP"
     for name in ("megatron", "veomni", "torchtitan", "automodel")
@@ -113,7 +115,8 @@ class Composer:
         return _WITH_GROUPS
 
     def _prepare_group(self, override: Override, listed_groups: Container[str]) -> str:
-        key, text = _key_of(str(override.input_line)), str(override.input_line).lstrip("+")
+        key = _key_of(str(override.input_line))
+        text = str(override.input_line).lstrip("+")
         if override.is_delete():
             return text
         if override.is_sweep_override():

@@ -109,16 +109,10 @@ def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:
 
 
 def _batch(leaves: Mapping[str, Any]) -> int:
-    mini_batches, mini = (
-        leaves.get("async_training.require_batches"),
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-    )
-    size = (
-        _value(leaves, "data.train_batch_size")
-        if mini_batches is None
-        else mini_batches * _value(leaves, mini)
-    )
-    return max(int(size), 1)
+    mini_batches = leaves.get("async_training.require_batches")
+    if mini_batches is None:
+        return max(int(_value(leaves, "data.train_batch_size")), 1)
+    return max(int(mini_batches * _value(leaves, "actor_rollout_ref.actor.ppo_mini_batch_size")), 1)
 
 
 def _value(leaves: Mapping[str, Any], key: str) -> Any:

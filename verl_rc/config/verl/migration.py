@@ -85,11 +85,9 @@ def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
             "a shell script can be read only where there is a bash; pass the overrides themselves"
         )
     with tempfile.TemporaryDirectory() as folder:
-        record, prelude, programs = (
-            Path(folder) / "record",
-            Path(folder) / "prelude",
-            Path(folder) / "programs",
-        )
+        record = Path(folder) / "record"
+        prelude = Path(folder) / "prelude"
+        programs = Path(folder) / "programs"
         record.touch()
         prelude.write_text(_PRELUDE, encoding="utf-8")
         programs.mkdir()

@@ -55,20 +55,26 @@ def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES
 def _run(config: RunConfig, name: str, limit: float) -> tuple[Report | None, Finding]:
     """The report of a stage, or None and the reason why there is none."""
     process = ChildProcess(_TARGET, {}, wait=False, timeout_seconds=limit, config=config)
-    must, remedy = "it must end without an error", f"read the message; --only={name} runs this stage alone"
     try:
         process.answer()
         process.ask(name, timeout_seconds=limit)
         return process.answer(), Finding("ok", name, "")
     except HangError:
-        remedy = (
-            "look where it hangs (py-spy dump), at the disk that the model is read from, or at "
-            "NCCL_DEBUG=INFO"
-        )
         return None, Finding(
-            "failed", name, f"no answer after {limit:.0f} s", f"it must end within {limit:.0f} s", remedy
+            "failed",
+            name,
+            f"no answer after {limit:.0f} s",
+            f"it must end within {limit:.0f} s",
+            "look where it hangs (py-spy dump), at the disk that the model is read from, or at "
+            "NCCL_DEBUG=INFO",
         )
     except RemoteError as error:
-        return None, Finding("failed", name, str(error).strip(), must, remedy)
+        return None, Finding(
+            "failed",
+            name,
+            str(error).strip(),
+            "it must end without an error",
+            f"read the message; --only={name} runs this stage alone",
+        )
     finally:
         process.end(5.0)

@@ -386,10 +386,8 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
 
 def _on_one_node(config: RunConfig) -> RunConfig:
     policy = config.actor_rollout_ref
-    rollout, trainer = (
-        policy.rollout.model_copy(update={"nnodes": 1}),
-        config.trainer.model_copy(update={"nnodes": 1}),
-    )
+    rollout = policy.rollout.model_copy(update={"nnodes": 1})
+    trainer = config.trainer.model_copy(update={"nnodes": 1})
     return config.model_copy(
         update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})}
     )
