@@ -57,24 +57,25 @@ def write_page() -> None:
     PAGE.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
-def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
+def run_missing(study: Study, results: Path, options: argparse.Namespace) -> None:
     """Run what is missing of a study on this machine, as the command line asks; what is found goes to
     ``results``."""
     known = known_runs(results, study)
-    todo = quick(study, known) if given.quick else missing(study, known, given.words)
-    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=given.cores != [None])
+    todo = quick(study, known) if options.quick else missing(study, known, options.words)
+    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=options.cores != [None])
     todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
     for reason in sorted(set(impossible.values())):
         print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
     print(
-        f"{len(todo)} runs, some {len(todo) * study.minutes / len(given.cores):.0f} minutes on idle cores",
+        f"{len(todo)} runs, some {len(todo) * study.minutes / len(options.cores):.0f} minutes on idle cores",
         flush=True,
     )
-    prepare(given.folder, study.task)
-    for run in run_all(study, todo, given.folder, results, start_trainer, given.cores):
-        found = accuracies(run) or [float("nan")]
+    prepare(options.folder, study.task)
+    for run in run_all(study, todo, options.folder, results, start_trainer, options.cores):
+        accuracy = accuracies(run) or [float("nan")]
         print(
-            f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True
+            f"{run.arm}, seed {run.seed}: {accuracy[0]:.3f} to {accuracy[-1]:.3f}, {run.seconds:.0f} s",
+            flush=True,
         )
 
 
@@ -98,29 +99,29 @@ def main() -> int:
         "--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept"
     )
     parser.add_argument("--verl", type=Path, help="of against_verl: the folder that verl was installed in")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.name == "bill":
+        if options.name == "bill":
             known = known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY])
-            found_bills = list(bill.bills_of(given.folder / bill.STUDY, known))
+            found_bills = list(bill.bills_of(options.folder / bill.STUDY, known))
             print(
-                f"{len(found_bills)} of {len(known)} runs have records below {given.folder / bill.STUDY}",
+                f"{len(found_bills)} of {len(known)} runs have records below {options.folder / bill.STUDY}",
                 flush=True,
             )
             bill.write_bills(BILLS, found_bills)
-        elif given.name == "against_verl":
-            if given.verl is None:
+        elif options.name == "against_verl":
+            if options.verl is None:
                 parser.error("--verl must be the folder that verl was installed in, see docs/evidence.md")
-            run_missing(against_verl.RUNS, given.folder / "against_verl.jsonl", given)
-            batches = list(against_verl.batches_of(given.folder / "against_verl"))
-            if lacking := against_verl.RUNS.arms.keys() - {one.samples for one in batches}:
+            run_missing(against_verl.RUNS, options.folder / "against_verl.jsonl", options)
+            batches = list(against_verl.batches_of(options.folder / "against_verl"))
+            if lacking := against_verl.RUNS.arms.keys() - {batch.samples for batch in batches}:
                 parser.error(
                     f"every run must have recorded a batch; there is none of {', '.join(sorted(lacking))}"
                 )
-            lines = list(against_verl.compare(batches, against_verl.ask_verl(given.verl)))
+            lines = list(against_verl.compare(batches, against_verl.ask_verl(options.verl)))
             against_verl.write_lines(COMPARED, lines)
-        elif given.name != "page":
-            run_missing(STUDIES[given.name], RESULTS / f"{given.name}.jsonl", given)
+        elif options.name != "page":
+            run_missing(STUDIES[options.name], RESULTS / f"{options.name}.jsonl", options)
         write_page()
     except (MixedResultsError, NotStartedError) as error:
         print(error, file=sys.stderr)

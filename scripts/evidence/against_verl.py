@@ -182,24 +182,26 @@ def with_empty_rows(batch: Batch) -> Batch:
 
 def compare(recorded: Sequence[Recorded], ask: Ask) -> Iterator[Compared]:
     """Every batch with every correction."""
-    batches = [batch for one in recorded for batch in (one.batch, with_empty_rows(one.batch))]
-    cases = [(group, case) for group, of_group in CASES.items() for case in of_group]
-    asked = [(number, group, case) for number in range(len(recorded)) for group, case in cases]
-    places = [2 * number + (group == _EMPTY) for number, group, _ in asked]
-    answers = ask(batches, [(place, verls(case)) for place, (_, _, case) in zip(places, asked, strict=True)])
-    for (number, group, case), place, answer in zip(asked, places, answers, strict=True):
-        batch, one = batches[place], recorded[number]
-        found = compute_rollout_correction(batch["train"], batch["rollout"], batch["mask"], ours(case))
-        kept, kept_by_verl = batch["mask"] & found.keep_mask, answer["mask"]
-        metrics = pairs_of_metrics(found.metrics(), answer["metrics"])
+    batches = [batch for record in recorded for batch in (record.batch, with_empty_rows(record.batch))]
+    cases = [(group, case) for group, group_cases in CASES.items() for case in group_cases]
+    questions = [(number, group, case) for number in range(len(recorded)) for group, case in cases]
+    places = [2 * number + (group == _EMPTY) for number, group, _ in questions]
+    answers = ask(
+        batches, [(place, verls(case)) for place, (_, _, case) in zip(places, questions, strict=True)]
+    )
+    for (number, group, case), place, answer in zip(questions, places, answers, strict=True):
+        batch, record = batches[place], recorded[number]
+        result = compute_rollout_correction(batch["train"], batch["rollout"], batch["mask"], ours(case))
+        kept, kept_by_verl = batch["mask"] & result.keep_mask, answer["mask"]
+        metrics = pairs_of_metrics(result.metrics(), answer["metrics"])
         yield Compared(
-            samples=one.samples,
-            step=one.step,
+            samples=record.samples,
+            step=record.step,
             group=group,
             case=case,
             rows=len(kept),
             tokens=int(batch["mask"].sum()),
-            weights=None if found.weights is None else largest_difference(found.weights, answer["weights"]),
+            weights=None if result.weights is None else largest_difference(result.weights, answer["weights"]),
             kept=int(kept.sum()),
             kept_by_verl=int(kept_by_verl.sum()),
             kept_otherwise=int((kept != kept_by_verl).sum()),
@@ -246,9 +248,9 @@ def pairs_of_metrics(ours: Mapping[str, float], verls: Mapping[str, float]) -> d
     """
     pairs = {}
     for name, value in verls.items():
-        here = _K1_FRACTION.sub(lambda found: found[1] + {"high": "low", "low": "high"}[found[2]], name)
-        if here in ours:
-            pairs[here.removeprefix(_PREFIX)] = (ours[here], value)
+        own_name = _K1_FRACTION.sub(lambda match: match[1] + {"high": "low", "low": "high"}[match[2]], name)
+        if own_name in ours:
+            pairs[own_name.removeprefix(_PREFIX)] = (ours[own_name], value)
     if (ess := verls.get(f"{_PREFIX}rollout_is_eff_sample_size")) is not None:
         pairs[_OF_TOKENS] = (ours[_PREFIX + _OF_TOKENS], ess)
     return pairs
@@ -259,12 +261,17 @@ def ask_verl(folder: Path) -> Ask:
 
     def ask(batches: Sequence[Batch], questions: Sequence[Question]) -> Sequence[Mapping[str, Any]]:
         with tempfile.TemporaryDirectory() as place:
-            given, answers = Path(place, "given.pt"), Path(place, "answers.pt")
-            torch.save((list(batches), list(questions)), given)
-            command = [sys.executable, str(Path(__file__).with_name("in_verl.py")), str(given), str(answers)]
+            question_file, answers = Path(place, "given.pt"), Path(place, "answers.pt")
+            torch.save((list(batches), list(questions)), question_file)
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("in_verl.py")),
+                str(question_file),
+                str(answers),
+            ]
             subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder.resolve())}, check=True)
-            found: Sequence[Mapping[str, Any]] = torch.load(answers)
-            return found
+            results: Sequence[Mapping[str, Any]] = torch.load(answers)
+            return results
 
     return ask
 
@@ -306,7 +313,7 @@ def section(lines: Sequence[Compared]) -> list[str]:
     )
     otherwise = f" but with {_and(turned)}" if turned else ""
     other_meaning = f" but for {_and(defined)}" if defined else ""
-    found = (
+    differences = (
         f"Found: {len(batches)} whole batches ({_and(_samples(lines))}; k4: up to four steps old), "
         f"{sum(batches.values()):,} tokens, {len({line.case for line in lines})} ways to correct them. "
         f"Weights differ by {weights:.1g} of themselves at most. Both keep the same tokens "
@@ -322,7 +329,12 @@ def section(lines: Sequence[Compared]) -> list[str]:
         "here. Bypass presets are at their first update. Not compared: losses, log-probs that are not "
         "finite, batches without any weight."
     )
-    prose = (RUNS.question, f"Expected, from the documents and code of both: {RUNS.expectation}", found, how)
+    prose = (
+        RUNS.question,
+        f"Expected, from the documents and code of both: {RUNS.expectation}",
+        differences,
+        how,
+    )
     return [
         "## against_verl",
         *(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in prose),
@@ -338,21 +350,23 @@ def _row(name: str, lines: Sequence[Compared]) -> str:
     )
     differing, metrics = sum(len(line.differing) for line in lines), sum(line.metrics for line in lines)
     if otherwise:
-        said = (
+        description = (
             f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; of what "
             "verl keeps, so much is outside the band of train/rollout: "
-            f"{', '.join(f'{one} {_outside(lines, one):.0%}' for one in _samples(lines))}"
+            f"{', '.join(f'{sample} {_outside(lines, sample):.0%}' for sample in _samples(lines))}"
         )
     else:
         names = [*_WHY, *sorted({metric for line in lines for metric in line.differing} - {*_WHY})]
-        said = "; ".join([text for metric in names if (text := _worst(metric, lines))][:2]) or "nothing"
+        description = (
+            "; ".join([text for metric in names if (text := _worst(metric, lines))][:2]) or "nothing"
+        )
     cells = [
         name,
         str(len({line.case for line in lines})),
         f"{max(weights):.1g}" if weights else "—",
         f"{otherwise:,} of {tokens:,}",
         f"{differing:,} of {metrics:,}",
-        said,
+        description,
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -375,8 +389,10 @@ def _worst(metric: str, lines: Sequence[Compared]) -> str:
     pairs = [line.differing[metric] for line in lines if metric in line.differing]
     if not pairs:
         return ""
-    here, by_verl = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[0]), abs(pair[1])))
-    return f"`{metric}` {here:.5g}, in verl {by_verl:.5g}{f' ({_WHY[metric]})' if metric in _WHY else ''}"
+    own_value, by_verl = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[0]), abs(pair[1])))
+    return (
+        f"`{metric}` {own_value:.5g}, in verl {by_verl:.5g}{f' ({_WHY[metric]})' if metric in _WHY else ''}"
+    )
 
 
 def _and(names: Sequence[str]) -> str:

@@ -57,9 +57,9 @@ def bills_of(folder: Path, runs: Mapping[tuple[str, int], Run]) -> Iterator[Bill
             batch = read_batch(folder_of(folder, arm, seed))
         except (NoRecordsError, OSError):
             continue
-        said = answer(batch, configs)
-        errors = {one.name: float(f"{one.error.value:.4g}") for one in said.estimates}
-        yield Bill(arm, seed, len(batch.mask), errors, said.recommended)
+        result = answer(batch, configs)
+        errors = {estimate.name: float(f"{estimate.error.value:.4g}") for estimate in result.estimates}
+        yield Bill(arm, seed, len(batch.mask), errors, result.recommended)
 
 
 def write_bills(path: Path, bills: Sequence[Bill]) -> None:
@@ -78,9 +78,9 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     equal."""
     ranks = np.array(
         [
-            [values.index(value) + (values.count(value) - 1) / 2 for value in given]
-            for given in (first, second)
-            for values in [sorted(given)]
+            [values.index(value) + (values.count(value) - 1) / 2 for value in sample]
+            for sample in (first, second)
+            for values in [sorted(sample)]
         ]
     )
     return float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
@@ -88,12 +88,17 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 def outcomes(runs: Mapping[tuple[str, int], Run]) -> dict[str, dict[str, float]]:
     """By cell and correction, the mean accuracy at the end over seeds."""
-    found: dict[str, dict[str, list[float]]] = {}
+    scores: dict[str, dict[str, list[float]]] = {}
     for (arm, _), run in runs.items():
         k, correction, rate = arm.split()
-        of_run = accuracies(run)
-        found.setdefault(f"{k} {rate}", {}).setdefault(correction, []).append(of_run[-1] if of_run else 0.0)
-    return {cell: {name: mean(values) for name, values in of_cell.items()} for cell, of_cell in found.items()}
+        run_accuracies = accuracies(run)
+        scores.setdefault(f"{k} {rate}", {}).setdefault(correction, []).append(
+            run_accuracies[-1] if run_accuracies else 0.0
+        )
+    return {
+        cell: {name: mean(values) for name, values in cell_scores.items()}
+        for cell, cell_scores in scores.items()
+    }
 
 
 def correlations(bills: Sequence[Bill], learned: Mapping[str, Mapping[str, float]]) -> list[float]:
@@ -109,8 +114,8 @@ def correlations(bills: Sequence[Bill], learned: Mapping[str, Mapping[str, float
 def interval_of_mean(groups: Sequence[Sequence[float]], draws: int = 4000) -> tuple[float, float]:
     """90 % bootstrap interval of the mean of the groups' means: values of a group share what they are
     compared with."""
-    drawn = np.random.default_rng(0).choice([mean(group) for group in groups], size=(draws, len(groups)))
-    low, high = np.quantile(drawn.mean(axis=1), [0.05, 0.95])
+    samples = np.random.default_rng(0).choice([mean(group) for group in groups], size=(draws, len(groups)))
+    low, high = np.quantile(samples.mean(axis=1), [0.05, 0.95])
     return float(low), float(high)
 
 
@@ -123,30 +128,30 @@ def section(bills: Sequence[Bill], runs: Mapping[tuple[str, int], Run]) -> list[
     ]
     rows.append("|---" * (len(titles) + 4) + "|")
     for cell in sorted(learned, key=lambda cell: cell.split()[::-1]):  # by learning rate, then by age
-        of_cell = [bill for bill in bills if bill.cell == cell]
-        if of_cell:
+        cell_bills = [bill for bill in bills if bill.cell == cell]
+        if cell_bills:
             cells = [
-                f"{median(bill.errors[name] for bill in of_cell):.4f}, {learned[cell][name]:.3f}"
+                f"{median(bill.errors[name] for bill in cell_bills):.4f}, {learned[cell][name]:.3f}"
                 for name in CORRECTIONS
             ]
-            taken = mean(learned[cell][bill.recommended] for bill in of_cell if bill.recommended)
-            rho = mean(correlations(of_cell, learned))
-            rows.append(f"| {cell} | {len(of_cell)} | {' | '.join(cells)} | {rho:.2f} | {taken:.3f} |")
+            taken = mean(learned[cell][bill.recommended] for bill in cell_bills if bill.recommended)
+            rho = mean(correlations(cell_bills, learned))
+            rows.append(f"| {cell} | {len(cell_bills)} | {' | '.join(cells)} | {rho:.2f} | {taken:.3f} |")
     old = [bill for bill in bills if not bill.cell.startswith("k0 ")]
     by_cell = [
-        correlations([one for one in old if one.cell == cell], learned)
-        for cell in dict.fromkeys(one.cell for one in old)
+        correlations([old_bill for old_bill in old if old_bill.cell == cell], learned)
+        for cell in dict.fromkeys(old_bill.cell for old_bill in old)
     ]
     low, high = interval_of_mean(by_cell)
     most = sum(
-        learned[one.cell][one.recommended] == max(learned[one.cell].values())
-        for one in old
-        if one.recommended
+        learned[old_bill.cell][old_bill.recommended] == max(learned[old_bill.cell].values())
+        for old_bill in old
+        if old_bill.recommended
     )
     gained = mean(learned[bill.cell][bill.recommended] for bill in old if bill.recommended)
     without = mean(learned[bill.cell]["disabled"] for bill in old if bill.recommended)
     clip = mean(learned[bill.cell][_IN_ACTOR] for bill in old)
-    found = (
+    summary = (
         f"Found: of {len(old)} runs with old samples the mean rank correlation is "
         f"{mean(map(mean, by_cell)):.2f} (90 % interval {low:.2f} to {high:.2f}, over ages and rates). What "
         f"was recommended for their records learned {gained:.3f} on average and the most in {most} of the "
@@ -158,5 +163,5 @@ def section(bills: Sequence[Bill], runs: Mapping[tuple[str, int], Run]) -> list[
         f"each). A record has some {median(bill.rows for bill in bills):.0f} rows; runs whose records were "
         "not kept are missing."
     )
-    prose = (QUESTION, "No expectation was written down before the estimates were seen.", found, how)
+    prose = (QUESTION, "No expectation was written down before the estimates were seen.", summary, how)
     return ["## bill", *(textwrap.fill(paragraph, 100) for paragraph in prose), "\n".join(rows)]

@@ -20,15 +20,15 @@ FIELDS = (
 )
 
 
-def correction_by_verl(batch: Mapping[str, Tensor], given: str | Mapping[str, Any]) -> dict[str, Any]:
+def correction_by_verl(batch: Mapping[str, Tensor], settings: str | Mapping[str, Any]) -> dict[str, Any]:
     """Weights ``[B, T]`` or None and mask ``[B, T]`` in float32, as verl runs; metrics in float64, free of
     rounding.
 
-    ``given``: the name of one of verl's presets, or fields of its configuration.
+    ``settings``: the name of one of verl's presets, or fields of its configuration.
     """
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
-    preset = getattr(helper.RolloutCorrectionConfig, given)() if isinstance(given, str) else None
-    fields = given if isinstance(given, Mapping) else {name: getattr(preset, name) for name in FIELDS}
+    preset = getattr(helper.RolloutCorrectionConfig, settings)() if isinstance(settings, str) else None
+    fields = settings if isinstance(settings, Mapping) else {name: getattr(preset, name) for name in FIELDS}
 
     def run(dtype: torch.dtype) -> Any:
         train, rollout = (batch[name].to(dtype) for name in ("train", "rollout"))

@@ -66,5 +66,7 @@ def runs_at_a_time(study: Study) -> int:
 def having(study: Study, arms: Collection[str], start: str) -> list[str]:
     """The arms with an override that begins so."""
     return [
-        arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))
+        arm
+        for arm in arms
+        if any(override.startswith(start) for override in (*study.common, *study.arms[arm]))
     ]

@@ -77,7 +77,7 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
 
     Raises ``MixedResultsError`` when one of them was run with other overrides than the study has now.
     """
-    found = {}
+    runs = {}
     for _, line in whole_lines(results) if results.is_file() else ():
         run = Run(**json.loads(line))
         if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
@@ -87,8 +87,8 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
                 f"now: {', '.join(sorted(now))} differ. Move the file away to run the study anew, or take "
                 "the change back."
             )
-        found[run.arm, run.seed] = run
-    return found
+        runs[run.arm, run.seed] = run
+    return runs
 
 
 def planned(study: Study, arm: str, seed: int) -> Run:
@@ -134,14 +134,14 @@ def run_all(
 
     def run(arm: str, seed: int) -> Run:
         try:
-            ended = run_one(arm, seed)
+            finished_run = run_one(arm, seed)
         except BaseException:
             with writing:  # when all are submitted, and before this thread takes the next one
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
         with writing:  # here, so that another run that fails, or an interrupt, does not lose this one
-            _append(results, json.dumps(asdict(ended)))
-        return ended
+            _append(results, json.dumps(asdict(finished_run)))
+        return finished_run
 
     def run_one(arm: str, seed: int) -> Run:
         place, plan = folder_of(folder / results.stem, arm, seed), planned(study, arm, seed)
@@ -169,8 +169,8 @@ def run_all(
         try:
             with writing:
                 futures = [pool.submit(run, arm, seed) for arm, seed in todo]
-            for ended in as_completed(futures):
-                yield ended.result()
+            for finished_run in as_completed(futures):
+                yield finished_run.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -197,7 +197,9 @@ def start_trainer(overrides: Sequence[str], planted: str, core: int | None = Non
     """Run the trainer, with a fault where one is planted, in a process of its own; its output goes beside its
     metrics."""
     place = Path(
-        next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2]
+        next(
+            override for override in overrides if override.startswith("trainer.default_local_dir=")
+        ).partition("=")[2]
     )
     if planted:
         return run_in(place, "scripts.planted_faults.start", planted, "--", *overrides, core=core)
@@ -209,8 +211,8 @@ def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -
     exit status."""
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
-    with (place / "output.log").open("w", encoding="utf-8") as output, _kept_on(core) as own:
-        env = {**os.environ, **own}
+    with (place / "output.log").open("w", encoding="utf-8") as output, _kept_on(core) as environment:
+        env = {**os.environ, **environment}
         return subprocess.run(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode
@@ -251,7 +253,7 @@ def prepare(folder: Path, task: Task = QUICKSTART) -> None:
         "PYTHON": sys.executable,
         **task.settings,
     }
-    own = ("DATA_DIR", "MODEL_PATH", "DIGITS_OPTIONS", "SFT_OPTIONS")
-    inherited = {name: value for name, value in os.environ.items() if name not in own}
+    variables = ("DATA_DIR", "MODEL_PATH", "DIGITS_OPTIONS", "SFT_OPTIONS")
+    inherited = {name: value for name, value in os.environ.items() if name not in variables}
     subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)
     made_by.write_text(json.dumps(dict(task.settings)) + "\n", encoding="utf-8")

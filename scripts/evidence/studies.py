@@ -99,8 +99,8 @@ def _staleness() -> Study:
         for k in (0, 1, 2, 4, 8) if rate == "lr1" else (0, 1, 4, 8):
             ahead = ("async=one_step_off", f"async_training.staleness_threshold={k}") if k else ()
             for correction in CORRECTIONS:
-                given = (f"correction={correction}", f"actor_rollout_ref.actor.optim.lr={lr}")
-                arms[f"k{k} {correction} {rate}"] = (*given, *ahead)
+                overrides = (f"correction={correction}", f"actor_rollout_ref.actor.optim.lr={lr}")
+                arms[f"k{k} {correction} {rate}"] = (*overrides, *ahead)
     frozen = {
         f"frozen {correction} lr1": (*arms[f"k0 {correction} lr1"], *UNGUARDED) for correction in CORRECTIONS
     }
@@ -139,10 +139,10 @@ def _staleness() -> Study:
 def _quantised() -> Study:
     pairs = [("fp8both", correction) for correction in FURTHER_CORRECTIONS]
     pairs += [
-        (engine, one)
+        (engine, preset)
         for engine in ENGINES
         if engine != "fp8both"
-        for one in ("disabled", "decoupled_token_is")
+        for preset in ("disabled", "decoupled_token_is")
     ]
     arms = {
         f"{engine} {correction}": (f"correction={correction}", *ENGINES[engine])
@@ -176,7 +176,7 @@ def _quantised() -> Study:
         figures=tuple(ENGINES),
         quick=("fp8both disabled", "fp8both decoupled_token_is"),
         task=LONG,
-        planted={f"{engine} {one}": "fp8_cache" for engine, one in pairs if engine in FP8_CACHE},
+        planted={f"{engine} {preset}": "fp8_cache" for engine, preset in pairs if engine in FP8_CACHE},
         would_change="A gap that is several times wider: of longer answers, lower precision or larger "
         "models.",
     )
@@ -251,7 +251,10 @@ def _sampling_faults() -> Study:
 
 def _decisions() -> Study:
     section = "algorithm.rollout_correction"
-    kept, excluded = f"{section}.rejection_denominator=kept", f"{section}.rejected_in_group_baseline=exclude"
+    kept_denominator, excluded_rows = (
+        f"{section}.rejection_denominator=kept",
+        f"{section}.rejected_in_group_baseline=exclude",
+    )
     normalised = f"{section}.rollout_is_batch_normalize=True"
     rows = ("correction=decoupled_seq_is_rs",)
     token, sequence = ("correction=decoupled_token_is",), ("correction=decoupled_seq_is",)
@@ -277,8 +280,8 @@ def _decisions() -> Study:
         ),
         arms={
             "rejection all-tokens counted": rows,
-            "rejection kept-tokens counted": (*rows, kept),
-            "rejection all-tokens excluded": (*rows, excluded),
+            "rejection kept-tokens counted": (*rows, kept_denominator),
+            "rejection all-tokens excluded": (*rows, excluded_rows),
             "weights token": token,
             "weights sequence": sequence,
             "weights sequence normalised": (*sequence, normalised),
@@ -319,8 +322,8 @@ def _controls() -> Study:
         "with correction as without. Such a collapse is no sign of a gap between rollout and trainer.",
         common=SHORT_RUN,
         arms={
-            f"{control} {correction}": (f"correction={correction}", *given)
-            for control, given in controls.items()
+            f"{control} {correction}": (f"correction={correction}", *overrides)
+            for control, overrides in controls.items()
             for correction in corrections
         },
         seeds=(1, 2, 3),

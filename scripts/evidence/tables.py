@@ -47,8 +47,8 @@ def accuracies(run: Run) -> list[float]:
 
 def has_collapsed(run: Run) -> bool:
     """Ended in an error, or ``FALL`` below its own best accuracy."""
-    found = accuracies(run)
-    return run.exit_status != 0 or not found or found[-1] < max(found) - FALL
+    values = accuracies(run)
+    return run.exit_status != 0 or not values or values[-1] < max(values) - FALL
 
 
 def steps_of_collapse(runs: Sequence[Run]) -> dict[int, int]:
@@ -69,13 +69,13 @@ def steps_of_collapse(runs: Sequence[Run]) -> dict[int, int]:
 def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[str, list[Run]]]:
     """The runs of each arm that has any, in the order of the study."""
     for arm in study.arms:
-        if found := [runs[arm, seed] for seed in study.seeds if (arm, seed) in runs]:
-            yield arm, found
+        if arm_runs := [runs[arm, seed] for seed in study.seeds if (arm, seed) in runs]:
+            yield arm, arm_runs
 
 
 def last_accuracies(runs: Sequence[Run]) -> list[float]:
     """Validation accuracy at the end of each run that has any."""
-    return [found[-1] for run in runs if (found := accuracies(run))]
+    return [values[-1] for run in runs if (values := accuracies(run))]
 
 
 def in_words(shares: Sequence[float]) -> str:
@@ -86,12 +86,12 @@ def in_words(shares: Sequence[float]) -> str:
 def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """The main result: accuracy by seed, with samples eight steps old, without correction and with it; none
     before its runs."""
-    of_arm = dict(by_arm(staleness, runs))
+    arm_runs = dict(by_arm(staleness, runs))
     without, weighed = (
-        of_arm.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is")
+        arm_runs.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is")
     )
     began = " or ".join(
-        sorted({f"{found[0]:.3f}" for run in (*without, *weighed) if (found := accuracies(run))})
+        sorted({f"{values[0]:.3f}" for run in (*without, *weighed) if (values := accuracies(run))})
     )
     text = (
         f"In short: with samples up to eight steps old, accuracy went from {began} to "
@@ -103,17 +103,19 @@ def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]
 
 def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """A Markdown table with a row for each arm; a mean that no arm has gets no column."""
-    means = {title: [_mean(found, name) for _, found in by_arm(study, runs)] for title, name in MEANS.items()}
+    means = {
+        title: [_mean(arm_runs, name) for _, arm_runs in by_arm(study, runs)] for title, name in MEANS.items()
+    }
     means = {title: cells for title, cells in means.items() if set(cells) != {"—"}}
     titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed", *means]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for place, (arm, found) in enumerate(by_arm(study, runs)):
-        last = last_accuracies(found)
+    for place, (arm, arm_runs) in enumerate(by_arm(study, runs)):
+        last = last_accuracies(arm_runs)
         mean = f"{sum(last) / len(last):.3f}" if last else "—"
         # With one seed nothing is known of others.
         bounds = " to ".join(f"{bound:.3f}" for bound in interval(last)) if len(last) > 1 else "—"
-        collapsed = f"{sum(map(has_collapsed, found))} of {len(found)}"
-        if steps := steps_of_collapse(found):
+        collapsed = f"{sum(map(has_collapsed, arm_runs))} of {len(arm_runs)}"
+        if steps := steps_of_collapse(arm_runs):
             collapsed += f": {', '.join(f'seed {seed} at step {step}' for seed, step in steps.items())}"
         further = [cells[place] for cells in means.values()]
         rows.append(f"| {' | '.join([arm, in_words(last), mean, bounds, collapsed, *further])} |")
@@ -130,7 +132,7 @@ def draw(name: str, study: Study, runs: Mapping[tuple[str, int], Run], folder: P
     """Accuracy over steps: a line for each seed, a colour for each arm, a picture for each of
     ``study.figures``."""
     for word in study.figures:
-        arms = [(arm, found) for arm, found in by_arm(study, runs) if word in arm.split()]
+        arms = [(arm, arm_runs) for arm, arm_runs in by_arm(study, runs) if word in arm.split()]
         if arms:
             write_picture(folder / f"{name}_{word}.png", (8.0, 4.4), partial(_draw, arms=arms))
 
@@ -164,24 +166,24 @@ def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: floa
     seed = study.seeds[0]
     ends = {arm: accuracies(runs[arm, seed])[-1:] for arm in study.quick if (arm, seed) in runs}
     if len(ends) == len(study.quick):
-        told = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
+        sentences = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
         yield (
             f"With `--quick`, some {minutes * len(ends) / runs_at_a_time(study):.0f} minutes, seed {seed} "
-            f"alone: {told}."
+            f"alone: {sentences}."
         )
 
 
 def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """The blocks of the page on one study: question, what was expected, what was found, how to run it
     again."""
-    number = sum(len(found) for _, found in by_arm(study, runs))
+    number = sum(len(arm_runs) for _, arm_runs in by_arm(study, runs))
     each, all_minutes = minutes_of(study, runs)
     all_runs = len(study.arms) * len(study.seeds)
-    drawn = [word for word in study.figures if any(word in arm.split() for arm, _ in by_arm(study, runs))]
-    pictures = [f"![accuracy over steps, arms with {word}](evidence/{name}_{word}.png)" for word in drawn]
-    found = ["\n".join(table(study, runs)), *pictures] if runs else []
-    single = sum(len(of_arm) == 1 for _, of_arm in by_arm(study, runs))
-    missing = f" {single} arms have one seed only, which says nothing of others." if single else ""
+    figures = [word for word in study.figures if any(word in arm.split() for arm, _ in by_arm(study, runs))]
+    pictures = [f"![accuracy over steps, arms with {word}](evidence/{name}_{word}.png)" for word in figures]
+    blocks = ["\n".join(table(study, runs)), *pictures] if runs else []
+    single = sum(len(arm_runs) == 1 for _, arm_runs in by_arm(study, runs))
+    caution = f" {single} arms have one seed only, which says nothing of others." if single else ""
     cores = " --cores 0,1" if runs_at_a_time(study) > 1 else ""
     machines = sorted({run.machine or "not recorded" for run in runs.values()})
     took = f" A run took {each:.1f} minutes (median). Machine: {'; '.join(machines)}." if runs else ""
@@ -191,7 +193,7 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
         *([f"Found: {study.found}"] if runs else []),
         *([f"What would change this: {study.would_change}"] if runs and study.would_change else []),
         f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: "
-        f"{number} of {all_runs} runs are here.{missing}{took}",
+        f"{number} of {all_runs} runs are here.{caution}{took}",
         *_quick_look(study, runs, each),
     )
-    return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]
+    return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *blocks]
