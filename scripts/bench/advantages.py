@@ -90,28 +90,33 @@ def main() -> None:
     parser.add_argument("--shape", default="4096x4096", help="ROWSxLENGTH")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    if given.verl is not None:
-        sys.path.append(given.verl)
-    rows, length = map(int, given.shape.split("x"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.verl is not None:
+        sys.path.append(options.verl)
+    rows, length = map(int, options.shape.split("x"))
     inputs = Inputs.random(rows, length)
-    (read,) = interleaved_seconds([inputs.read], 2 * given.rounds)
-    print(f"{rows} x {length}, float32, {given.threads} thread(s); a plain read and an output: {read:.3f} s")
+    (read_seconds,) = interleaved_seconds([inputs.read], 2 * options.rounds)
+    print(
+        f"{rows} x {length}, float32, {options.threads} thread(s); a plain read and an output: "
+        f"{read_seconds:.3f} s"
+    )
     print(
         "| estimator | seconds | plain reads | verl, seconds | verl / ours | largest difference "
         "|\n|---|---|---|---|---|---|"
     )
     for name in NAMES:
-        if given.verl is None:
-            (seconds,) = interleaved_seconds([inputs.ours(name)], given.rounds)
+        if options.verl is None:
+            (seconds,) = interleaved_seconds([inputs.ours(name)], options.rounds)
             compared = ["", "", ""]
         else:
             ours, theirs = inputs.ours(name), inputs.theirs(name)
             difference = (ours()[0] - theirs()[0]).abs().max().item()
-            seconds, verl_seconds = interleaved_seconds([ours, theirs], given.rounds)
+            seconds, verl_seconds = interleaved_seconds([ours, theirs], options.rounds)
             compared = [f"{verl_seconds:.3f}", f"{verl_seconds / seconds:.1f}", f"{difference:.0e}"]
-        print(f"| {name} | {seconds:.3f} | {seconds / read:.1f} | {' | '.join(compared)} |", flush=True)
+        print(
+            f"| {name} | {seconds:.3f} | {seconds / read_seconds:.1f} | {' | '.join(compared)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

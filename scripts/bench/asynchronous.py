@@ -79,22 +79,22 @@ OF_TOOLS = [
 ]
 
 
-def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str, float]:
+def run(name: str, overrides: list[str], options: argparse.Namespace) -> dict[str, float]:
     """Medians over the steps of a run, without the first four and the last, which are not like the others."""
-    folder = given.folder / name.replace(" ", "_")
-    recipe = "digits_cpu_tools.sh" if given.case == "tools" else "quickstart_digits_cpu.sh"
+    folder = options.folder / name.replace(" ", "_")
+    recipe = "digits_cpu_tools.sh" if options.case == "tools" else "quickstart_digits_cpu.sh"
     settings = {
         "PYTHON": sys.executable,
-        "MODEL_PATH": str(given.model),
-        "DATA_DIR": str(given.data),
+        "MODEL_PATH": str(options.model),
+        "DATA_DIR": str(options.data),
         "RUN_DIR": str(folder),
     }
     settings |= {
         "CORRECTION": "decoupled_token_is",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(given.folder)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(options.folder)]),
     }
     short = [
-        f"trainer.total_training_steps={given.steps}",
+        f"trainer.total_training_steps={options.steps}",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
     ]
@@ -103,31 +103,31 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
     command = [
         "bash",
         str(ROOT / "recipes" / recipe),
-        *(OF_TOOLS if given.case == "tools" else []),
+        *(OF_TOOLS if options.case == "tools" else []),
         *short,
         *overrides,
     ]
     if name == ON_ONE_CORE:
         command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
-    with (given.folder / f"{folder.name}.log").open("w") as log:
+    with (options.folder / f"{folder.name}.log").open("w") as log:
         subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, stdout=log, stderr=log, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if 4 < line["step"] < given.steps]
+    steps = [line for line in lines if 4 < line["step"] < options.steps]
     timeline = read_timeline(folder)
 
     def sampled(step: int) -> float:
         return sum(span.seconds for span in timeline.between(step, step).spans if span.what == "decode")
 
-    def stages(line: dict[str, float], chosen: bool, names: set[str]) -> float:
+    def stages(line: dict[str, float], is_chosen: bool, names: set[str]) -> float:
         timed = {
             name.removeprefix("timing_s/"): value
             for name, value in line.items()
             if name.startswith("timing_s/")
         }
-        return sum(value for name, value in timed.items() if (name in names) is chosen)
+        return sum(value for name, value in timed.items() if (name in names) is is_chosen)
 
     median = statistics.median
-    found = {
+    results = {
         "step": median(line["timing_s/step"] for line in steps),
         "mean_step": statistics.mean(line["timing_s/step"] for line in steps),
         "mean_waiting": statistics.mean(line.get("timing_s/gen", 0.0) for line in steps),
@@ -136,7 +136,7 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
         "publishing": median(stages(line, True, PUBLISHING) for line in steps),
         "waiting": median(line.get("timing_s/gen", 0.0) for line in steps),
     }
-    return found | {"bound": max(found["sampling"], found["training"]) + found["publishing"]}
+    return results | {"bound": max(results["sampling"], results["training"]) + results["publishing"]}
 
 
 def recorded_groups(folder: Path, model: Path) -> list[list[Turns]]:
@@ -200,31 +200,31 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_asynchronous"))
-    given = parser.parse_args()
-    given.folder, given.model, given.data = (
-        given.folder.resolve(),
-        given.model.resolve(),
-        given.data.resolve(),
+    options = parser.parse_args()
+    options.folder, options.model, options.data = (
+        options.folder.resolve(),
+        options.model.resolve(),
+        options.data.resolve(),
     )
-    given.folder.mkdir(parents=True, exist_ok=True)
-    (given.folder / "sleeping_tool.py").write_text(SLEEPING_TOOL)
-    sys.path.insert(0, str(given.folder))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "sleeping_tool.py").write_text(SLEEPING_TOOL)
+    sys.path.insert(0, str(options.folder))
     predicted = dict[str, float]()
-    for name, overrides in ARMS[given.case].items():
-        found = run(name, overrides, given)
+    for name, overrides in ARMS[options.case].items():
+        results = run(name, overrides, options)
         if name == ON_ONE_CORE:
             predicted = predictions(
-                recorded_groups(given.folder / name.replace(" ", "_"), given.model), found
+                recorded_groups(options.folder / name.replace(" ", "_"), options.model), results
             )
         if name in predicted:
-            found |= {
+            results |= {
                 "predicted": predicted[name],
-                "predicted_over_mean": predicted[name] / found["mean_step"],
+                "predicted_over_mean": predicted[name] / results["mean_step"],
             }
-        measured = {key: round(value, 3) for key, value in found.items()}
+        rounded = {key: round(value, 3) for key, value in results.items()}
         print(
             json.dumps(
-                {"arm": name, **measured, "step_over_bound": round(found["step"] / found["bound"], 3)}
+                {"arm": name, **rounded, "step_over_bound": round(results["step"] / results["bound"], 3)}
             ),
             flush=True,
         )

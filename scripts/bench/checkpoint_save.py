@@ -26,9 +26,9 @@ SAVES = 5
 
 def seconds(work: Callable[[], object]) -> float:
     """Wall time of one call."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 def median(values: list[float]) -> float:
@@ -51,19 +51,19 @@ def costs_of(layers: int, folder: Path) -> dict[str, float]:
         optimizer.zero_grad()
 
     step()
-    found: dict[str, list[float]] = {"waits": [], "copies": [], "writes": [], "step": [], "step beside": []}
+    costs: dict[str, list[float]] = {"waits": [], "copies": [], "writes": [], "step": [], "step beside": []}
     for save in range(SAVES):
-        found["waits"].append(
+        costs["waits"].append(
             seconds(lambda number=save: save_shards(folder / f"waited_{number}", model, optimizer, {}))
         )  # type: ignore[misc]
-        found["step"].append(seconds(step))
-        begun = time.perf_counter()
+        costs["step"].append(seconds(step))
+        start = time.perf_counter()
         writer.start(folder / f"beside_{save}", collect_shards(model, optimizer, {}))
-        found["copies"].append(time.perf_counter() - begun)
-        found["step beside"].append(seconds(step))
+        costs["copies"].append(time.perf_counter() - start)
+        costs["step beside"].append(seconds(step))
         writer.is_finished(wait=True)
-        found["writes"].append(time.perf_counter() - begun)
-    return {name: median(values) for name, values in found.items()}
+        costs["writes"].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in costs.items()}
 
 
 def main() -> None:
@@ -82,8 +82,8 @@ def main() -> None:
     for layers in LAYERS:
         with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
             cost = costs_of(layers, Path(folder))
-        shown = [cost["waits"], cost["copies"], cost["writes"], cost["step"], cost["step beside"]]
-        texts = [f"{1000 * value:.0f} ms" for value in shown]
+        cells = [cost["waits"], cost["copies"], cost["writes"], cost["step"], cost["step beside"]]
+        texts = [f"{1000 * value:.0f} ms" for value in cells]
         texts.insert(2, f"{cost['copies'] / cost['waits']:.1%}")
         print(" ".join(f"{text:>15}" for text in (f"{layers * WIDTH**2 / 1e6:.0f} M", *texts)))
 

@@ -137,8 +137,8 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: b
     for name, fields in CASES.items():
         # Bypass mode measures everything else, but takes its signatures elsewhere.
         candidates = [
-            ours(inputs, one, kind)
-            for one, kind in ((fields, "core"), (fields, "full"), (bypass(fields), "full"))
+            ours(inputs, variant, kind)
+            for variant, kind in ((fields, "core"), (fields, "full"), (bypass(fields), "full"))
         ]
         candidates += [theirs(inputs, fields)] if with_verl else []
         core, full, bare, *verl = interleaved_seconds(candidates, rounds, cold=cold)
@@ -172,13 +172,13 @@ def main() -> None:
         "--cold", action="store_true", help="give free memory back to the system before every call"
     )
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    if given.verl is not None:
-        sys.path.append(given.verl)
-    for shape in given.shape or ["512x4096", "256x8192"]:
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.verl is not None:
+        sys.path.append(options.verl)
+    for shape in options.shape or ["512x4096", "256x8192"]:
         rows, length = map(int, shape.split("x"))
-        print_table(rows, length, given.rounds, with_verl=given.verl is not None, cold=given.cold)
+        print_table(rows, length, options.rounds, with_verl=options.verl is not None, cold=options.cold)
 
 
 if __name__ == "__main__":

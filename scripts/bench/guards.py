@@ -35,10 +35,10 @@ def tokens_of(rows: int, prompt: int, response: int) -> tuple[TokenBatch, torch.
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Processor time of one call: other processes on the machine do not count."""
     work()
-    started = time.process_time()
+    start = time.process_time()
     for _ in range(repeats):
         work()
-    return 1000 * (time.process_time() - started) / repeats
+    return 1000 * (time.process_time() - start) / repeats
 
 
 def ledger_work(mask: torch.Tensor) -> None:
@@ -76,9 +76,9 @@ def main() -> None:
     )
     for rows, prompt, response in SIZES:
         costs, tokens = costs_of(rows, prompt, response), rows * (prompt + response)
-        shown = " ".join(f"{cost:>6.2f} ms" for cost in costs)
+        cells = " ".join(f"{cost:>6.2f} ms" for cost in costs)
         print(
-            f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {1e6 * sum(costs) / tokens:>6.1f} ns"
+            f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{cells} {1e6 * sum(costs) / tokens:>6.1f} ns"
         )
 
 

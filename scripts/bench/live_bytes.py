@@ -19,12 +19,12 @@ class LiveBytes(TorchDispatchMode):
         """The most bytes that were alive at once."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if (
                 isinstance(tensor, Tensor)
-                and id(storage := tensor.untyped_storage()) not in given | self._alive.keys()
+                and id(storage := tensor.untyped_storage()) not in inputs | self._alive.keys()
             ):
                 self._alive[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, id(storage), None)

@@ -51,15 +51,15 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| tokens | width | vocabulary | all logits, ms | fused / all logits |\n|---|---|---|---|---|")
     for size in SIZES:
-        given = inputs(*size, torch.float32)
-        plain, new = interleaved_seconds([lambda: at_once(*given), lambda: fused(*given)], rounds)  # noqa: B023
+        arguments = inputs(*size, torch.float32)
+        plain, new = interleaved_seconds([lambda: at_once(*arguments), lambda: fused(*arguments)], rounds)  # noqa: B023
         print(f"| {' | '.join(map(str, size))} | {1000 * plain:.2f} | {new / plain:.2f} |", flush=True)
     tokens, _, vocabulary = LARGE
     with FakeTensorMode():
-        given = inputs(*LARGE, torch.bfloat16)
+        arguments = inputs(*LARGE, torch.bfloat16)
         with LiveBytes() as live:
-            fused(*given)
-    beyond = live.peak - given[0].nbytes - given[1].nbytes
+            fused(*arguments)
+    beyond = live.peak - arguments[0].nbytes - arguments[1].nbytes
     logits = 2 * tokens * vocabulary * 2
     print(
         f"Peak beyond the gradients of weights and hidden states: {beyond / 2**30:.2f} GiB. All logits and "

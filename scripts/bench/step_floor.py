@@ -23,9 +23,9 @@ def median_seconds(call: Callable[[], Any]) -> float:
     """Median of five calls after one that warms up."""
     seconds = []
     for _ in range(6):
-        started = time.perf_counter()
+        start = time.perf_counter()
         call()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 
 
