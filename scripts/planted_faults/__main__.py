@@ -40,21 +40,23 @@ def main() -> int:
     parser.add_argument(
         "--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet"
     )
-    where = ROOT / "runs" / "planted_faults"
-    parser.add_argument("--folder", type=Path, default=where, help="where models, data and runs are kept")
-    given = parser.parse_args()
-    table = TABLES[given.table]
-    arms = [arm for arm in table if set(given.words) <= set(arm.split())]
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    if not given.judge:
-        prepare(given.folder)
-        for run in run_all(given.folder, arms, seeds, start_trainer):
+    folder = ROOT / "runs" / "planted_faults"
+    parser.add_argument("--folder", type=Path, default=folder, help="where models, data and runs are kept")
+    options = parser.parse_args()
+    table = TABLES[options.table]
+    arms = [arm for arm in table if set(options.words) <= set(arm.split())]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if not options.judge:
+        prepare(options.folder)
+        for run in run_all(options.folder, arms, seeds, start_trainer):
             print(f"{run.arm}, seed {run.seed}: exit {run.exit_status}, {run.seconds:.0f} s", flush=True)
-    runs = [run for seed in seeds for arm in arms if (run := known_run(given.folder, arm, seed)) is not None]
-    for run in runs if given.replay else ():
+    runs = [
+        run for seed in seeds for arm in arms if (run := known_run(options.folder, arm, seed)) is not None
+    ]
+    for run in runs if options.replay else ():
         if not (run.folder / DIAGNOSIS).is_file():
-            replay(run.folder, given.replay.split(","))
-    print("\n".join(lines_of(write_matrix(RESULTS[given.table], table, [row_of(run) for run in runs]))))
+            replay(run.folder, options.replay.split(","))
+    print("\n".join(lines_of(write_matrix(RESULTS[options.table], table, [row_of(run) for run in runs]))))
     return 0
 
 

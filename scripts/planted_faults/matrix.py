@@ -37,8 +37,11 @@ def named_first(run: RunData, fault: Fault, ended_with: str) -> Named:
     """The first fault or notice of the gap; where there is none, what is said instead."""
     if fault.checks and any(word in ended_with for word in fault.checks):
         return Named(STOPPED, "right", ended_with)
-    said = [one for one in judge(run).statements if one.topic == "gap"]
-    first = next((one for one in said if one.level in ("fault", "notice")), said[0] if said else None)
+    statements = [statement for statement in judge(run).statements if statement.topic == "gap"]
+    first = next(
+        (statement for statement in statements if statement.level in ("fault", "notice")),
+        statements[0] if statements else None,
+    )
     if first is None:
         return Named("nothing was logged", "not seen", ended_with)
     return Named(first.cause, _outcome(first, fault), first.text)
@@ -74,7 +77,7 @@ def row_of(run: PlantedRun) -> dict[str, Any]:
     row["without_replays"] = named_first(replace(data, replays=(), _finite={}), fault, ended_with).as_json()
     if data.replays:
         row["with_replays"] = named_first(data, fault, ended_with).as_json()
-        row["replayed"] = [{key: _rounded(value) for key, value in one.items()} for one in data.replays]
+        row["replayed"] = [{key: _rounded(value) for key, value in replay.items()} for replay in data.replays]
     return row
 
 
@@ -101,13 +104,13 @@ def write_matrix(
     before = [
         row for row in before if row["arm"] in table and row["made_by"] == made_by(row["arm"], row["seed"])
     ]
-    of_runs = {(row["seed"], row["arm"]): row for row in (*before, *rows)}
+    row_of_run = {(row["seed"], row["arm"]): row for row in (*before, *rows)}
     order = {arm: place for place, arm in enumerate(table)}
-    known = [of_runs[run] for run in sorted(of_runs, key=lambda run: (run[0], order[run[1]]))]
+    ordered = [row_of_run[run] for run in sorted(row_of_run, key=lambda run: (run[0], order[run[1]]))]
     left_out = {str(number): why for number, why in LEFT_OUT.items()}
-    text = ",\n".join(f"  {json.dumps(row)}" for row in known)
+    text = ",\n".join(f"  {json.dumps(row)}" for row in ordered)
     path.write_text(f'{{"left_out": {json.dumps(left_out)},\n "rows": [\n{text}\n]}}\n', encoding="utf-8")
-    return known
+    return ordered
 
 
 def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,14 +120,14 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         cells = [_cell(row.get(kind)) for kind in ("without_replays", "with_replays")]
         lines.append(f"| {row['arm']} | {row['seed']} | {' | '.join(cells)} |")
     for kind in ("without_replays", "with_replays"):
-        judged = [row for row in rows if kind in row and row["fault"]]
-        outcomes = [row[kind]["outcome"] for row in judged]
+        faulty = [row for row in rows if kind in row and row["fault"]]
+        outcomes = [row[kind]["outcome"] for row in faulty]
         healthy = [row[kind]["outcome"] for row in rows if kind in row and not row["fault"]]
         counts = ", ".join(
             f"{outcomes.count(name)} {name}" for name in ("right", "not separable", "not seen", "wrong")
         )
         lines.append(
-            f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} false "
+            f"{kind.replace('_', ' ')}: {counts} of {len(faulty)}; {healthy.count('false alarm')} false "
             f"alarms of {len(healthy)} healthy runs"
         )
     return lines

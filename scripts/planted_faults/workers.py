@@ -135,8 +135,8 @@ class PlantedEngine(VllmEngine):
             log_probs = log_probs.bfloat16().float()
         if "changed_tokens" in self._planted:
             struck = torch.rand(token_ids.shape, generator=self._chance) < CHANGED
-            others = torch.where(token_ids == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
-            token_ids = torch.where(struck, others, token_ids).to(torch.int32)
+            neighbours = torch.where(token_ids == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
+            token_ids = torch.where(struck, neighbours, token_ids).to(torch.int32)
         return replace(sample, parts=_as_long_as(parts, token_ids, log_probs))
 
 
@@ -159,9 +159,9 @@ def _round_cache() -> None:
 
 
 def _report_raw(sampler: Any) -> None:
-    found = sampler._llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+    runner_sampler = sampler._llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
     # The part that filters returns log-probs of its own otherwise, which win.
-    found.logprobs_mode = found.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+    runner_sampler.logprobs_mode = runner_sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
 
 
 class PlantedPolicyWorker(PolicyWorker):
@@ -189,9 +189,9 @@ class PlantedPolicyWorker(PolicyWorker):
 
     def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
         """Current log-probs of other inputs."""
-        given = part.clone()
-        given.tokens = self._other(part.tokens)
-        return super().score(given, with_sum_pi_squared)
+        changed = part.clone()
+        changed.tokens = self._other(part.tokens)
+        return super().score(changed, with_sum_pi_squared)
 
     def _other(self, tokens: TokenBatch) -> TokenBatch:
         other = tokens.clone()
