@@ -114,8 +114,8 @@ def open_browser(*arguments: str) -> Iterator[Browser]:
             time.sleep(0.1)
         options = {"binary": CHROMIUM, "args": [*ARGUMENTS, *arguments]}
         logs = {"browser": "ALL", "performance": "ALL"}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
-        session = f"{server}/session/{_call(f'{server}/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"  # noqa: E501
+        capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
+        session = f"{server}/session/{_call(f'{server}/session', {'capabilities': {'alwaysMatch': capabilities}})['sessionId']}"  # noqa: E501
         yield Browser(session)
     finally:
         if session:

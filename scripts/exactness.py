@@ -153,9 +153,9 @@ def enumerated_bias(problem: Problem, method: Method, advantages: Sequence[Seque
     """``sum_y sum_t (q(y) c_t(y) - p(y)) A_t d log p_t``, c being the method's coefficients by definition."""
     differences = []
     for s, row in zip(problem.responses, advantages, strict=True):
-        used = method.coefficients(s, row)
+        weights = method.coefficients(s, row)
         differences.append(
-            [(math.prod(s.q) * c - math.prod(s.p)) * a for c, a in zip(used, row, strict=True)]
+            [(math.prod(s.q) * c - math.prod(s.p)) * a for c, a in zip(weights, row, strict=True)]
         )
     return weighted_scores(problem, differences)
 
@@ -180,13 +180,13 @@ def gradients_of_responses(
     jacobian = torch.autograd.functional.jacobian(lambda x: log_probs_of(problem, x), logits, vectorize=True)
     log_probs = log_probs_of(problem, logits).requires_grad_()
     rollout = log_probs_of(problem, torch.tensor(problem.rollout_logits, dtype=torch.float64))
-    mask, given = response_mask(problem), padded_rows(advantages)
-    result = correct(log_probs.detach(), rollout, mask, method.config, advantages=given)
+    mask, padded_advantages = response_mask(problem), padded_rows(advantages)
+    result = correct(log_probs.detach(), rollout, mask, method.config, advantages=padded_advantages)
     loss, _ = compute_policy_loss(
         "reinforce" if result.config.loss_type == "reinforce" else "vanilla",
         old_log_probs=rollout if result.config.bypass_mode else log_probs.detach(),
         log_probs=log_probs,
-        advantages=given,
+        advantages=padded_advantages,
         loss_mask=mask & result.keep_mask,
         response_mask=mask,
         rollout_is_weights=result.weights,
@@ -426,12 +426,12 @@ def examine(
     variance = probabilities @ gradients.square().sum(dim=-1) - expected.square().sum()
     weights = probabilities.tolist()
     rows = zip(problem.responses, advantages, weights, strict=True)
-    used = math.fsum(weight * sum(c != 0 for c in method.coefficients(r, row)) for r, row, weight in rows)
+    share = math.fsum(weight * sum(c != 0 for c in method.coefficients(r, row)) for r, row, weight in rows)
     tokens = math.fsum(weight * len(r.tokens) for r, weight in zip(problem.responses, weights, strict=True))
     return Finding(
         bias=float((expected - true).norm() / true.norm()),
         variance=float(variance / true.square().sum()),
-        used=used / tokens,
+        used=share / tokens,
         disagreement=float((expected - true - by_hand).abs().max()),
     )
 
@@ -449,7 +449,7 @@ def correction_table(problems: Sequence[Problem]) -> str:
         worst = max(finding.disagreement for finding in (*outcome, *critic))
         if worst > TOLERANCE:
             raise ArithmeticError(f"{method.name}: bias differs from the enumerated one by {worst:.1e}")
-        bias, bias_with_critic = (statistics.median(f.bias for f in found) for found in (outcome, critic))
+        bias, bias_with_critic = (statistics.median(f.bias for f in results) for results in (outcome, critic))
         balance = statistics.median(f.balance for f in outcome)
         cells = [
             method.name,
@@ -509,7 +509,7 @@ def kl_table() -> str:
         estimate, gradient = kl_by_estimator(kind)
         norm = float(gradient.norm())
         cosine = f"{float(gradient @ true / true.norm()) / norm:.3f}" if norm > EXACT else ""
-        errors = [_rounded(float((gradient - wanted).norm() / wanted.norm())) for wanted in (true, opposite)]
+        errors = [_rounded(float((gradient - target).norm() / target.norm())) for target in (true, opposite)]
         lines.append(f"| `{kind}` | {estimate:.4f} | {errors[0]} | {cosine} | {errors[1]} |")
     return "\n".join(lines)
 
@@ -521,8 +521,8 @@ def main() -> None:
         "--gap", type=float, default=0.3, help="standard deviation of the logits' differences, nats"
     )
     parser.add_argument("--problems", type=int, default=21, help="random problems to take medians over")
-    given = parser.parse_args()
-    print(correction_table([make_problem(seed, given.gap) for seed in range(given.problems)]), end="\n\n")
+    options = parser.parse_args()
+    print(correction_table([make_problem(seed, options.gap) for seed in range(options.problems)]), end="\n\n")
     print(kl_table())
 
 

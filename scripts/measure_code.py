@@ -107,9 +107,9 @@ class Package:
                     places[window].append((path, start))
         repeated = {
             (path, start + offset)
-            for found in places.values()
-            if len(found) > 1
-            for path, start in found
+            for windows in places.values()
+            if len(windows) > 1
+            for path, start in windows
             for offset in range(_WINDOW)
         }
         return 100 * len(repeated) / max(1, total)

@@ -37,11 +37,13 @@ def picture_of(browser: Browser, section: str, height: int) -> bytes:
         "window.scrollX, box.y + window.scrollY, box.width, box.height]"
     )
     clip = {"x": 0, "y": box[1], "width": WIDTH, "height": min(height, box[3]), "scale": 1}
-    taken = browser.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-    image = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB").quantize(64)
-    made = io.BytesIO()
-    image.save(made, "PNG", optimize=True)
-    return made.getvalue()
+    screenshot = browser.command(
+        "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+    )
+    image = Image.open(io.BytesIO(base64.b64decode(screenshot["data"]))).convert("RGB").quantize(64)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def write_pictures(run: Path, output: Path) -> list[Path]:
@@ -65,11 +67,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python scripts/page_pictures.py", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run with token records")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images", help="where the pictures go")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if DRIVER is None or CHROMIUM is None:
         sys.stderr.write(f"{REASON}\n")
         return 1
-    for path in write_pictures(given.run, given.output):
+    for path in write_pictures(options.run, options.output):
         print(f"{path}: {path.stat().st_size:,} bytes")
     return 0
 

@@ -64,22 +64,22 @@ def read_local(path: Path, subset: str) -> dict[str, list[Row]]:
         raise ValueError(f"--local_dataset_path must name a file or a folder, {path} is not there.")
     root = path / subset if (path / subset).is_dir() else path
     files = [file for file in sorted(root.rglob("*")) if file.suffix in SUFFIXES]
-    named = {
+    split_files = {
         split: [
             file for file in files if any(name.startswith(split) for name in file.relative_to(root).parts)
         ]
         for split in SPLITS
     }
-    if not named["train"]:
+    if not split_files["train"]:
         raise ValueError(
             f"--local_dataset_path must hold files named train* and test* ({' or '.join(SUFFIXES)}), {root} "
             f"holds {[str(file.relative_to(root)) for file in files[:10]]}. Rename them, or name a single "
             "file."
         )
     return {
-        split: [row for file in chosen for row in read_rows(file)]
-        for split, chosen in named.items()
-        if chosen
+        split: [row for file in paths for row in read_rows(file)]
+        for split, paths in split_files.items()
+        if paths
     }
 
 
@@ -120,12 +120,12 @@ def hold_out(rows: list[Row], num_test: int | None, seed: int) -> dict[str, list
 def convert_row(row: Row, benchmark: Benchmark, split: str, index: int) -> Row:
     """One row in verl's format. Raises ``ValueError`` naming the row when a column is missing or holds no
     answer."""
-    where = f"row {index} of the {split} split"
+    place = f"row {index} of the {split} split"
     columns = (benchmark.question_column, benchmark.solution_column)
     for column in columns:
         if not isinstance(row.get(column), str) or not row[column].strip():
             raise ValueError(
-                f"rows must have text in the columns {list(columns)}, {where} lacks {column!r}; it has "
+                f"rows must have text in the columns {list(columns)}, {place} lacks {column!r}; it has "
                 f"{list(row)}."
             )
     question, solution = (row[column] for column in columns)
@@ -133,7 +133,7 @@ def convert_row(row: Row, benchmark: Benchmark, split: str, index: int) -> Row:
         ground_truth = benchmark.extract_answer(solution)
     except ValueError as error:
         raise ValueError(
-            f"{error} This is {where}, whose {benchmark.solution_column} ends in {solution[-80:]!r}."
+            f"{error} This is {place}, whose {benchmark.solution_column} ends in {solution[-80:]!r}."
         ) from None
     return {
         "data_source": benchmark.data_source,

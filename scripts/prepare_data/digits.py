@@ -89,13 +89,15 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"digits.py: {error}") from None
     for split, size in sizes.items():
-        chosen = [next(problems) for _ in range(size)]
+        selection = [next(problems) for _ in range(size)]
         if split.startswith("sft"):
-            rows = [conversation(("user", problem), ("assistant", task.solve(problem))) for problem in chosen]
+            rows = [
+                conversation(("user", problem), ("assistant", task.solve(problem))) for problem in selection
+            ]
         else:
             rows = [
                 rl_row(DATA_SOURCE, options.task, problem, task.solve(problem), (split, index))
-                for index, problem in enumerate(chosen)
+                for index, problem in enumerate(selection)
             ]
         path = options.output_dir / f"{split}.parquet"
         write_rows(rows, path)

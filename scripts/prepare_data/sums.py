@@ -100,18 +100,18 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"sums.py: {error}") from None
     for split, size in sizes.items():
-        chosen = [next(problems) for _ in range(size)]
+        selection = [next(problems) for _ in range(size)]
         if split == "sft_val":
-            rows = [call_row(problem) for problem in chosen]
+            rows = [call_row(problem) for problem in selection]
         elif split == "sft_train":
             with_tool = round(options.tool_share * size)
             rows = [
-                row for index, problem in enumerate(chosen) for row in sft_rows(problem, index < with_tool)
+                row for index, problem in enumerate(selection) for row in sft_rows(problem, index < with_tool)
             ]
         else:
             rows = [
                 rl_row(DATA_SOURCE, "sum", problem, solve(problem), (split, index))
-                for index, problem in enumerate(chosen)
+                for index, problem in enumerate(selection)
             ]
         path = options.output_dir / f"{split}.parquet"
         write_rows(rows, path)
