@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from verl_rc.insight.what_if import Answer
     from verl_rc.preflight.finding import Finding
 
+    Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Run = Callable[[argparse.Namespace], int | None]
+"""Carries out a subcommand; returns its exit status, None for 0."""
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
 
@@ -68,7 +72,7 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_explain(subcommands: "Subcommands") -> None:
     _add_with_configuration(
         subcommands,
         "explain",
@@ -77,7 +81,7 @@ def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     )
 
 
-def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_doctor(subcommands: "Subcommands") -> None:
     _add_with_configuration(
         subcommands,
         "doctor",
@@ -86,19 +90,14 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
     )
 
 
-def _subcommand(
-    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    run: Callable[[argparse.Namespace], int | None],
-    summary: str,
-) -> argparse.ArgumentParser:
+def _subcommand(subcommands: "Subcommands", name: str, run: Run, summary: str) -> argparse.ArgumentParser:
     """A subcommand that ``run`` carries out; ``main`` prints its ``ValueError`` or ``OSError``."""
     parser = subcommands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     parser.set_defaults(run=run, mistakes=(ValueError, OSError))
     return parser
 
 
-def _add_convert(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_convert(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "convert",
@@ -109,7 +108,7 @@ def _add_convert(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="file to write")
 
 
-def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_diagnose(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "diagnose",
@@ -131,12 +130,7 @@ def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--json", action="store_true", help="print statements and measurements as JSON")
 
 
-def _add_with_configuration(
-    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    run: Callable[[argparse.Namespace], int | None],
-    summary: str,
-) -> None:
+def _add_with_configuration(subcommands: "Subcommands", name: str, run: Run, summary: str) -> None:
     """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where
     its files are."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
@@ -145,7 +139,7 @@ def _add_with_configuration(
     parser.set_defaults(run=run, mistakes=())
 
 
-def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_export(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "export",
@@ -180,7 +174,7 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
     parser.set_defaults(part="policy")
 
 
-def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_migrate(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "migrate",
@@ -206,7 +200,7 @@ def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     )
 
 
-def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_plot(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "plot",
@@ -218,14 +212,14 @@ def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
 
 
-def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_presets(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands, "presets", _presets, "print presets of rollout correction as the fields they stand for"
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
 
 
-def _add_report(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_report(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "report",
@@ -265,7 +259,7 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_trace(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "trace",
@@ -281,7 +275,7 @@ def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
 
 
-def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_what_if(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "what-if",
@@ -308,7 +302,7 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
-def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_wandb_workspace(subcommands: "Subcommands") -> None:
     parser = _subcommand(
         subcommands,
         "wandb-workspace",
