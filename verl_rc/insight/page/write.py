@@ -47,9 +47,9 @@ def write_report(request: Request) -> Report:
         raise NothingToReadError("a report of several runs must have a place: pass --output FILE.")
     if len(request.paths) > MOST_RUNS:
         raise NothingToReadError(f"a report must compare at most {MOST_RUNS} runs, got {len(request.paths)}.")
-    runs = tuple(_told_apart([_read(path, request) for path in request.paths]))
+    runs = tuple(_with_distinct_names([_read(path, request) for path in request.paths]))
     verdicts = tuple(judge(run) for run in runs)
-    path = request.output or _beside(request.paths[0])
+    path = request.output or _default_path(request.paths[0])
     page = build_page(runs, verdicts, request.options).encode("utf-8", "replace")
     partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -67,11 +67,11 @@ def _read(path: Path, request: Request) -> RunData:
     return run
 
 
-def _beside(path: Path) -> Path:
+def _default_path(path: Path) -> Path:
     return path / REPORT if path.is_dir() else path.with_suffix(f".{REPORT}")
 
 
-def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
+def _with_distinct_names(runs: Sequence[RunData]) -> list[RunData]:
     """Runs whose folders have one name get the name of the folder above as well, and a number if that does
     not help."""
     names = [run.name for run in runs]

@@ -45,7 +45,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     whole = session.diagnosis(
-        statements, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+        statements, merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.found)
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
@@ -54,7 +54,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     )
 
 
-def _still_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+def _records_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
     """Replays of token records that are there and were not written since: a resumed run may have made a step
     again."""
     if not earlier:
@@ -126,7 +126,7 @@ class _Session:
             numbers["noise"] = numbers.get("alone", PLAUSIBLE_NOISE[precision])
         if "R4" in self._wanted:
             with self._timed("R4"):
-                numbers["retokenised"] = self._retokenised(rows)
+                numbers["retokenised"] = self._retokenised_share(rows)
         with self._timed("R3"):
             for version in self._kept.versions if "R3" in self._wanted else [rows.version]:
                 if version <= rows.version and version not in scores:
@@ -227,7 +227,7 @@ class _Session:
                 mistakes.of_engine, mistakes.numbers["engine_reproduced"] = name, distance
         return mistakes
 
-    def _retokenised(self, rows: RecordedRows) -> float:
+    def _retokenised_share(self, rows: RecordedRows) -> float:
         """Share of rows whose ids do not come back from their text."""
         count = 0
         for row, length in enumerate(rows.tokens.response_lengths.tolist()):

@@ -33,12 +33,12 @@ class ReplayEngine:
         self._engine = ChildProcess(
             "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
             environment,
-            options=_plain(options) if plain else options,
+            options=_plain_options(options) if plain else options,
         )
 
     def prefilled(self, rows: RecordedRows, model_folder: str) -> Tensor:
         """float32 ``[B, R]``, nats: log-probs by its prefill with these weights."""
-        return _on_grid(rows, self._engine.call("prefilled", model_folder, _given(rows)))
+        return _on_grid(rows, self._engine.call("prefilled", model_folder, _token_prompts(rows)))
 
     def decoded(
         self, rows: RecordedRows, model_folder: str, cached_by: str | None = None
@@ -48,7 +48,7 @@ class ReplayEngine:
 
         ``cached_by``: folder of the weights that filled the cache before; None: it is empty.
         """
-        answer, cached = self._engine.call("decoded", model_folder, _given(rows), cached_by)
+        answer, cached = self._engine.call("decoded", model_folder, _token_prompts(rows), cached_by)
         return _on_grid(rows, answer), cached
 
     def end(self) -> None:
@@ -56,12 +56,12 @@ class ReplayEngine:
         self._engine.end()
 
 
-def _plain(options: VllmOptions) -> VllmOptions:
+def _plain_options(options: VllmOptions) -> VllmOptions:
     arguments = {**options.arguments, "quantization": None, "kv_cache_dtype": "auto", "max_num_seqs": 1}
     return replace(options, dtype="float32", arguments=arguments)
 
 
-def _given(rows: RecordedRows) -> list[_Row]:
+def _token_prompts(rows: RecordedRows) -> list[_Row]:
     """Prompt and response ids of the rows that have a response."""
     tokens = rows.tokens
     prompts = []

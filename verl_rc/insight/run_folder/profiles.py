@@ -169,7 +169,7 @@ class ProfileSums:
         sums = np.concatenate(parts, axis=1)  # [3, rows, buckets]
         squares, below, tokens = sums[0], sums[1 if self._has_noise else 2], sums[2].sum(axis=0)
         size = _root(squares.sum(axis=0), below.sum(axis=0))
-        draws = _root(*(_drawn(part) for part in (squares, below)))
+        draws = _root(*(_bootstrap_sums(part) for part in (squares, below)))
         with np.errstate(invalid="ignore"):
             low, high = np.nanpercentile(np.where(np.isfinite(draws), draws, 0.0), _BAND, axis=0)
         whole = max(float(squares.sum()), 1e-300)
@@ -195,7 +195,7 @@ def _root(squares: Array, below: Array) -> Array:
     return size
 
 
-def _drawn(rows: Array) -> Array:
+def _bootstrap_sums(rows: Array) -> Array:
     """``[draws, buckets]``: sums over rows that are drawn again, from ``[rows, buckets]``; the same draws for
     equal rows."""
     count = min(len(rows), _MOST_BLOCKS)

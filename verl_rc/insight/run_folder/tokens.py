@@ -60,7 +60,7 @@ def read_tokens(
     )
     return TokenData(
         list(reading.metrics),
-        _rows(source, _chosen(reading, most_rows)),
+        _rows(source, _shown_keys(reading, most_rows)),
         len(reading.candidates),
         reading.worst,
         reading.profiles.profiles(),
@@ -114,7 +114,7 @@ def _distance(token: WorstToken) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def _chosen(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
+def _shown_keys(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
     """Step and number of rows: those of the newest record, half of the places at most, then others by their
     gap."""
     newest = max(reading.metrics)

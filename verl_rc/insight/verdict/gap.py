@@ -70,7 +70,7 @@ def judge_gap(run: RunData) -> list[Statement]:
     faults = [
         *_raw_by_its_facts(run),
         *_not_finite(run),
-        *(_signed(run) if has_signatures(run) else _missing_mass(run)),
+        *(_signature_causes(run) if has_signatures(run) else _missing_mass(run)),
     ]
     if not faults:
         over_time = (
@@ -82,7 +82,7 @@ def judge_gap(run: RunData) -> list[Statement]:
         )
         rules = (*over_time, _drift_within_the_step, _large_from_the_start)
         faults = next((statements for rule in rules if (statements := rule(run))), [])
-    return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
+    return faults or [_with_limits(_size_of_gap(run), run)]
 
 
 def _raw_by_its_facts(run: RunData) -> list[Statement]:
@@ -111,7 +111,7 @@ def has_signatures(run: RunData) -> bool:
     return run.has(f"{PREFIX}missing_mass")
 
 
-def _signed(run: RunData) -> list[Statement]:
+def _signature_causes(run: RunData) -> list[Statement]:
     """The causes of ``health.causes`` that held in two neighbouring steps."""
     columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
     steps = run.get(f"{PREFIX}missing_mass").steps
@@ -131,7 +131,7 @@ def _signed(run: RunData) -> list[Statement]:
     return statements
 
 
-def _with_what_cannot_be_told(statement: Statement, run: RunData) -> Statement:
+def _with_limits(statement: Statement, run: RunData) -> Statement:
     if has_signatures(run) or statement.level == "unknown":
         return statement
     key = f"{_CORRECTION}.diagnostics=full records" if run.is_own else "verl_rc would record"
@@ -282,12 +282,12 @@ def _grows_with_age(
             },
             confidence=confidence,
             steps=floor.steps,
-            overrides=_no_lead(run),
+            overrides=_synchronous_override(run),
         )
     ]
 
 
-def _no_lead(run: RunData) -> tuple[str, ...]:
+def _synchronous_override(run: RunData) -> tuple[str, ...]:
     """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have
     to go with it."""
     defaults = {

@@ -151,7 +151,7 @@ def estimate_presets(
         batch, [share * weights_used for weights_used in corrections], blocks, count
     )
     prompts_per_block = batch.num_prompts / count  # a block's noise is that of so many prompts
-    signal = _between(pull, weights)
+    signal = _mean_product(pull, weights)
     unit = signal.clamp_min(0.0) + prompts_per_block * (
         _mean_square(pull, weights) - signal.clamp_min(0.0)
     ).clamp_min(0.0)
@@ -170,9 +170,9 @@ def estimate_presets(
         effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
         intervals["effective_batch"] = Interval.from_draws(effective)
         deviation = preset_update - pull
-        squared_bias = _between(deviation, weights)
+        squared_bias = _mean_product(deviation, weights)
         noise = prompts_per_block * (
-            _mean_square(preset_update, weights) - _between(preset_update, weights)
+            _mean_square(preset_update, weights) - _mean_product(preset_update, weights)
         ).clamp_min(0.0)
         error = (squared_bias + noise / per_update) / unit
         relative = squared_bias / signal
@@ -215,7 +215,7 @@ def _of_whole_updates(
     return {name: Interval.from_draws(values) for name, values in columns.items()}
 
 
-def _between(updates: Tensor, weights: Tensor) -> Tensor:
+def _mean_product(updates: Tensor, weights: Tensor) -> Tensor:
     """float64 ``[1 + draws]``: mean product of two different blocks' ``updates`` ``[blocks, D]``, the squared
     length of the expected update without the part that is noise."""
     if updates.shape[1] > len(updates):
