@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise
-        message = _needed(error.name.partition(".")[0])
+        message = _install_advice(error.name.partition(".")[0])
     except options.mistakes as error:
         message = " ".join(str(error).split())
     sys.stderr.write(f"verl-rc {options.subcommand}: {message}\n")
     return USER_ERROR
 
 
-def _needed(package: str) -> str:
+def _install_advice(package: str) -> str:
     """What to install where a package is missing that the bare wheel does not bring."""
     if package == "torch":
         return "it needs torch, any version from 2.4 on, which is not installed here: pip install torch."
@@ -388,7 +388,7 @@ def _doctor(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse_configuration(error)
     failures = 0
-    for finding in _measured_gpus(config, only) if measures_gpus else _examined(config):
+    for finding in _gpu_findings(config, only) if measures_gpus else _host_findings(config):
         failures += finding.status == "failed"
         _write_lines(finding.lines())
         sys.stdout.flush()
@@ -396,7 +396,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _examined(config: "RunConfig") -> "Iterator[Finding]":
+def _host_findings(config: "RunConfig") -> "Iterator[Finding]":
     from verl_rc.preflight.doctor import examine  # noqa: PLC0415  (Ray)
 
     return examine(config)
@@ -414,7 +414,7 @@ def _gpu_options(arguments: Sequence[str]) -> tuple[bool, list[str], list[str]]:
     return _GPU in arguments or bool(only), only, rest
 
 
-def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Finding]":
+def _gpu_findings(config: "RunConfig", only: Sequence[str]) -> "Iterator[Finding]":
     """Run the stages; exits when one is not known, or there is no GPU and no word that the CPU shall do."""
     from verl_rc.preflight.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
     from verl_rc.preflight.machine import uses_gpus  # noqa: PLC0415  (as above)

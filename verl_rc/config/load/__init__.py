@@ -99,7 +99,7 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Names
     """Run each combination of the given values in sequence; all are checked before the first starts."""
     sweep = combinations(schema, options)
     configs = [_load(schema, parse([*sources_of(options), *overrides])) for overrides in sweep]
-    configs = [_checked(config) for config in _in_folders_of_their_own(configs)]
+    configs = [_checked(config) for config in _with_separate_folders(configs)]
     common = set.intersection(*map(set, sweep))
     for number, (overrides, config) in enumerate(zip(sweep, configs, strict=True), start=1):
         choices = [
@@ -109,7 +109,7 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Names
         run(config)
 
 
-def _in_folders_of_their_own(configs: Sequence[Schema]) -> list[Schema]:
+def _with_separate_folders(configs: Sequence[Schema]) -> list[Schema]:
     """The configurations of a sweep; runs with the same folder get a subfolder each, so that none resumes
     from another."""
     leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"

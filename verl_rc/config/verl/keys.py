@@ -74,7 +74,7 @@ def _is_separate(leaves: Mapping[str, Any]) -> bool:
     return leaves.get(_MODE) == "separate_async"
 
 
-def _of_v1(key: str) -> Callable[[Any, Mapping[str, Any]], Translated]:
+def _async_key(key: str) -> Callable[[Any, Mapping[str, Any]], Translated]:
     return lambda value, leaves: (_OWN_NAMES[key], value) if _is_separate(leaves) else None
 
 
@@ -120,7 +120,7 @@ def _value(leaves: Mapping[str, Any], key: str) -> Any:
 
 
 _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
-    **{key: _of_v1(key) for key in _OWN_NAMES},
+    **{key: _async_key(key) for key in _OWN_NAMES},
     _MODE: lambda *_: None,
     "rollout.total_rollout_steps": _steps,
     "rollout.test_freq": _validations,
@@ -286,7 +286,7 @@ def translate_key(verl_key: str, verl_value: Any, leaves: Mapping[str, Any]) -> 
     if section_and_refusal is None:
         return TranslatedKey(key, value, accepted=key != verl_key and value is None)
     section, refusal = section_and_refusal
-    if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, leaves):
+    if _equals_any(value, refusal.accepted) or not _is_on(section, refusal, key, leaves):
         return TranslatedKey(key, value, accepted=True)
     renamed = moved(key, RENAMED)
     return TranslatedKey(
@@ -299,10 +299,10 @@ def _is_on(section: str, refusal: Refusal, key: str, leaves: Mapping[str, Any]) 
     if refusal.switch is None:
         return True
     switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
-    return key == switch or not _is_one_of(leaves.get(switch), (*refusal.accepted, False, None))
+    return key == switch or not _equals_any(leaves.get(switch), (*refusal.accepted, False, None))
 
 
-def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
+def _equals_any(value: Any, accepted: Sequence[Any]) -> bool:
     return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
 
 

@@ -66,7 +66,7 @@ def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
     """
     if not Path(script).is_file():
         raise ValueError(f"a recipe must be an existing shell script, got {script!r}: there is no such file")
-    calls = [call for call in map(_trainer_call, _recorded(script, further)) if call is not None]
+    calls = [call for call in map(_trainer_call, _recorded_calls(script, further)) if call is not None]
     trainers = [arguments for module, arguments in calls if module.endswith(".main_ppo")]
     if len(trainers) != 1:
         modules = ", ".join(module for module, _ in calls) or "nothing with `python -m`"
@@ -77,7 +77,7 @@ def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
     return trainers[0]
 
 
-def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
+def _recorded_calls(script: str, further: Sequence[str]) -> list[list[str]]:
     """The arguments of every program in ``_STARTERS`` that the script calls."""
     bash = shutil.which("bash")
     if bash is None:
@@ -165,7 +165,7 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
     release accepted.
     """
     leaves = with_verls_async_defaults(
-        dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
+        dict(pair for argument in _overrides_of(arguments) for pair in _read(argument))
     )
     correction = {key: value for key, value in leaves.items() if is_correction_key(key)}
     overrides, notes = [], []
@@ -226,7 +226,7 @@ def is_correction_key(key: str) -> bool:
     )
 
 
-def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
+def _overrides_of(arguments: Sequence[str]) -> Iterator[str]:
     """The arguments with each shell script replaced by its overrides, without its Hydra options (verl's own
     defaults)."""
     for argument in arguments:
