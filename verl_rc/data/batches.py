@@ -18,7 +18,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-_FIELDS: dict[str, tuple[torch.dtype, str]] = {
+FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "prompts": (torch.int64, "BP"),
     "prompt_lengths": (torch.int64, "B"),
     "responses": (torch.int64, "BR"),
@@ -50,7 +50,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
 
 
 def _check(record: Any) -> None:
-    """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``_FIELDS``; None is
+    """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``FIELDS``; None is
     skipped.
 
     The sizes B, P and R are those of the record's ``tokens`` if it has any, else those of the first field
@@ -58,11 +58,11 @@ def _check(record: Any) -> None:
     """
     tokens = getattr(record, "tokens", None)
     sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
-    for name in (one.name for one in fields(record) if one.name in _FIELDS):
+    for name in (one.name for one in fields(record) if one.name in FIELDS):
         value: Tensor | None = getattr(record, name)
         if value is None:
             continue
-        dtype, symbols = _FIELDS[name]
+        dtype, symbols = FIELDS[name]
         if value.ndim == len(symbols):
             sizes = {**dict(zip(symbols, value.shape, strict=True)), **sizes}
         shape = [sizes.get(symbol, symbol) for symbol in symbols]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_rc.data.batches import (
-    _FIELDS,
+    FIELDS,
     CriticBatch,
     PolicyEvaluations,
     RolloutBatch,
@@ -80,7 +80,7 @@ def sound_fields(record: type) -> dict[str, Any]:
     shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2)}
     names = [one.name for one in dataclasses.fields(record) if one.name != "tokens"]
     fields: dict[str, Any] = {
-        name: torch.zeros(shapes[_FIELDS[name][1]], dtype=_FIELDS[name][0]) for name in names
+        name: torch.zeros(shapes[FIELDS[name][1]], dtype=FIELDS[name][0]) for name in names
     }
     if len(names) < len(dataclasses.fields(record)):
         fields["tokens"] = make_tokens()
@@ -94,7 +94,7 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
     checked = [name for name in fields if name not in ("tokens", "batch_size")]
     assert len(checked) > 2
     for name in checked:
-        dtype, symbols = _FIELDS[name]
+        dtype, symbols = FIELDS[name]
         shape = fields[name].shape
         for wrong in (
             WRONG[dtype][tuple(slice(size) for size in shape)],

@@ -1,0 +1,88 @@
+"""Records without padding: what crosses from one process to another, and what a micro-batch is cut from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_rc.data.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch, positions_mask
+
+Record = TypeVar("Record", TokenBatch, TrainBatch, CriticBatch)
+Column: TypeAlias = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Ragged(Generic[Record]):
+    """Rows of a record, each with the tokens it has."""
+
+    kind: type[Record]
+    columns: Mapping[str, Column]
+    """By field, those of ``kind.tokens`` included: a value for each row, or for each token, row after row.
+
+    Arrays cross Ray without a copy. One array stands for two fields where one tensor did, and travels once.
+    """
+
+    @classmethod
+    def from_record(cls, record: Record, rows: Sequence[int]) -> "Ragged[Record]":
+        """Take ``rows`` of a padded record, in this order."""
+        tokens = record if isinstance(record, TokenBatch) else record.tokens
+        index = torch.tensor(rows)
+        lengths = {"BP": tokens.prompt_lengths[index], "BR": tokens.response_lengths[index]}
+        arrays: dict[int, Column] = {}
+        columns: dict[str, Column] = {}
+        for owner in (tokens, record):
+            for name in (field.name for field in fields(owner) if field.name in FIELDS):
+                values: Tensor | None = getattr(owner, name)
+                if values is None:
+                    continue
+                if id(values) not in arrays:
+                    symbols, own = FIELDS[name][1], values[index]
+                    arrays[id(values)] = (
+                        token_values(own, lengths[symbols], symbols) if symbols in lengths else own.numpy()
+                    )
+                columns[name] = arrays[id(values)]
+        return cls(type(record), columns)
+
+    def padded(self) -> Record:
+        """The rows as a record, padded with 0 to the longest of them."""
+        lengths = {
+            symbols: torch.tensor(self.columns[name])
+            for symbols, name in (("BP", "prompt_lengths"), ("BR", "response_lengths"))
+        }
+        values: dict[str, Any] = {}
+        for name, column in self.columns.items():
+            symbols = FIELDS[name][1]
+            if symbols in lengths:
+                # A row may have no response token, but reductions over a width of 0 fail.
+                width = max(1, int(lengths[symbols].max()))
+                values[name] = padded_values(name, column, lengths[symbols], width)
+            else:
+                values[name] = torch.tensor(column)
+        size = [len(lengths["BR"])]
+        tokens = TokenBatch(
+            **{field.name: values.pop(field.name) for field in fields(TokenBatch)}, batch_size=size
+        )
+        kind: Any = self.kind
+        return cast(Record, tokens if kind is TokenBatch else kind(tokens=tokens, **values, batch_size=size))
+
+
+def token_values(values: Tensor, lengths: Tensor, symbols: str = "BR") -> Column:
+    """The values of real tokens of padded rows, one row after the other; token ids and versions as int32."""
+    real = values[_is_real(lengths, values.shape[1], symbols)]
+    return (real.to(torch.int32) if real.dtype == torch.int64 else real).numpy()
+
+
+def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Tensor:
+    """The field ``name`` of padded rows ``[B, width]`` from the values of its tokens; 0 on padding."""
+    dtype, symbols = FIELDS[name]
+    grid = torch.zeros(len(lengths), width, dtype=dtype)
+    grid[_is_real(lengths, width, symbols)] = torch.tensor(column, dtype=dtype)
+    return grid
+
+
+def _is_real(lengths: Tensor, width: int, symbols: str) -> Tensor:
+    is_real = positions_mask(lengths, width)
+    return is_real.flip(-1) if symbols == "BP" else is_real  # padding is on a prompt's left
