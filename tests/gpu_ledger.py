@@ -425,7 +425,7 @@ class FakeActor:
         ledger = self._ledger
         ledger.current = self._memory
         who, what = self._memory.name, method
-        if method == "call":  # of a role
+        if method in ("call", "score"):  # of a role
             who, what = f"{arguments[0]} rank {who.rpartition(' ')[2]}", arguments[1]
         ledger.events.append(f"{who} {what}")
         if ledger.dies is not None and ledger.dies[:2] == (who, what):

@@ -17,6 +17,7 @@ from verl_rc.cluster.rank_processes import Rank, RankProcesses
 from verl_rc.cluster.remote import Beside, Pending, wait_timed
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatches, MicroBatchLimit, assign_rows
+from verl_rc.data.ragged import Ragged, padded_values
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
 
 
@@ -63,18 +64,19 @@ class RankGroup:
     ) -> Timed[list[Tensor]]:
         """Call ``method`` of the workers on all rows, and do ``beside`` meanwhile; returns float32 ``[B, R]``
         tensors in the order of the rows."""
-        pending, owned = [], []
+        pending, rows_of_shares = [], []
         for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
-            owned.append(rows := list(place))
-            arguments = tokens[rows or [0]], _localised(micro_batches, place)
-            pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
+            rows_of_shares.append(list(place))
+            arguments = Ragged.from_record(tokens, list(place) or [0]), _localised(micro_batches, place)
+            pending += [rank.score(method, *arguments) for rank in self._ranks_of(share)]
         answers = wait_timed(pending, beside)
         results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
-        for rows, part in zip(owned, self._one_of_each_share(answers.result), strict=True):
-            for result, values in zip(results, part, strict=True):
+        for rows, columns in zip(rows_of_shares, self._one_of_each_share(answers.result), strict=True):
+            for result, column in zip(results, columns, strict=True):
                 if rows:
-                    result[rows] = values
+                    lengths = tokens.response_lengths[rows]
+                    result[rows] = padded_values("log_probs", column, lengths, result.shape[1])
         return Timed(results, answers.busy_seconds)
 
     def score_one(
@@ -86,7 +88,7 @@ class RankGroup:
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[tuple[TrainBatch | CriticBatch, list[MiniBatchShare]]]:
+    ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatchShare]]]:
         """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
@@ -94,7 +96,7 @@ class RankGroup:
             own = [share[number] for share in shares]
             place = _places([rows for share in own for rows in share.micro_batches])
             local = [replace(share, micro_batches=_localised(share.micro_batches, place)) for share in own]
-            parts.append((batch[list(place) or [0]], local))
+            parts.append((Ragged.from_record(batch, list(place) or [0]), local))
         return parts
 
     def call_update(

@@ -7,6 +7,8 @@ from typing import Any
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.ragged import Ragged
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.environment import LOOPBACK, trainer_environment
@@ -24,6 +26,14 @@ class Rank:
     def call(self, method: str, *arguments: Any) -> Pending:
         """Call a method of the role's worker."""
         return self.process.call("call", self.role, method, *arguments, what=method, who=self.name)
+
+    def score(
+        self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> Pending:
+        """Call a method of the role's worker that scores response tokens; answers with their values."""
+        return self.process.call(
+            "score", self.role, method, tokens, micro_batches, what=method, who=self.name
+        )
 
 
 class RankProcesses:

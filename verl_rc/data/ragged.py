@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl_rc.data.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch, positions_mask
 
-Record = TypeVar("Record", TokenBatch, TrainBatch, CriticBatch)
+Record = TypeVar("Record", bound=TokenBatch | TrainBatch | CriticBatch)
 Column: TypeAlias = np.ndarray[Any, Any]
 
 

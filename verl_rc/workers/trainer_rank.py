@@ -1,6 +1,6 @@
 """One rank of the trainer: its part of every model that the run trains or scores with, in one process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,8 @@ import torch
 
 from verl_rc.checkpoint import get_random_state, set_random_state
 from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.ragged import Column, Ragged, token_values
 from verl_rc.distributed.process_group import leave_trainer_group
 
 
@@ -32,9 +34,18 @@ class TrainerRank:
                 self._workers[role] = getattr(import_module(module), name)(config=config, **arguments)
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the role's worker."""
+        """Call a method of the role's worker, which gets the records among ``arguments`` padded."""
+        padded = [argument.padded() if isinstance(argument, Ragged) else argument for argument in arguments]
         with self._random_numbers_of(role):
-            return getattr(self._workers[role], method)(*arguments)
+            return getattr(self._workers[role], method)(*padded)
+
+    def score(
+        self, role: str, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """Call a method that returns ``[B, R]`` tensors; returns the values of response tokens."""
+        batch = tokens.padded()
+        results = self.call(role, method, batch, micro_batches)
+        return [token_values(values, batch.response_lengths) for values in results]
 
     def close(self) -> None:
         """Leave the process group."""

@@ -15,6 +15,7 @@ from verl_rc.cluster.remote import RemoteProcess
 from verl_rc.cluster.watchdog import ProcessIdentity
 from verl_rc.data.batches import Timed, TokenBatch
 from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.data.ragged import Column, Ragged
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 
@@ -26,15 +27,14 @@ class LengthRank:
     """Answers at once: the length of every row it is to score, on each of the row's tokens; 0 for rows it is
     not asked about."""
 
-    def call(
-        self, method: str, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        answer = torch.zeros(tokens.responses.shape)
+    def score(
+        self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        lengths = tokens.padded().response_lengths
+        asked = torch.zeros_like(lengths)
         for rows in micro_batches:
-            answer[list(rows)] = (
-                tokens.response_lengths[list(rows)].float()[:, None].expand(-1, answer.shape[1])
-            )
-        return [answer]
+            asked[list(rows)] = lengths[list(rows)]
+        return [asked.repeat_interleave(lengths).float().numpy()]
 
 
 def group_of(ranks: int, sharing: int = 1) -> RankGroup:
@@ -55,7 +55,7 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
     )
     parts = group_of(ranks).split(batch, mini_batches, limit)
     for number, mini_batch in enumerate(mini_batches):
-        shares = [(rows, own[number]) for rows, own in parts]
+        shares = [(rows.padded(), own[number]) for rows, own in parts]
         assert len({len(share.micro_batches) for _, share in shares}) == 1
         for _, share in shares:
             assert (share.num_tokens, share.num_sequences) == (
@@ -63,7 +63,7 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
                 mini_batch.num_sequences,
             )
         found = [
-            rows.proximal_log_probs[row].tolist()
+            [*rows.proximal_log_probs[row].tolist(), *[0.0] * 7][:7]
             for rows, share in shares
             for part in share.micro_batches
             for row in part
@@ -79,7 +79,9 @@ def test_scores_come_back_in_the_order_of_the_rows(
     monkeypatch.setattr(rank_group, "wait_timed", lambda pending, beside: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
     answer = group_of(ranks).score("lengths", batch.tokens, limit)
-    assert answer.result[0][:, 0].tolist() == LENGTHS
+    assert answer.result[0].tolist() == [
+        [float(length)] * length + [0.0] * (7 - length) for length in LENGTHS
+    ]
     assert answer.busy_seconds == 0.5
 
 
@@ -128,7 +130,7 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
     assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
     lengths = [
-        [int(rows.tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
+        [int(rows.padded().tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
         for rows, own in parts
     ]
     assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks
