@@ -3,12 +3,13 @@ totals."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
+from verl_rc.data.ragged import Ragged, Record
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.objective import Objective
 from verl_rc.workers.sharded_model import ShardedModel
@@ -79,17 +80,20 @@ def score_sequences(
     results: list[Tensor] = []
     with torch.no_grad():
         for rows in micro_batches:
-            found = score(on_device(tokens[list(rows) or [0]], device))
-            results = results or [torch.zeros(tokens.responses.shape) for _ in found]
-            for result, part in zip(results, found, strict=True):
+            part = on_device(Ragged.from_record(tokens, list(rows) or [0]).padded(), device)
+            scores = score(part)
+            results = results or [torch.zeros(tokens.responses.shape) for _ in scores]
+            for result, values in zip(results, scores, strict=True):
                 if rows:
-                    result[list(rows)] = part.float().cpu()
+                    # Padding of one token, where no row has a response, may be wider than the batch.
+                    result[list(rows), : values.shape[1]] = values.float().cpu()[:, : result.shape[1]]
     return results
 
 
 def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
-    """Some rows of a batch on the device; for an empty micro-batch row 0 with nothing in its masks."""
-    part = on_device(batch[list(rows) or [0]], device)
+    """Rows of a batch on the device, padded to the longest of them; for an empty micro-batch row 0 with
+    nothing in its masks."""
+    part = on_device(Ragged.from_record(batch, list(rows) or [0]).padded(), device)
     if not rows:
         # An empty mask gives a loss of 0 with a graph: backward runs, and its collectives match.
         part.response_mask = torch.zeros_like(part.response_mask)
@@ -119,9 +123,6 @@ def accumulate_gradients(
         totals.add(objective)
 
 
-Record = TypeVar("Record", TokenBatch, TrainBatch, CriticBatch)
-
-
 def on_device(record: Record, device: torch.device) -> Record:
     """The record on ``device``; itself when it is there."""
-    return record if device.type == "cpu" else record.to(device)
+    return record if device.type == "cpu" else cast(Record, record.to(device))
