@@ -57,7 +57,9 @@ class ActorGroup(RankGroup):
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows.
         Merges all reports."""
-        parts = self.split(batch, mini_batches, limit)
+        rows_to_train = batch.clone(recurse=False)
+        rows_to_train.returns = None  # of no meaning to the actor
+        parts = self.split(rows_to_train, mini_batches, limit)
         answers = self.call_update(
             [(rows, replace(request, mini_batches=own)) for rows, own in parts], beside
         )

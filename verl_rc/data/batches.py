@@ -162,12 +162,12 @@ class TrainBatch(TensorClass):
     """bool ``[B, R]``: ``response_mask`` and kept by rollout correction."""
     proximal_log_probs: Tensor
     """float32 ``[B, R]``: denominator of the clipped ratio."""
-    rollout_log_probs: Tensor
-    """float32 ``[B, R]``: log-prob under the rollout policy."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
-    returns: Tensor
-    """float32 ``[B, R]``."""
+    returns: Tensor | None = None
+    """float32 ``[B, R]``; for the critic and the driver's metrics, no rank of the actor gets them."""
+    rollout_log_probs: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the rollout policy; None unless the actor corrects."""
     rollout_is_weights: Tensor | None = None
     """float32 ``[B, R]``: importance weights of rollout correction, constants."""
     reference_log_probs: Tensor | None = None

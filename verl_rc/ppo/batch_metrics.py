@@ -25,6 +25,7 @@ def batch_metrics(
     ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio``
     is the share of responses that reached ``max_response_length``; the batch may be wider.
     """
+    assert batch.returns is not None
     mask = batch.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
     columns = {

@@ -192,7 +192,12 @@ def measure_current(
         advantages=batch.advantages,
         scores=batch.scores,
     )
-    return measure(log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
+    return measure(log_probs, _rollout_log_probs(batch), batch.response_mask, config, context)
+
+
+def _rollout_log_probs(batch: TrainBatch) -> Tensor:
+    assert batch.rollout_log_probs is not None  # where the actor corrects
+    return batch.rollout_log_probs
 
 
 def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
@@ -205,7 +210,7 @@ def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionSta
         engines=batch.engines,
     )
     config = RolloutCorrectionConfig(diagnostics="full")
-    return measure(current.log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
+    return measure(current.log_probs, _rollout_log_probs(batch), batch.response_mask, config, context)
 
 
 def with_interpolated_proximal(
@@ -223,8 +228,9 @@ def with_interpolated_proximal(
         assert batch.policy_versions is not None
         first = policy_version * updates_per_step
         versions = batch.policy_versions * updates_per_step
-        proximal = interpolate_proximal(batch.rollout_log_probs, log_probs, versions, first, first + updates)
-        proximal = torch.where(batch.rollout_log_probs.isfinite(), proximal, log_probs)
+        rollout = _rollout_log_probs(batch)
+        proximal = interpolate_proximal(rollout, log_probs, versions, first, first + updates)
+        proximal = torch.where(rollout.isfinite(), proximal, log_probs)
     interpolated = batch.clone(recurse=False)
     interpolated.proximal_log_probs = proximal
     return interpolated
@@ -247,7 +253,7 @@ def correct_current(
     """
     weights, keep = apply(
         log_probs,
-        batch.rollout_log_probs,
+        _rollout_log_probs(batch),
         batch.response_mask,
         config,
         statistics,

@@ -116,9 +116,9 @@ def build_train_batch(
         response_mask=rollouts.response_mask,
         loss_mask=rollouts.response_mask if keep_mask is None else rollouts.response_mask & keep_mask,
         proximal_log_probs=evaluations.proximal_log_probs,
-        rollout_log_probs=rollouts.rollout_log_probs,
         advantages=advantages,
         returns=returns,
+        rollout_log_probs=rollouts.rollout_log_probs if config.in_actor else None,
         rollout_is_weights=None if correction is None else correction.weights,
         reference_log_probs=evaluations.reference_log_probs,
         scores=scores if config.in_actor and full else None,
@@ -153,6 +153,7 @@ def _weights_for_baseline(
 
 def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBatch:
     """What the critic trains on in the same step."""
+    assert batch.returns is not None
     assert evaluations.critic_values is not None
     return CriticBatch(
         tokens=batch.tokens,

@@ -9,15 +9,18 @@ from small_models import make_train_batch
 
 import verl_rc.cluster.rank_group as rank_group
 from verl_rc.cluster import remote
+from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
 from verl_rc.cluster.remote import RemoteProcess
 from verl_rc.cluster.watchdog import ProcessIdentity
-from verl_rc.data.batches import Timed, TokenBatch
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.data.batches import Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.data.ragged import Column, Ragged
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 LENGTHS = [7, 2, 5, 1, 1, 6]
 LIMITS = [MicroBatchLimit(max_rows=2), MicroBatchLimit(max_tokens=14)]
@@ -134,3 +137,26 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
         for rows, own in parts
     ]
     assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks
+
+
+def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, arrived = make_train_batch(LENGTHS), list[Ragged[TrainBatch]]()
+    batch.rollout_log_probs = batch.proximal_log_probs  # as in bypass mode
+    group = ActorGroup.__new__(ActorGroup)
+    group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
+
+    def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], UpdateRequest]], beside: None) -> object:
+        arrived.extend(rows for rows, _ in arguments)
+        return Timed([ActorReport([], [], [])], 0.5)
+
+    monkeypatch.setattr(group, "call_update", call_update)
+    mini_batches = plan_mini_batches(
+        batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1)
+    )
+    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(RolloutCorrectionConfig(), 0))
+    (rows,) = arrived
+    assert "returns" not in rows.columns
+    assert rows.columns["rollout_log_probs"] is rows.columns["proximal_log_probs"]
+    assert batch.returns is not None  # the critic is trained on the driver's batch

@@ -186,6 +186,14 @@ def test_in_bypass_mode_nothing_is_corrected_before_the_actor() -> None:
     assert step.correction is None
     assert torch.equal(step.batch.loss_mask, rollouts.response_mask)
     assert step.batch.rollout_is_weights is None
+    assert step.batch.rollout_log_probs is rollouts.rollout_log_probs
+
+
+def test_what_the_driver_has_corrected_needs_no_rollout_log_probs_any_more() -> None:
+    rollouts, evaluations = make_rollouts()
+    step = run_step(rollouts, evaluations, algorithm(rollout_is="token", rollout_is_threshold=2.0))
+    assert step.batch.rollout_is_weights is not None
+    assert step.batch.rollout_log_probs is None
 
 
 def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> None:
