@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import ClassVar, Literal, Protocol
 
 from verl_rc.config.run import RunConfig
-from verl_rc.data.parts import Sample
+from verl_rc.data.parts import Sample, num_tokens
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LoadReceipt
@@ -32,6 +32,15 @@ class QueuedSample:
     ahead: bool = False
     """Priority: the sample begins before those without, and no other one begins until it has ended. Running
     samples continue."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a response that has no room for another token: no engine can sample it."""
+        limit, written = self.request.limit(self.options), num_tokens(self.request.parts)
+        if written >= limit:
+            raise ValueError(
+                f"a response that is to be sampled must have room for a token, but request {self.number} has "
+                f"{written} tokens and a limit of {limit}; raise max_tokens, or take the response as ended."
+            )
 
 
 @dataclass(frozen=True)
