@@ -1,6 +1,7 @@
-"""Log-probs of tokens and entropies of distributions from hidden states, in chunks; interpolated log-probs of
-two policies."""
+"""Log-probs of tokens and entropies of distributions from hidden states, a block of the vocabulary at a time;
+interpolated log-probs of two policies."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ from torch.autograd.function import once_differentiable
 from verl_rc.tensor_ops.masked import row_slices
 
 LOGITS_AT_ONCE = 1 << 24
-"""Logits in a chunk: enough for wide matrix products, too few to count beside the weights that have so large
-a vocabulary."""
+"""Logits in a block: enough for wide matrix products, too few to count beside the weights that have
+so large a vocabulary."""
+_LOWEST_LOGIT = -1000.0
+"""The lowest difference from the maximum that is computed with: the probability is 0 there, in float64, too,
+and its product with the difference 0 instead of NaN."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ def scores_from_hidden_states(
     """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
     states).
 
-    The logits of all tokens never exist at once: the forward pass takes a chunk of the tokens at a time, the
-    backward pass a chunk of the vocabulary, whose logits it computes again. Logits that fit into one chunk
-    are kept instead.
+    The logits of all tokens never exist at once: both passes take a block of the vocabulary at a time, so
+    that each reads the weights once, and the backward pass computes the logits again. Logits that fit into
+    one block are kept instead.
 
     Args:
         hidden: ``[K, H]``.
@@ -74,13 +78,57 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    found = _HiddenStateScores.apply(hidden, weight, bias, token_ids, options)  # type: ignore[no-untyped-call]
-    return HiddenStateScores(*found)
+    scores = _HiddenStateScores.apply(hidden, weight, bias, token_ids, options)  # type: ignore[no-untyped-call]
+    return HiddenStateScores(*scores)
+
+
+class _WordSums(NamedTuple):
+    """Sums over words of ``e = exp(x)``, where ``x`` is a scaled logit minus the maximum; ``[K]`` each."""
+
+    maxima: Tensor
+    exponentials: Tensor
+    """``sum e``."""
+    logits: Tensor | None
+    """``sum e x``; None, as below: not asked for."""
+    squared_logits: Tensor | None
+    """``sum e x^2``."""
+    squares: Tensor | None
+    """``sum e^2``."""
+
+    def add(self, other: "_WordSums") -> "_WordSums":
+        """Return the sums over the words of both."""
+        maxima = torch.maximum(self.maxima, other.maxima)
+        left, right = self._with_maxima(maxima), other._with_maxima(maxima)
+        return _WordSums(
+            maxima,
+            left.exponentials + right.exponentials,
+            _total(left.logits, right.logits),
+            _total(left.squared_logits, right.squared_logits),
+            _total(left.squares, right.squares),
+        )
+
+    def _with_maxima(self, maxima: Tensor) -> "_WordSums":
+        """Return the sums for other maxima, none of which is lower."""
+        shift = (self.maxima - maxima).clamp_min_(_LOWEST_LOGIT)
+        factor, logits, squared_logits, squares = shift.exp(), self.logits, self.squared_logits, self.squares
+        # sum e (x + shift)^2, whose three terms are >= 0, and sum e (x + shift), whose two are <= 0: nothing
+        # cancels.
+        if logits is not None and squared_logits is not None:
+            squared_logits = (squared_logits + shift * (2 * logits + shift * self.exponentials)) * factor
+        if logits is not None:
+            logits = (logits + shift * self.exponentials) * factor
+        if squares is not None:
+            squares = squares * factor.square()
+        return _WordSums(maxima, self.exponentials * factor, logits, squared_logits, squares)
+
+
+def _total(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    return None if left is None or right is None else left + right
 
 
 class _HiddenStateScores(torch.autograd.Function):
-    """Saves the hidden states, the weights, and three numbers a token: maximum and sum of the softmax,
-    entropy."""
+    """Saves the hidden states, the weights, and at most four numbers a token: log-prob, maximum, sum of the
+    softmax, mean of the logits."""
 
     @staticmethod
     def forward(
@@ -91,39 +139,37 @@ class _HiddenStateScores(torch.autograd.Function):
         token_ids: Tensor,
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
-        log_probs, maxima, sums = (hidden.new_empty(tokens, dtype=_precision(hidden)) for _ in range(3))
-        entropies = torch.empty_like(log_probs) if options.entropies else None
-        squares = torch.empty_like(log_probs) if options.sum_pi_squared else None
-        varentropies = None if entropies is None or squares is None else torch.empty_like(log_probs)
-        for rows in row_slices(tokens, vocabulary, LOGITS_AT_ONCE):
-            logits = F.linear(hidden[rows], weight, bias)
-            scaled = _scaled(logits, options.temperature)
-            maxima[rows] = scaled.amax(dim=-1)
-            log_probs[rows] = scaled.gather(-1, token_ids[rows, None])[:, 0]
-            exponentials = _exponentials(scaled, maxima[rows])
-            sums[rows] = exponentials.sum(dim=-1)
-            if entropies is not None or squares is not None:
-                probs = exponentials.div_(sums[rows, None])
-                if squares is not None:
-                    squares[rows] = probs.square().sum(dim=-1)
-                if entropies is not None:
-                    terms = torch.special.entr(probs)
-                    entropies[rows] = terms.sum(dim=-1)
-                    if varentropies is not None:
-                        # p (log p)^2 = (p log p)^2 / p, in place; where p is 0 both are.
-                        squared_logs = terms.square_().div_(probs.clamp_min_(torch.finfo(probs.dtype).tiny))
-                        varentropies[rows] = (
-                            squared_logs.sum(dim=-1).sub_(entropies[rows].square()).clamp_min_(0.0)
-                        )
-        kept = logits if logits.shape[0] == tokens else None
-        ctx.save_for_backward(hidden, weight, bias, token_ids, maxima, sums, entropies, kept)
-        ctx.options = options
+        sums = None
+        chosen = hidden.new_zeros(hidden.shape[0], dtype=_precision(hidden))
+        for words in _word_slices(hidden, weight):
+            logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
+            places, is_inside = _places(token_ids, words)
+            chosen = torch.where(
+                is_inside, _scaled(logits.gather(-1, places), options.temperature)[:, 0], chosen
+            )
+            block = _sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
+            sums = block if sums is None else sums.add(block)
+        assert sums is not None
+        maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
+        log_probs = chosen.sub_(maxima).sub_(log_totals)
+        entropies = squares = varentropies = means = None
+        if sums.logits is not None:
+            means = sums.logits / totals
+            entropies = log_totals - means
+        if sums.squares is not None:
+            squares = sums.squares / totals.square()
+        if means is not None and sums.squared_logits is not None:
+            varentropies = (sums.squared_logits / totals).sub_(means.square()).clamp_min_(0.0)
+        kept = logits if logits.shape[1] == weight.shape[0] else None
+        if not options.entropy_gradient:
+            means = None
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept)
+        ctx.temperature = options.temperature
         constants = (
             [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
         )
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
-        return log_probs.sub_(maxima).sub_(sums.log()), entropies, squares, varentropies
+        return log_probs, entropies, squares, varentropies
 
     @staticmethod
     @once_differentiable
@@ -131,32 +177,36 @@ class _HiddenStateScores(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) /
-        temperature``."""
-        hidden, weight, bias, token_ids, maxima, sums, entropies, kept = ctx.saved_tensors
-        temperature = ctx.options.temperature
-        slope = (grad_log_probs / temperature)[:, None]
+        temperature``.
+
+        With ``x``, the sums ``S`` of ``exp(x)`` and the means ``m`` of ``x``, ``log p + H = x - m``: the
+        gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself.
+        """
+        hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept = ctx.saved_tensors
+        slopes = grad_log_probs / ctx.temperature
+        # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
+        of_tokens, constants, factors = -slopes * torch.expm1(log_probs), -slopes / totals, None
+        if means is not None:
+            entropy_slopes = grad_entropies / ctx.temperature
+            below = log_probs.clamp_min(_LOWEST_LOGIT)
+            of_tokens -= entropy_slopes * below.exp() * (below + totals.log() - means)
+            constants += entropy_slopes * means / totals
+            factors = -entropy_slopes / totals
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        # Chunks of the vocabulary: each row of the weight's gradient is one sum over all tokens, as if there
-        # were no chunks, and is rounded once. Only the gradient of the hidden states is added up, in the
-        # higher precision.
-        for words in row_slices(weight.shape[0], hidden.shape[0], LOGITS_AT_ONCE):
-            part = weight[words], None if bias is None else bias[words]
-            logits = F.linear(hidden, *part) if kept is None else kept[:, words]
-            exponentials = _exponentials(_scaled(logits, temperature), maxima)
-            if ctx.options.entropies and ctx.options.entropy_gradient:
-                probs = exponentials.div_(sums[:, None])
-                of_entropy = torch.special.entr(probs).sub_(probs * entropies[:, None])
-                grad_logits = of_entropy.mul_((grad_entropies / temperature)[:, None]).sub_(probs.mul_(slope))
-            else:
-                grad_logits = exponentials.mul_(-slope / sums[:, None])
-            place = token_ids - words.start
-            here = (place >= 0) & (place < logits.shape[1])
-            grad_logits.scatter_add_(
-                -1, torch.where(here, place, 0)[:, None], torch.where(here[:, None], slope, 0.0)
+        # Each row of the weight's gradient is one sum over all tokens, as if there were no blocks, and is
+        # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
+        for words in _word_slices(hidden, weight):
+            logits = kept
+            if kept is None:
+                logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
+            grad_logits = _differentiate(logits, ctx.temperature, maxima, constants, factors)
+            places, is_inside = _places(token_ids, words)
+            others = grad_logits.gather(-1, places)
+            grad_logits.scatter_(
+                -1, places, torch.where(is_inside[:, None], of_tokens[:, None].to(others.dtype), others)
             )
-            grad_logits = grad_logits.to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 grad_hidden = _add_product(grad_hidden, grad_logits, weight[words])
             if grad_weight is not None:
@@ -172,6 +222,63 @@ class _HiddenStateScores(torch.autograd.Function):
         )
 
 
+def _sum_words(logits: Tensor, temperature: float, with_entropies: bool, with_squares: bool) -> _WordSums:
+    """Sums over the words of a block, from its logits ``[K, words]``."""
+    scaled = _scaled(logits, temperature)
+    # A token may have no probability in this block: the difference must not be inf - inf.
+    maxima = scaled.amax(dim=-1).clamp_min_(torch.finfo(scaled.dtype).min)
+    if not with_entropies:
+        exponentials = _below_maxima(scaled, maxima).exp_()
+        squares = exponentials.square().sum(dim=-1) if with_squares else None
+        return _WordSums(maxima, exponentials.sum(dim=-1), None, None, squares)
+    below = _below_maxima(scaled, maxima).clamp_min_(_LOWEST_LOGIT)
+    exponentials = below.exp()
+    totals = exponentials.sum(dim=-1)
+    squares = exponentials.square().sum(dim=-1) if with_squares else None
+    products = exponentials.mul_(below)
+    sums = products.sum(dim=-1)
+    squared_logits = products.mul_(below).sum(dim=-1) if with_squares else None
+    return _WordSums(maxima, totals, sums, squared_logits, squares)
+
+
+def _differentiate(
+    logits: Tensor, temperature: float, maxima: Tensor, constants: Tensor, factors: Tensor | None
+) -> Tensor:
+    """``exp(x) (constants + factors x)`` in the precision of the logits ``[K, words]``."""
+    below = _below_maxima(_scaled(logits, temperature), maxima)
+    if factors is None:
+        return below.exp_().mul_(constants[:, None]).to(logits.dtype)
+    below = below.clamp_min_(_LOWEST_LOGIT)
+    exponentials = below.exp()
+    slopes = below.mul_(factors[:, None]).add_(constants[:, None])
+    return exponentials.mul_(slopes).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """The logits divided by the temperature in the precision of the computation, as a new tensor."""
+    return logits.to(_precision(logits)) / temperature
+
+
+def _below_maxima(scaled: Tensor, maxima: Tensor) -> Tensor:
+    """``scaled - maxima`` of each row, in place."""
+    # exp(scaled - logsumexp) would have the rounding error of a number as large as the logits.
+    return scaled.sub_(maxima[:, None])
+
+
+def _places(token_ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Columns ``[K, 1]`` of the tokens in a block of words, or the nearest ones, and bool ``[K]``: which
+    tokens are in it."""
+    places = token_ids - words.start
+    columns = places.clamp(0, words.stop - words.start - 1)
+    return columns[:, None], columns == places
+
+
+def _word_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Blocks of the vocabulary whose logits exist at once."""
+    elements = LOGITS_AT_ONCE
+    return row_slices(weight.shape[0], hidden.shape[0], elements)
+
+
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """``total + left @ right``, in place, in the precision of sums."""
     if total is None:
@@ -182,17 +289,6 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _precision(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """The logits divided by the temperature in the precision of the computation, as a new tensor."""
-    return logits.to(_precision(logits)) / temperature
-
-
-def _exponentials(scaled: Tensor, maxima: Tensor) -> Tensor:
-    """``exp(scaled - maxima)`` of each row, in place."""
-    # exp(scaled - logsumexp) would have the rounding error of a number as large as the logits.
-    return scaled.sub_(maxima[:, None]).exp_()
 
 
 def interpolate_proximal(

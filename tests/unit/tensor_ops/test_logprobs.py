@@ -15,8 +15,7 @@ from verl_rc.tensor_ops.logprobs import interpolate_proximal
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 EVERYTHING = ScoreOptions(entropies=True, sum_pi_squared=True)
 CHUNKS = [1, 15, 21, 35]
-"""Elements at a time of the 5 x 7 logits: one of each, two tokens or three words, three tokens or four words,
-all at once."""
+"""Elements at a time of the 5 x 7 logits: one word, three, four, all at once."""
 
 
 def logits(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -179,8 +178,10 @@ def test_in_low_precision_chunks_add_no_rounding_to_the_weights_and_little_to_hi
     assert float((hidden.double() - whole_hidden.double()).norm() / whole_hidden.double().norm()) < 2**-8
 
 
-def test_excluded_tokens_have_probability_zero() -> None:
-    """Their logits are -inf, here by a bias."""
+@pytest.mark.parametrize("elements", CHUNKS)
+def test_excluded_tokens_have_probability_zero(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits are -inf, here by a bias; in the first case they fill a block."""
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
     hidden, weight, bias = (part.detach() for part in head())
     bias[5] = -math.inf
     for part in (hidden, weight):
@@ -194,6 +195,24 @@ def test_excluded_tokens_have_probability_zero() -> None:
     assert weight.grad is not None
     assert weight.grad.isfinite().all()
     assert weight.grad[5].eq(0).all()
+
+
+@pytest.mark.parametrize("elements", CHUNKS)
+def test_what_is_not_a_number_stays_visible(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
+    broken = logits()
+    broken[1, 4] = math.nan
+    for values in scores_of(broken):
+        assert values is not None
+        assert values.isnan().tolist() == [False, True, False, False, False]
+
+
+def test_the_gradient_of_a_likely_token_has_the_digits_that_16_bits_round_away() -> None:
+    """``1 - p = 1 / (1 + e^8) = 3.35e-4``, where p in bfloat16 is 1."""
+    given = torch.tensor([[8.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
+    scores_of(given, ScoreOptions(), torch.zeros(1, dtype=torch.int64)).log_probs.sum().backward()
+    assert given.grad is not None
+    assert given.grad[0].tolist() == pytest.approx([1 / (1 + math.exp(8)), -1 / (1 + math.exp(8))], rel=2**-8)
 
 
 def test_memory_is_a_twentieth_of_what_all_logits_and_their_gradient_would_take() -> None:
