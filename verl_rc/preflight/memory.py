@@ -20,7 +20,7 @@ from verl_rc.config.models import (
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
-from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
+from verl_rc.tensor_ops.logprobs import logits_at_once
 from verl_rc.workers.language_model import torch_dtype
 
 MIB = 1 << 20
@@ -53,8 +53,10 @@ _FULL_UP_TO = 0.9
 """The share of a GPU that an estimate may fill: allocators leave gaps."""
 
 _LOGIT_COPIES = 4
-"""Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its
-gradient, entropy."""
+"""Tensors of the size of a block of logits, in float32, alive at once in an update on a CPU: logits, softmax,
+its gradient, entropy."""
+_COMPILED_LOGIT_COPIES = 2
+"""The same on a GPU, in the precision of the logits: logits and their gradient."""
 _ACTIVATION_BYTES = 34
 """Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198,
 section 4, without the attention scores, which fused kernels do not keep)."""
@@ -158,18 +160,21 @@ class _Update:
     predicted_tokens: int
     """Tokens of the micro-batch that are scored."""
     checkpointing: bool
+    gpu_bytes: int | None
+    """Memory of the GPU; None on a CPU."""
 
     def activations(self) -> int:
-        """Bytes of the activations at the start of a backward pass, and of a chunk of logits."""
+        """Bytes of the activations at the start of a backward pass, and of a block of logits."""
         numbers = self.tokens * self.shape.width
         layer_bytes = numbers * _ACTIVATION_BYTES * self.compute_bytes // 2 * self.shape.layers
         if self.checkpointing:
             recomputed = numbers * _RECOMPUTED_BYTES * self.compute_bytes // 2
             layer_bytes = numbers * self.compute_bytes * self.shape.layers + recomputed
-        return (
-            layer_bytes
-            + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
+        most_logits = logits_at_once(self.gpu_bytes, self.compute_bytes)
+        bytes_each = (
+            4 * _LOGIT_COPIES if self.gpu_bytes is None else self.compute_bytes * _COMPILED_LOGIT_COPIES
         )
+        return layer_bytes + min(self.predicted_tokens * self.shape.vocabulary, most_logits) * bytes_each
 
 
 def estimate_roles(
@@ -181,11 +186,12 @@ def estimate_roles(
     """
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
     on_gpus = gpu_bytes is not None
-    roles = [_actor(config, shapes[model.path], sizes, on_gpus)]
+    roles = [_actor(config, shapes[model.path], sizes, gpu_bytes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
-        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, recomputes_activations(critic.model, on_gpus))
+        checkpointing = recomputes_activations(critic.model, on_gpus)
+        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, checkpointing, gpu_bytes)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(
             replace(
@@ -209,12 +215,13 @@ def estimate_roles(
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
 
 
-def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, on_gpus: bool) -> RoleMemory:
-    policy = config.actor_rollout_ref
+def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, gpu_bytes: int | None) -> RoleMemory:
+    policy, on_gpus = config.actor_rollout_ref, gpu_bytes is not None
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
     tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
     predicted = tokens * sizes.longest_response // sizes.longest_sequence
-    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, recomputes_activations(model, on_gpus))
+    checkpointing = recomputes_activations(model, on_gpus)
+    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, checkpointing, gpu_bytes)
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
     largest = max(_beside_gathered(learner, update, shape, fsdp), _bucket_bytes(rollout, shape))
     return replace(

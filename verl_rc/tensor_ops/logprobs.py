@@ -1,9 +1,10 @@
 """Log-probs of tokens and entropies of distributions from hidden states, a block of the vocabulary at a time;
 interpolated log-probs of two policies."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,28 @@ from torch.autograd.function import once_differentiable
 
 from verl_rc.tensor_ops.masked import row_slices
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LOGITS_AT_ONCE = 1 << 24
-"""Logits in a block: enough for wide matrix products, too few to count beside the weights that have
+"""Logits in a block on a CPU: enough for wide matrix products, too few to count beside the weights that have
 so large a vocabulary."""
+_GPU_SHARE = 100
+"""A block of logits and its gradient take at most one part in so many of a GPU's memory. Each block reads all
+hidden states again, so that larger blocks move fewer bytes."""
 _LOWEST_LOGIT = -1000.0
 """The lowest difference from the maximum that is computed with: the probability is 0 there, in float64, too,
 and its product with the difference 0 instead of NaN."""
+
+
+def logits_at_once(gpu_bytes: int | None, itemsize: int) -> int:
+    """Return the number of logits of ``itemsize`` bytes in a block; ``gpu_bytes`` is the GPU's memory, None
+    on a CPU.
+
+    All of a GPU's memory counts, not what is free: the size of a block changes the rounding, and a run must
+    repeat.
+    """
+    return LOGITS_AT_ONCE if gpu_bytes is None else gpu_bytes // (_GPU_SHARE * 2 * itemsize)
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,8 @@ def scores_from_hidden_states(
 
     The logits of all tokens never exist at once: both passes take a block of the vocabulary at a time, so
     that each reads the weights once, and the backward pass computes the logits again. Logits that fit into
-    one block are kept instead.
+    one block are kept instead. On a GPU what is computed of a block is compiled: its logits are read twice
+    (maximum, sums) in the forward and once in the backward pass, and stay in the precision of ``hidden``.
 
     Args:
         hidden: ``[K, H]``.
@@ -139,7 +157,7 @@ class _HiddenStateScores(torch.autograd.Function):
         token_ids: Tensor,
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        sums = None
+        sum_words, sums = _fused(_sum_words, hidden.device), None
         chosen = hidden.new_zeros(hidden.shape[0], dtype=_precision(hidden))
         for words in _word_slices(hidden, weight):
             logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
@@ -147,7 +165,7 @@ class _HiddenStateScores(torch.autograd.Function):
             chosen = torch.where(
                 is_inside, _scaled(logits.gather(-1, places), options.temperature)[:, 0], chosen
             )
-            block = _sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
+            block = sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
             sums = block if sums is None else sums.add(block)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
@@ -192,6 +210,7 @@ class _HiddenStateScores(torch.autograd.Function):
             of_tokens -= entropy_slopes * below.exp() * (below + totals.log() - means)
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
+        differentiate = _fused(_differentiate, hidden.device)
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
@@ -201,7 +220,7 @@ class _HiddenStateScores(torch.autograd.Function):
             logits = kept
             if kept is None:
                 logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
-            grad_logits = _differentiate(logits, ctx.temperature, maxima, constants, factors)
+            grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             places, is_inside = _places(token_ids, words)
             others = grad_logits.gather(-1, places)
             grad_logits.scatter_(
@@ -275,7 +294,7 @@ def _places(token_ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 def _word_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Blocks of the vocabulary whose logits exist at once."""
-    elements = LOGITS_AT_ONCE
+    elements = logits_at_once(_gpu_bytes(hidden.device), hidden.dtype.itemsize)
     return row_slices(weight.shape[0], hidden.shape[0], elements)
 
 
@@ -289,6 +308,27 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _precision(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
+
+
+@cache
+def _gpu_bytes(device: torch.device) -> int | None:
+    """Memory of the GPU; None of another device."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def _fused(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
+    """The function as it is, or on a GPU compiled: there only its inputs and results pass through memory."""
+    return function if _gpu_bytes(device) is None else _compiled(function)
+
+
+@cache
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    # dynamic: numbers of tokens and words differ from call to call. 0 and 1 are compiled on their own, as are
+    # options, more often than the default limit of 8 allows.
+    compiled: Callable[P, R] = torch.compile(  # type: ignore[call-overload]  # whose overloads lack the limit
+        function, dynamic=True, fullgraph=True, recompile_limit=64
+    )
+    return compiled
 
 
 def interpolate_proximal(

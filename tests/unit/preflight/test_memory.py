@@ -149,6 +149,21 @@ def test_there_is_at_most_one_chunk_of_logits() -> None:
     )  # 8,000 x 100,000 are more
 
 
+def test_a_block_of_logits_takes_a_hundredth_of_a_gpu() -> None:
+    """Logits and their gradient, in bf16; the estimate for 80 GiB beside the one for 40."""
+    given: Given = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 32_768}
+    config = config_of({**ON_8_GPUS, **given})
+    large, small = (
+        next(
+            role
+            for role in estimate_roles(config, {"unused": SEVEN}, gibibytes << 30)
+            if role.role == "actor"
+        )
+        for gibibytes in (80, 40)
+    )
+    assert large.activations - small.activations == pytest.approx((40 << 30) / 100, abs=4)
+
+
 def test_a_micro_batch_is_never_larger_than_the_mini_batch() -> None:
     given: Given = {**FULL, f"{ACTOR}.use_dynamic_bsz": True}
     sizes = {

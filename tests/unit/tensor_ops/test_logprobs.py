@@ -2,6 +2,7 @@
 memory; log-probs between policies."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -213,6 +214,49 @@ def test_the_gradient_of_a_likely_token_has_the_digits_that_16_bits_round_away()
     scores_of(given, ScoreOptions(), torch.zeros(1, dtype=torch.int64)).log_probs.sum().backward()
     assert given.grad is not None
     assert given.grad[0].tolist() == pytest.approx([1 / (1 + math.exp(8)), -1 / (1 + math.exp(8))], rel=2**-8)
+
+
+ON_A_GPU = [(1.0, False, False), (0.7, False, False), (0.7, True, False), (0.7, True, True)]
+"""Temperature, entropies, sums of squares: what passes over log-probs and updates of one run ask for."""
+
+
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [
+        ("cpu", [ON_A_GPU[-1]]),
+        pytest.param("cpu", ON_A_GPU, marks=pytest.mark.slow),
+        pytest.param("cuda", ON_A_GPU, marks=pytest.mark.gpu),
+    ],
+)
+def test_what_a_gpu_compiles_is_one_graph_with_the_same_numbers(
+    device: str, cases: list[tuple[float, bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is traced for other numbers of tokens and words, but not made into machine code."""
+    counts = (9, 5, 2, 1, 0) if len(cases) > 1 else (5, 1)
+    expected = [compiled_case(case, tokens, "cpu") for case in cases for tokens in counts]
+    monkeypatch.setattr(logprobs, "_gpu_bytes", lambda _: 40 * 100 * 4)  # blocks of 40 logits in bf16
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    logprobs._compiled.cache_clear()
+    found = [compiled_case(case, tokens, device) for case in cases for tokens in counts]
+    logprobs._compiled.cache_clear()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def compiled_case(case: tuple[float, bool, bool], tokens: int, device: str) -> list[Tensor]:
+    """Scores and gradients of bf16 hidden states, on the CPU."""
+    hidden, weight, _ = (
+        part.detach().to(device).requires_grad_() for part in head(torch.bfloat16, tokens, width=8, words=21)
+    )
+    temperature, with_entropies, with_squares = case
+    options = ScoreOptions(temperature, with_entropies, with_entropies, with_squares)
+    scores = scores_from_hidden_states(hidden, weight, torch.arange(tokens, device=device), options)
+    sum(values.sum() for values in scores[:2] if values is not None).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    values = [values.detach() for values in scores if values is not None]
+    return [part.cpu() for part in (*values, hidden.grad, weight.grad)]
 
 
 def test_memory_is_a_twentieth_of_what_all_logits_and_their_gradient_would_take() -> None:

@@ -31,6 +31,7 @@ from verl_rc.ppo.objective import (
     policy_objective,
     value_objective,
 )
+from verl_rc.tensor_ops import logprobs
 from verl_rc.workers.forward import ForwardOptions, score_tokens, score_values
 from verl_rc.workers.language_model import load_causal_lm, load_value_model
 from verl_rc.workers.micro_batches import ObjectiveTotals, score_sequences, select_sequences
@@ -57,6 +58,12 @@ def on_both(
     assert twin.operations > 10
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head asks a GPU for its memory and compiles for it; the twin has neither."""
+    monkeypatch.setattr(logprobs, "_gpu_bytes", lambda device: None)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
