@@ -217,9 +217,11 @@ class _HiddenStateScores(torch.autograd.Function):
         # Each row of the weight's gradient is one sum over all tokens, as if there were no blocks, and is
         # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
         for words in _word_slices(hidden, weight):
-            logits = kept
-            if kept is None:
-                logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
+            logits = (
+                F.linear(hidden, weight[words], None if bias is None else bias[words])
+                if kept is None
+                else kept
+            )
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             places, is_inside = _places(token_ids, words)
             others = grad_logits.gather(-1, places)
@@ -232,6 +234,7 @@ class _HiddenStateScores(torch.autograd.Function):
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[words])
             if grad_bias is not None:
                 torch.sum(grad_logits, dim=0, out=grad_bias[words])
+            del logits, grad_logits  # before the next block's: two blocks are alive at once, not three
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bench.live_bytes import LiveBytes
 from bench.moved_bytes import MovedBytes
 from torch import Tensor
 
@@ -62,6 +63,28 @@ def test_the_budget_sees(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logprobs, "logits_at_once", lambda gpu_bytes, itemsize: 1 << 24)
     assert moved(monkeypatch, LARGE, EVERYTHING, update=False) > 30 * GIGABYTE
     assert moved(monkeypatch, LARGE, EVERYTHING, update=True) > 110 * GIGABYTE
+
+
+def test_two_blocks_of_a_hundredth_of_the_memory_are_alive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits and their gradient, beside hidden states and the gradients that are returned."""
+    monkeypatch.setattr(logprobs, "_gpu_bytes", lambda device: 80 << 30)
+    monkeypatch.setattr(logprobs, "_differentiate", lambda logits, *_: torch.empty_like(logits))
+    monkeypatch.setattr(logprobs, "_sum_words", one_sum)
+    monkeypatch.setattr(logprobs, "_fused", lambda function, device: function)
+    hidden, weight = (
+        torch.empty(rows, LARGE[0], dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for rows in (TOKENS, LARGE[1])
+    )
+    token_ids = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    with LiveBytes() as live:
+        scores_from_hidden_states(hidden, weight, token_ids, ScoreOptions()).log_probs.sum().backward()
+    assert live.peak - weight.nbytes - 4 * hidden.nbytes <= (80 << 30) / 100
+
+
+def one_sum(logits: Tensor, *_: object) -> logprobs._WordSums:
+    """The results of the kernel, without what it keeps in registers."""
+    numbers = torch.empty(logits.shape[0], device="meta")
+    return logprobs._WordSums(numbers, numbers, None, None, None)
 
 
 def softmax(values: Tensor) -> Tensor:
