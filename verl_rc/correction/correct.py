@@ -10,7 +10,7 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import reject_sequences, reject_tokens
+from verl_rc.correction.rejection import SequenceEvidence, reject_sequences, reject_tokens
 from verl_rc.correction.sequences import (
     LogProbs,
     SequenceChunk,
@@ -24,6 +24,7 @@ from verl_rc.correction.statistics import (
     measure_sequences,
     measure_tokens,
 )
+from verl_rc.correction.totals import join_sequences
 from verl_rc.correction.weights import importance_weights
 from verl_rc.tensor_ops.masked import group_numbers
 
@@ -173,8 +174,7 @@ def _correct(
     context.check(shape)
     applied = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
     keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
-    kept_rows, rejected_rows = keep_mask.new_ones(shape[0]), keep_mask.new_zeros(shape[0])
-    measured = list[Measured]()
+    evidence, measured = list[SequenceEvidence](), list[Measured]()
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
     def correct_chunk(chunk: SequenceChunk) -> None:
@@ -182,25 +182,28 @@ def _correct(
         # Independent of each other: what is rejected keeps its weight.
         weights = importance_weights(ratio, settings)
         tokens = reject_tokens(ratio, settings, facts.advantages)
-        sequences = reject_sequences(ratio, settings)
         if weights is not None and applied is not None:
             chunk.write(weights.applied, applied)
         if tokens.causes:
             chunk.write((ratio.response - tokens.kept).bool().logical_not_(), keep_mask)
-        chunk.write(sequences.kept.bool(), kept_rows)
-        nothing_left = sequences.kept * tokens.kept.sum(dim=-1) == 0
-        chunk.write((ratio.sums.response_tokens > 0) & nothing_left, rejected_rows)
         if batch is None:  # statistics are those before rejection
-            measured.append(measure_tokens(ratio, weights, tokens, sequences, settings, facts))
+            measured.append(measure_tokens(ratio, weights, tokens, settings, facts))
+        evidence.append(SequenceEvidence.from_tokens(ratio, tokens, settings))
 
     with torch.no_grad():
         chunks = sequence_chunks(log_probs.response_mask)
         for chunk in chunks:
             correct_chunk(chunk)
-        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
-        keep_mask.logical_and_(kept_rows[:, None].expand(shape).contiguous())
+        # At once: operations on the few sequences of a chunk would take as long as those on its tokens.
         rows = torch.cat([chunk.rows for chunk in chunks])
-        statistics = batch or measure_sequences(measured, rows, settings, context, log_probs)
+        whole = join_sequences(evidence, rows)
+        sequences = reject_sequences(whole, settings)
+        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
+        keep_mask.logical_and_(sequences.kept.bool()[:, None].expand(shape).contiguous())
+        rejected_rows = (whole.sums.response_tokens > 0) & (sequences.kept * whole.kept_tokens == 0)
+        statistics = batch or measure_sequences(
+            measured, rows, whole, sequences, settings, context, log_probs
+        )
         if applied is not None and settings.weights is not None and settings.weights.batch_normalize:
             applied.div_(_mean_weight(statistics, settings.weights))
     return CorrectionResult(applied, keep_mask, rejected_rows, statistics, config)

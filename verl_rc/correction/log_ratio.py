@@ -52,11 +52,17 @@ class LogRatio:
         # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
         ones = torch.eq(values, difference, out=difference).mul_(response)
         values.mul_(ones)  # what is not finite is 0 by now: 0 times infinity would be NaN
-        # A count is exact in float32, too, up to 16 million.
-        tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
-        return cls(
-            values, ones, response, log_probs, SequenceSums(tokens, response_tokens, sequence_sum(values))
+        precise = values.double()
+        distances = precise.abs()
+        sums = SequenceSums(
+            # A count is exact in float32, too, up to 16 million.
+            tokens=ones.sum(dim=-1).double(),
+            response_tokens=response.sum(dim=-1).double(),
+            log_ratio=sequence_sum(precise),
+            distance=sequence_sum(distances),
+            farthest=largest(distances),
         )
+        return cls(values, ones, response, log_probs, sums)
 
     @cached_property
     def train(self) -> Tensor:

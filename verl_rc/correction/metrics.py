@@ -125,7 +125,7 @@ def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
 def _log_ratio_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
     """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for
     misalignment."""
-    metrics = {"log_ratio_abs_max": numbers.totals.extremes["log_ratio"].farthest}
+    metrics = {"log_ratio_abs_max": numbers.totals.extremes["distance"].farthest}
     for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
         if any(counts):
             metrics |= {

@@ -9,21 +9,13 @@ from torch import Tensor
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The statistic of a rule for tokens ``[b, t]`` or sequences ``[b]``; 1 where it is outside the rule's
-    bounds, else 0."""
-
-    statistic: Tensor
-    above: Tensor
-    below: Tensor
+from verl_rc.correction.totals import RuleSums, SequenceSums
+from verl_rc.metrics.mergeable import Moments
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Tokens ``[b, t]`` that are rejected by themselves, or sequences ``[b]`` that are rejected as a
+    """Tokens ``[b, t]`` that are rejected by themselves, or sequences ``[B]`` that are rejected as a
     whole."""
 
     causes: dict[str, Tensor]
@@ -31,10 +23,8 @@ class Rejection:
     ``nonfinite``."""
     kept: Tensor
     """1 for response tokens, or sequences, that no cause rejects, and 0 elsewhere."""
-    judged: dict[str, Judged]
-    """By name of a rule."""
-    below_veto: Tensor | None = None
-    """Tokens of each sequence whose ratio is below the veto, ``[b]``."""
+    rules: dict[str, RuleSums]
+    """What the rules measure, by name."""
 
     @property
     def alone(self) -> dict[str, Tensor]:
@@ -50,13 +40,15 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     missing. For tokens with non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``,
     and no rule applies otherwise.
     """
-    judged = {
-        rule.name: judge(rule, rule_statistic(rule.rule, ratio))
-        for rule in settings.rules
-        if rule.rule.is_per_token
-    }
     candidates = ratio.response if settings.nonfinite == "neutral" else ratio.ones
-    causes = {name: (one.above + one.below).mul_(candidates) for name, one in judged.items()}
+    causes, rules = dict[str, Tensor](), dict[str, RuleSums]()
+    for rule in settings.rules:
+        if rule.rule.is_per_token:
+            statistic = rule_statistic(rule.rule, ratio)
+            above, below = outside(rule, statistic)
+            # Measured at once: a batch has room for one rule's comparisons, not for those of all rules.
+            rules[rule.name] = _token_rule_sums(rule, ratio, statistic, above, below)
+            causes[rule.name] = above.add_(below).mul_(candidates)
     if settings.opsm_threshold is not None:
         if advantages is None:
             threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
@@ -68,26 +60,54 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
         causes["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.nonfinite == "reject_token":
         causes["nonfinite"] = ratio.response - ratio.ones
-    return Rejection(causes, _kept(causes, ratio.response), judged)
+    return Rejection(causes, _kept(causes, ratio.response), rules)
 
 
-def reject_sequences(ratio: LogRatio, settings: CorrectionSettings) -> Rejection:
+@dataclass(frozen=True)
+class SequenceEvidence:
+    """What decides whether sequences are rejected as a whole, float64 ``[b]``."""
+
+    sums: SequenceSums
+    kept_tokens: Tensor
+    """Response tokens that are not rejected by themselves."""
+    statistics: dict[str, Tensor]
+    """By name of a rule on sequences."""
+    tokens_below_veto: Tensor | None
+    """None without a veto."""
+
+    @classmethod
+    def from_tokens(
+        cls, ratio: LogRatio, tokens: Rejection, settings: CorrectionSettings
+    ) -> "SequenceEvidence":
+        """Add up the tokens of each sequence."""
+        rules = [rule for rule in settings.rules if not rule.rule.is_per_token]
+        below_veto = None
+        if settings.log_veto is not None:
+            # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
+            below_veto = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
+        return cls(
+            sums=ratio.sums,
+            kept_tokens=tokens.kept.sum(dim=-1).double() if tokens.causes else ratio.sums.response_tokens,
+            statistics={rule.name: rule_statistic(rule.rule, ratio) for rule in rules},
+            tokens_below_veto=below_veto,
+        )
+
+
+def reject_sequences(evidence: SequenceEvidence, settings: CorrectionSettings) -> Rejection:
     """Apply all rules that look at whole sequences. Without valid tokens one is rejected only for non-finite
     log-probs."""
-    sums, below_veto = ratio.sums, None
-    judged = {
-        rule.name: judge(rule, rule_statistic(rule.rule, ratio))
-        for rule in settings.rules
-        if not rule.rule.is_per_token
-    }
-    causes = {name: (one.above + one.below).mul_(sums.real) for name, one in judged.items()}
-    if settings.log_veto is not None:
-        # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-        below_veto = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
-        causes["veto"] = below_veto.clamp_max(1.0)
+    sums, causes, rules = evidence.sums, dict[str, Tensor](), dict[str, RuleSums]()
+    for rule in settings.rules:
+        if not rule.rule.is_per_token:
+            statistic = evidence.statistics[rule.name]
+            above, below = (sums.real * side for side in outside(rule, statistic))
+            rules[rule.name] = _sequence_rule_sums(rule, sums, statistic, above, below)
+            causes[rule.name] = above + below
+    if evidence.tokens_below_veto is not None:
+        causes["veto"] = evidence.tokens_below_veto.clamp_max(1.0)
     if settings.nonfinite == "reject_sequence":
         causes["nonfinite"] = indicator(torch.lt, sums.tokens, sums.response_tokens)
-    return Rejection(causes, _kept(causes, torch.ones_like(sums.tokens)), judged, below_veto)
+    return Rejection(causes, _kept(causes, torch.ones_like(sums.tokens)), rules)
 
 
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
@@ -102,10 +122,37 @@ def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
     return total if rule.scope == "seq_sum" else ratio.sums.mean(total)
 
 
-def judge(rule: BoundedRule, statistic: Tensor) -> Judged:
-    """Compare a statistic with the rule's bounds."""
-    above, below = indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
-    return Judged(statistic, above, below)
+def outside(rule: BoundedRule, statistic: Tensor) -> tuple[Tensor, Tensor]:
+    """1 where a statistic is above the rule's bounds, and 1 where it is below; 0 elsewhere."""
+    return indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
+
+
+def _token_rule_sums(
+    rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor
+) -> RuleSums:
+    total, clamped = sequence_sum(statistic), _clamped(rule, statistic)
+    return RuleSums(
+        mean=ratio.sums.mean(total),
+        total=total,
+        clamped=Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square())),
+        extremes=extremes(statistic, ratio.ones),
+        above=ratio.count(above),
+        below=ratio.count(below),
+    )
+
+
+def _sequence_rule_sums(
+    rule: BoundedRule, sums: SequenceSums, statistic: Tensor, above: Tensor, below: Tensor
+) -> RuleSums:
+    # Every token counts with the statistic of its sequence.
+    tokens, clamped = sums.tokens, _clamped(rule, statistic)
+    moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
+    return RuleSums(statistic, tokens * statistic, moments, extremes(statistic, tokens), above, below)
+
+
+def _clamped(rule: BoundedRule, statistic: Tensor) -> Tensor:
+    # Counted from the bound nearest to 0: values of two policies that agree add nothing, not even rounding.
+    return statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
 
 
 def _kept(causes: dict[str, Tensor], candidates: Tensor) -> Tensor:

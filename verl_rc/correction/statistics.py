@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from verl_rc.config.rejection_rules import BoundedRule, Threshold
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Judged, Rejection, judge
+from verl_rc.correction.rejection import Rejection, SequenceEvidence, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.signatures import signature_metrics, signature_sums
 from verl_rc.correction.totals import (
@@ -29,6 +29,7 @@ from verl_rc.correction.totals import (
     TokenSums,
     Totals,
     WeightSums,
+    join_sequences,
     map_totals,
 )
 from verl_rc.correction.weights import Weights, sequence_weights
@@ -140,65 +141,41 @@ Measured = tuple[TokenSums, Tensor | None]
 def measure_tokens(
     ratio: LogRatio,
     weights: Weights | None,
-    of_tokens: Rejection,
-    of_sequences: Rejection,
+    rejection: Rejection,
     settings: CorrectionSettings,
     facts: SequenceContext,
 ) -> Measured:
-    """What the tokens of some sequences ``[b]`` add up to; both rejections are theirs."""
-    sums, raw_weight, of_weights = ratio.sums, None, dict[str, WeightSums[Tensor]]()
-    kept = of_sequences.kept * of_tokens.kept.sum(dim=-1)
-    clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
-    means = {"safety_clamped_fraction": Mean(clamped, sums.tokens)}
-    if settings.opsm_threshold is not None:
-        rejected, response = sequence_sum(of_tokens.causes["opsm"]), sums.response_tokens
-        means |= {
-            "rollout_rs_opsm_masked_fraction": Mean(rejected, response),
-            "rollout_rs_opsm_seq_masked_fraction": Mean(rejected > 0, response.clamp_max(1.0)),
-        }
+    """What the tokens of some sequences ``[b]`` add up to; ``rejection`` is that of single tokens."""
+    sums, means, weight_sums = ratio.sums, dict[str, Mean[Tensor]](), dict[str, WeightSums[Tensor]]()
+    # First, while little else is alive: its temporaries are the largest.
+    histogram = log_ratio_histogram(ratio.values, ratio.ones) if settings.full else None
+    raw_weight = None
     if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
         means |= _token_weight_means(weights, settings.weights.threshold, ratio)
         raw_weight = sums.mean(sequence_sum(weights.raw_excess))
-        of_weights["applied_token"] = _weights_of_tokens(weights.excess, ratio.ones, sums.tokens)
+        weight_sums["applied_token"] = _weights_of_tokens(weights.excess, ratio.ones, sums.tokens)
         if settings.full:
-            of_weights["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.ones, sums.tokens)
-    totals = Totals(
-        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        gap=Gap(
-            sums.tokens, sums.log_ratio, (ratio.ratios.total - sequence_sum(ratio.precise)).clamp_min(0.0)
-        ),
-        distance=Mean(sequence_sum(ratio.values.abs()), sums.tokens),
-        response_tokens=sums.response_tokens,
-        kept_tokens=kept,
-        kept_sequences=kept > 0,
+            weight_sums["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.ones, sums.tokens)
+    clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
+    means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
+    if settings.opsm_threshold is not None:
+        masked = sequence_sum(rejection.causes["opsm"])
+        means["rollout_rs_opsm_masked_fraction"] = Mean(masked, sums.response_tokens)
+        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(masked > 0, sums.response_tokens.clamp_max(1.0))
+    measured = TokenSums(
+        train=sequence_sum(ratio.train),
+        bounded=sequence_sum(ratio.precise),
+        ratios=ratio.ratios,
         means=means,
-        splits={},
-        groups={},
-        extremes={"log_ratio": Extremes(largest(ratio.values), largest(-ratio.values))},
-        weights=of_weights,
-        rules={},
-        ratios={},
-        signatures=None,
+        rules=rejection.rules,
+        weights=weight_sums,
+        raw_weight=raw_weight,
     )
     if (ages := facts.ages(ratio.response)) is not None:
-        _measure_ages(totals, ages, ratio, of_tokens.kept * of_sequences.kept[:, None], weights)
+        _measure_ages(measured, ages, ratio, rejection, weights)
     if settings.full:
-        _measure_fully(totals, ratio, of_tokens, of_sequences, settings, facts)
-    found = TokenSums(
-        sums=sums,
-        train=sequence_sum(ratio.train),
-        ratios=ratio.ratios,
-        rules={
-            rule.name: _rule_sums(rule, ratio, of_tokens.judged[rule.name])
-            for rule in settings.rules
-            if rule.rule.is_per_token
-        },
-        statistics={name: judged.statistic for name, judged in of_sequences.judged.items()},
-        below_veto=of_sequences.below_veto,
-        raw_weight=raw_weight,
-        totals=totals,
-    )
-    return found, log_ratio_histogram(ratio.values, ratio.ones) if settings.full else None
+        _measure_fully(measured, ratio, rejection, facts)
+    return measured, histogram
 
 
 def _token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio) -> Means[Tensor]:
@@ -220,23 +197,8 @@ def _weights_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSum
     return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
 
 
-def _rule_sums(rule: BoundedRule, ratio: LogRatio, judged: Judged) -> RuleSums:
-    total, clamped = sequence_sum(judged.statistic), _clamped(rule, judged.statistic)
-    moments = Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square()))
-    seen, (above, below) = (
-        extremes(judged.statistic, ratio.ones),
-        map(ratio.count, (judged.above, judged.below)),
-    )
-    return RuleSums(ratio.sums.mean(total), total, moments, seen, above, below)
-
-
-def _clamped(rule: BoundedRule, statistic: Tensor) -> Tensor:
-    # Counted from the bound nearest to 0: values of two policies that agree add nothing, not even rounding.
-    return statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
-
-
 def _measure_ages(
-    totals: Totals[Tensor], ages: Tensor, ratio: LogRatio, kept: Tensor, weights: Weights | None
+    measured: TokenSums, ages: Tensor, ratio: LogRatio, rejection: Rejection, weights: Weights | None
 ) -> None:
     """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are updates between the weights that
     sampled a token and the current ones.
@@ -244,52 +206,38 @@ def _measure_ages(
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
     are wrong.
     """
-    totals.extremes["token_age"] = extremes(ages, ratio.ones)
-    totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), totals.gap.tokens)
+    measured.extremes["token_age"] = extremes(ages, ratio.ones)
+    measured.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), ratio.sums.tokens)
     for age, here in enumerate(_buckets(ages, NUM_AGES)):
-        # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and
+        name, ones = f"age_{age}", here * ratio.ones
+        measured.groups[name] = gap = _gap(ratio, ones)
+        # Kept are response tokens, all else counts valid tokens: one without a finite log-prob has no gap and
         # no weight.
-        name, ones, response = f"age_{age}", here * ratio.ones, sequence_sum(here * ratio.response)
-        totals.groups[name] = gap = _gap(ratio, ones)
-        totals.splits[f"{name}_rejected_fraction"] = Mean(response - sequence_sum(kept * here), response)
+        measured.kept[name] = Mean(sequence_sum(rejection.kept * here), sequence_sum(here * ratio.response))
         if weights is not None:
             # Where all tokens of a sequence share a weight, each of them counts with it.
             raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            totals.weights[name] = _weights_of_tokens(excess * ones, ones, gap.tokens)
+            measured.weights[name] = _weights_of_tokens(excess * ones, ones, gap.tokens)
             truncated = sequence_sum((raw != excess) * ones)
-            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
+            measured.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
 
 
 def _measure_fully(
-    totals: Totals[Tensor],
-    ratio: LogRatio,
-    of_tokens: Rejection,
-    of_sequences: Rejection,
-    settings: CorrectionSettings,
-    facts: SequenceContext,
+    measured: TokenSums, ratio: LogRatio, rejection: Rejection, facts: SequenceContext
 ) -> None:
     """Add what full diagnostics look at in single tokens."""
-    mask, sums, splits = ratio.response.bool(), ratio.sums, totals.splits
     exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
-    totals.means["log_ratio_exact_fraction"] = Mean(exact, sums.tokens)
+    measured.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
     # A turn is a run of response tokens without a tool's between them.
+    mask = ratio.response.bool()
     begins = mask & ~pad(mask[:, :-1], (1, 0))
     for turn, here in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
-        totals.groups[f"turn_{turn}"] = _gap(ratio, here * ratio.ones)
+        measured.groups[f"turn_{turn}"] = _gap(ratio, here * ratio.ones)
     if facts.advantages is not None:
-        for name, some in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = of_sequences.kept * sequence_sum(some * of_tokens.kept)
-            count = sequence_sum(some * ratio.response)
-            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, count)
-    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
-    # levels.
-    kept_alone = sequence_sum(of_tokens.kept)
-    only = {name: kept_alone * rejected for name, rejected in of_sequences.alone.items()}
-    only |= {name: of_sequences.kept * sequence_sum(alone) for name, alone in of_tokens.alone.items()}
-    if settings.rejects:
-        overlap = sums.response_tokens - totals.kept_tokens - sum(only.values())
-        shares = {f"{name}_exclusive": tokens for name, tokens in only.items()} | {"overlap": overlap}
-        splits |= {f"rollout_rs_{name}_fraction": Mean(n, sums.response_tokens) for name, n in shares.items()}
+        for name, sign in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
+            kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
+            measured.kept[f"{name}_advantage"] = Mean(kept, response)
+    measured.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -309,51 +257,100 @@ def _gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
 def measure_sequences(
     measured: Sequence[Measured],
     rows: Tensor,
+    evidence: SequenceEvidence,
+    rejection: Rejection,
     settings: CorrectionSettings,
     facts: SequenceContext,
     log_probs: LogProbs,
 ) -> CorrectionStatistics:
-    """Statistics of all sequences ``[B]``, of which ``rows`` ``[B]`` were measured one after the other."""
-    # For all sequences at once: operations on the few of a chunk would take as long as those on its tokens.
-    place, parts = rows.argsort(), [found for found, _ in measured]
-    found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
-    totals, histograms = _sequence_totals(found, settings, facts), list[Tensor]()
+    """Statistics of all sequences ``[B]``, of which ``rows`` ``[B]`` were measured one after the other;
+    ``rejection`` is that of whole sequences."""
+    tokens = join_sequences([sums for sums, _ in measured], rows)
+    totals, histograms = _totals(tokens, evidence, rejection, settings, facts), list[Tensor]()
     if settings.full:
-        counts = [count for _, count in measured if count is not None]
-        of_means = found.sums.mean(found.sums.log_ratio)
-        of_sequences = [
-            log_ratio_histogram(logs, found.sums.real) for logs in (found.sums.log_ratio, of_means)
+        sums = evidence.sums
+        counts = [histogram for _, histogram in measured if histogram is not None]
+        levels = (sums.log_ratio, sums.mean(sums.log_ratio))
+        histograms = [
+            torch.stack(counts).sum(dim=0),
+            *(log_ratio_histogram(logs, sums.real) for logs in levels),
         ]
-        histograms = [torch.stack(counts).sum(dim=0), *of_sequences]
-    if settings.full and settings.tests_misalignment:
-        totals = replace(totals, signatures=signature_sums(log_probs, facts, found.ratios))
+        if settings.tests_misalignment:
+            totals = replace(totals, signatures=signature_sums(log_probs, facts, tokens.ratios))
     return CorrectionStatistics.from_sequences(totals, histograms)
 
 
-def _sequence_totals(
-    found: TokenSums, settings: CorrectionSettings, facts: SequenceContext
+def _totals(
+    tokens: TokenSums,
+    evidence: SequenceEvidence,
+    rejection: Rejection,
+    settings: CorrectionSettings,
+    facts: SequenceContext,
 ) -> Totals[Tensor]:
-    """Complete the totals with what is known of whole sequences only."""
-    totals, sums = found.totals, found.sums
-    totals.means.update(_gap_means(found) | _rejection_means(found, settings))
-    totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
+    """What every sequence ``[B]`` adds to the statistics; ``rejection`` is that of whole sequences."""
+    sums, kept = evidence.sums, rejection.kept * evidence.kept_tokens
+    totals = Totals(
+        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
+        gap=Gap(sums.tokens, sums.log_ratio, (tokens.ratios.total - tokens.bounded).clamp_min(0.0)),
+        distance=Mean(sums.distance, sums.tokens),
+        response_tokens=sums.response_tokens,
+        kept_tokens=kept,
+        kept_sequences=kept > 0,
+        means=tokens.means | _gap_means(tokens, sums) | _rejection_means(evidence, kept, settings),
+        splits=tokens.splits,
+        groups=tokens.groups,
+        extremes=tokens.extremes
+        | {
+            "distance": Extremes(sums.farthest, sums.farthest),
+            "log_ppl_diff": extremes(-sums.mean(sums.log_ratio), sums.tokens),
+        },
+        weights=tokens.weights,
+        rules={},
+        ratios={},
+        signatures=None,
+    )
     if settings.weights is not None:
-        _measure_weights(found, settings.weights, facts.group_slots if settings.full else None)
+        _measure_weights(
+            totals, sums, tokens.raw_weight, settings.weights, facts.group_slots if settings.full else None
+        )
+    rules = tokens.rules | rejection.rules
     for rule in settings.rules:
-        _measure_rule(found, rule)
+        _measure_rule(totals, rule, rules[rule.name], sums)
+    for name, group in tokens.kept.items():
+        # A token that is kept by itself may be rejected with its sequence.
+        share = Mean(rejection.kept * group.total, group.count)
+        if name in totals.groups:
+            totals.splits[f"{name}_rejected_fraction"] = Mean(group.count - share.total, group.count)
+        else:
+            totals.splits[f"kept_fraction_{name}"] = share
     if settings.full:
         totals.means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
-        totals.splits.update(_splits(sums.response_tokens, totals.kept_tokens, facts.scores))
+        totals.splits.update(_splits(sums.response_tokens, kept, facts.scores))
         product = torch.expm1(bound_log_ratio(sums.log_ratio))
         products = Moments(product, sums.real, product.square())
-        totals.ratios.update({"misalignment_z": found.ratios, "misalignment_z_seq": products})
+        totals.ratios.update({"misalignment_z": tokens.ratios, "misalignment_z_seq": products})
+        if settings.rejects:
+            totals.splits.update(_exclusive(tokens, evidence, rejection))
     return totals
 
 
-def _gap_means(found: TokenSums) -> Means[Tensor]:
+def _exclusive(tokens: TokenSums, evidence: SequenceEvidence, rejection: Rejection) -> Means[Tensor]:
+    """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that
+    several reject."""
+    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
+    # levels.
+    response = evidence.sums.response_tokens
+    alone = {name: evidence.kept_tokens * rejected for name, rejected in rejection.alone.items()}
+    alone |= {name: rejection.kept * rejected for name, rejected in tokens.alone.items()}
+    overlap = response - rejection.kept * evidence.kept_tokens - sum(alone.values())
+    shares = {f"{name}_exclusive": rejected for name, rejected in alone.items()} | {"overlap": overlap}
+    return {f"rollout_rs_{name}_fraction": Mean(rejected, response) for name, rejected in shares.items()}
+
+
+def _gap_means(measured: TokenSums, sums: SequenceSums) -> Means[Tensor]:
     """How far the policies are apart, before any weight or rule."""
-    sums, tokens, real = found.sums, found.sums.tokens, found.sums.real
-    train, difference = sums.mean(found.train), -sums.mean(sums.log_ratio)
+    real, ratios = sums.real, measured.ratios
+    train, difference = sums.mean(measured.train), -sums.mean(sums.log_ratio)
     rollout = train + difference
     return {
         "training_ppl": Mean(real * (-train).exp(), real),
@@ -364,35 +361,42 @@ def _gap_means(found: TokenSums) -> Means[Tensor]:
         "log_ppl_abs_diff": Mean(difference.abs(), real),
         "ppl_ratio": Mean(real * difference.exp(), real),
         # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
-        "chi2_token": Mean(found.ratios.square + 2.0 * found.ratios.total, tokens),
+        "chi2_token": Mean(ratios.square + 2.0 * ratios.total, sums.tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(sums.log_ratio)), real),
     }
 
 
-def _rejection_means(found: TokenSums, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by all causes together and by the veto."""
-    means, response, kept = dict[str, Mean[Tensor]](), found.sums.response_tokens, found.totals.kept_tokens
-    answered = response.clamp_max(1.0)
+def _rejection_means(evidence: SequenceEvidence, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
+    """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept``
+    tokens are left."""
+    means, sums = dict[str, Mean[Tensor]](), evidence.sums
+    response, answered = sums.response_tokens, sums.response_tokens.clamp_max(1.0)
     if settings.rejects:
         means |= {
             "rollout_rs_masked_fraction": Mean(response - kept, response),
             "rollout_rs_seq_masked_fraction": Mean(kept < response, answered),
             "rollout_rs_seq_rejected_fraction": Mean(answered * (kept == 0), answered),
         }
-    if found.below_veto is not None:
+    if (count := evidence.tokens_below_veto) is not None:
         means |= {
-            "rollout_is_veto_fraction": Mean(found.below_veto.clamp_max(1.0), found.sums.real),
-            "rollout_is_catastrophic_token_fraction": Mean(found.below_veto, found.sums.tokens),
+            "rollout_is_veto_fraction": Mean(count.clamp_max(1.0), sums.real),
+            "rollout_is_catastrophic_token_fraction": Mean(count, sums.tokens),
         }
     return means
 
 
-def _measure_weights(found: TokenSums, settings: WeightSettings, group_slots: Tensor | None) -> None:
+def _measure_weights(
+    totals: Totals[Tensor],
+    sums: SequenceSums,
+    raw_weight: Tensor | None,
+    settings: WeightSettings,
+    group_slots: Tensor | None,
+) -> None:
     """Add the weights of sequences and prompts, and shares of those beyond the threshold.
 
     A sequence's weight is the mean over its tokens, a prompt's the mean over its sequences with valid tokens.
     """
-    sums, weights, bounds, raw_weight = found.sums, found.totals.weights, settings.threshold, found.raw_weight
+    weights, means, bounds = totals.weights, totals.means, settings.threshold
     if raw_weight is None:  # all tokens of a sequence share one weight
         _, raw_weight, applied = sequence_weights(sums, settings)
         excesses = {"applied": applied, "raw": raw_weight}
@@ -412,10 +416,10 @@ def _measure_weights(found: TokenSums, settings: WeightSettings, group_slots: Te
     high = sums.real * (raw_weight > bounds.upper - 1.0)
     low = sums.real * (raw_weight < bounds.reciprocal_lower - 1.0)
     for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
-        found.totals.means[f"rollout_is_{level}_fraction_high"] = Mean(high, sums.real)
-        found.totals.means[f"rollout_is_{level}_fraction_low"] = Mean(low, sums.real)
+        means[f"rollout_is_{level}_fraction_high"] = Mean(high, sums.real)
+        means[f"rollout_is_{level}_fraction_low"] = Mean(low, sums.real)
     if settings.is_per_row and bounds.lower is not None:
-        found.totals.means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
+        means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
 
 
 def _weighted_sums(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
@@ -425,23 +429,17 @@ def _weighted_sums(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     return WeightSums(moments, count * w.square(), extremes(w, count))
 
 
-def _measure_rule(found: TokenSums, rule: BoundedRule) -> None:
+def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums, sums: SequenceSums) -> None:
     """Add what every sequence adds to the statistics of a rule, and to the metrics that are means or
     shares."""
-    tokens, real = found.sums.tokens, found.sums.real
-    if rule.rule.is_per_token:
-        of_rule, judged = found.rules[rule.name], tokens
-        rejected = of_rule.above + of_rule.below
-    else:
-        of_rule, judged = _sequence_rule_sums(rule, found.sums, found.statistics[rule.name]), real
-        rejected = tokens * (of_rule.above + of_rule.below)
-    mean, (above, below) = of_rule.mean, (of_rule.above, of_rule.below)
-    of_means = judge(rule, mean)
-    seq_above, seq_below = real * of_means.above, real * of_means.below
+    real, tokens, mean = sums.real, sums.tokens, measured.mean
+    above, below = measured.above, measured.below
+    judged, rejected = (tokens, above + below) if rule.rule.is_per_token else (real, tokens * (above + below))
+    seq_above, seq_below = (real * side for side in outside(rule, mean))
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, seq_above, seq_below = below, above, seq_below, seq_above
     means = {
-        "mean": Mean(of_rule.total, tokens),
+        "mean": Mean(measured.total, tokens),
         "masked_fraction": Mean(rejected, tokens),
         "seq_masked_fraction": Mean(rejected > 0, real),
         "fraction_high": Mean(above, judged),
@@ -449,19 +447,11 @@ def _measure_rule(found: TokenSums, rule: BoundedRule) -> None:
         "seq_fraction_high": Mean(seq_above, real),
     }
     means |= {"seq_fraction_low": Mean(seq_below, real)} if rule.rule.bounds_ratio else {}
-    found.totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in means.items()})
-    of_sequences = Moments(real * mean, real, real * mean.square())
-    found.totals.rules[rule.name] = RuleTotals(
-        of_rule.clamped, of_rule.extremes, of_sequences, extremes(mean, tokens)
+    totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in means.items()})
+    sequences = Moments(real * mean, real, real * mean.square())
+    totals.rules[rule.name] = RuleTotals(
+        measured.clamped, measured.extremes, sequences, extremes(mean, tokens)
     )
-
-
-def _sequence_rule_sums(rule: BoundedRule, sums: SequenceSums, statistic: Tensor) -> RuleSums:
-    # Every token counts with the statistic of its sequence.
-    tokens, clamped, judged = sums.tokens, _clamped(rule, statistic), judge(rule, statistic)
-    moments, seen = Moments(tokens * clamped, tokens, tokens * clamped.square()), extremes(statistic, tokens)
-    above, below = sums.real * judged.above, sums.real * judged.below
-    return RuleSums(statistic, tokens * statistic, moments, seen, above, below)
 
 
 def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tensor]:

@@ -4,10 +4,11 @@
 same on the host).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments, Quotient
@@ -125,7 +126,7 @@ class Totals(Generic[T]):
     """Gaps by age of a token in updates (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
     ones hold all above them, too."""
     extremes: dict[str, Extremes[T]]
-    """``log_ppl_diff``, ``log_ratio`` (0 among them), ``token_age``."""
+    """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
     weights: dict[str, WeightSums[T]]
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
     ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold:
@@ -145,13 +146,17 @@ class Totals(Generic[T]):
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """Tokens of sequences, and the logarithms of the products of their ratios; float64 ``[B]``."""
+    """Tokens of sequences and what their log-ratios add up to; float64 ``[B]``."""
 
     tokens: Tensor
     """Valid tokens: response tokens with two finite log-probs."""
     response_tokens: Tensor
     log_ratio: Tensor
     """``sum_t l_t`` over the valid tokens, unbounded."""
+    distance: Tensor
+    """``sum_t |l_t|``."""
+    farthest: Tensor
+    """``max_t |l_t|``; -inf where there are no positions."""
 
     @property
     def real(self) -> Tensor:
@@ -166,7 +171,7 @@ class SequenceSums:
 
 @dataclass(frozen=True)
 class RuleSums:
-    """What one rejection rule found in each sequence, ``[B]``."""
+    """What one rejection rule measures in each sequence, float64 ``[B]``."""
 
     mean: Tensor
     """The statistic of the sequence; of a rule on tokens the mean over them."""
@@ -178,26 +183,43 @@ class RuleSums:
     above: Tensor
     """Tokens, or 1 for a sequence, above the rule's bounds."""
     below: Tensor
+    """Likewise, below them."""
 
 
 @dataclass(frozen=True)
 class TokenSums:
-    """What the tokens of sequences add up to, ``[B]``: all that needs a look at single tokens."""
+    """What the tokens of sequences add up to, float64 ``[B]``: all that needs a look at single tokens.
 
-    sums: SequenceSums
+    Dictionaries are those of ``Totals``, where nothing else is said.
+    """
+
     train: Tensor
     """Log-probs under the train policy."""
+    bounded: Tensor
+    """Log-ratios within ±``LOG_RATIO_BOUND``."""
     ratios: Moments[Tensor]
     """``rho - 1``."""
+    means: Means[Tensor]
     rules: dict[str, RuleSums]
     """Of rules on tokens."""
-    statistics: dict[str, Tensor]
-    """Of rules on sequences."""
-    below_veto: Tensor | None
+    weights: dict[str, WeightSums[Tensor]]
     raw_weight: Tensor | None
     """Mean ``w - 1`` before the threshold; None where there are no weights, or all tokens share one."""
-    totals: Totals[Tensor]
-    """What is known so far."""
+    splits: Means[Tensor] = field(default_factory=dict)
+    groups: dict[str, Gap[Tensor]] = field(default_factory=dict)
+    extremes: dict[str, Extremes[Tensor]] = field(default_factory=dict)
+    kept: Means[Tensor] = field(default_factory=dict)
+    """Response tokens that are not rejected by themselves, by age and by sign of the advantage."""
+    alone: dict[str, Tensor] = field(default_factory=dict)
+    """Tokens that a cause alone rejects, by cause; with full diagnostics."""
+
+
+def join_sequences(parts: Sequence[T], rows: Tensor) -> T:
+    """One record of columns ``[B]`` from records of chunks, which hold ``rows`` ``[B]`` one after the
+    other."""
+    place = rows.argsort()
+    joined: T = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
+    return joined
 
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:
@@ -211,7 +233,7 @@ def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = Fa
     if isinstance(first, tuple):
         return tuple(map_totals(convert, *parts) for parts in zip(*records, strict=True))
     if is_dataclass(first):
-        values = [[getattr(record, field.name) for record in records] for field in fields(first)]
+        values = [[getattr(record, place.name) for record in records] for place in fields(first)]
         record_type: Callable[..., Any] = type(first)
         return record_type(
             *(map_totals(convert, *parts, is_extreme=isinstance(first, Extremes)) for parts in values)
