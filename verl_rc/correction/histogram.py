@@ -37,9 +37,9 @@ HISTOGRAM_EDGES = tuple(
 """Edges of the bins, ascending; nats."""
 
 
-def log_ratio_histogram(values: Tensor, counted: Tensor) -> Tensor:
-    """Counts float64 ``[NUM_BINS]`` of those finite ``values`` (nats, any shape) that are ``counted`` (1,
-    else 0)."""
+def log_ratio_histogram(values: Tensor, members: Tensor) -> Tensor:
+    """Counts float64 ``[NUM_BINS]`` of those finite ``values`` (nats, any shape) where ``members`` is 1 and
+    not 0."""
     # |l| = mantissa * 2^exponent, the mantissa in [0.5, 1): exact on every device, where a logarithm may
     # round to either side of an edge, and ten times as fast as a search among the edges. The lower clamp is
     # for 0, whose exponent is 0.
@@ -48,7 +48,7 @@ def log_ratio_histogram(values: Tensor, counted: Tensor) -> Tensor:
     steps = ((exponent - _FIRST_EXPONENT) * _BINS_PER_OCTAVE + parts).clamp_(0, BINS_PER_SIDE)
     bins = (BINS_PER_SIDE + steps * values.sign()).long()
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
-    return counts.scatter_add_(0, bins.flatten(), counted.long().flatten()).double()
+    return counts.scatter_add_(0, bins.flatten(), members.long().flatten()).double()
 
 
 @cache
@@ -84,19 +84,20 @@ def pareto_k(counts: Sequence[float]) -> float | None:
     """
     # From a histogram, which can be summed over micro-batches and ranks as a list of the largest weights
     # cannot.
-    total, seen, tail = math.fsum(counts), 0.0, []
-    wanted = math.ceil(min(total / 5, 3 * math.sqrt(total)))
+    total = math.fsum(counts)
+    tail, size = list[int](), 0.0
+    target = math.ceil(min(total / 5, 3 * math.sqrt(total)))
     for index in reversed(range(len(counts))):
-        if counts[index] and seen < wanted:
+        if counts[index] and size < target:
             tail.append(index)
-            seen += counts[index]
-    if seen < 5 or len(tail) < 2 or seen >= total or bin_value(tail[0]) < PLAUSIBLE_NOISE["float32"]:
+            size += counts[index]
+    if size < 5 or len(tail) < 2 or size >= total or bin_value(tail[0]) < PLAUSIBLE_NOISE["float32"]:
         return None
     bound = -SMALLEST if tail[-1] == BINS_PER_SIDE else HISTOGRAM_EDGES[tail[-1]]
     largest = bin_value(tail[0])  # weights relative to it: exp cannot overflow
     excesses = [math.exp(bin_value(index) - largest) - math.exp(bound - largest) for index in reversed(tail)]
     shape = _generalised_pareto_shape(excesses, [counts[index] for index in reversed(tail)])
-    return (seen * shape + 10 * 0.5) / (seen + 10)
+    return (size * shape + 10 * 0.5) / (size + 10)
 
 
 def _generalised_pareto_shape(excesses: Sequence[float], counts: Sequence[float]) -> float:

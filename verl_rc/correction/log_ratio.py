@@ -34,7 +34,7 @@ class LogRatio:
 
     values: Tensor
     """``[b, t]``, nats, unbounded."""
-    ones: Tensor
+    valid: Tensor
     """``[b, t]``: 1 for valid tokens, that is response tokens with two finite log-probs, and 0 elsewhere."""
     response: Tensor
     """``[b, t]``: 1 for response tokens, and 0 elsewhere."""
@@ -50,25 +50,25 @@ class LogRatio:
         # By way of integers: a CPU turns bools to floats one by one, three times slower.
         response = log_probs.response_mask.bool().int().to(dtype)
         # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
-        ones = torch.eq(values, difference, out=difference).mul_(response)
-        values.mul_(ones)  # what is not finite is 0 by now: 0 times infinity would be NaN
+        valid = torch.eq(values, difference, out=difference).mul_(response)
+        values.mul_(valid)  # what is not finite is 0 by now: 0 times infinity would be NaN
         precise = values.double()
         distances = precise.abs()
         sums = SequenceSums(
             # A count is exact in float32, too, up to 16 million.
-            tokens=ones.sum(dim=-1).double(),
+            tokens=valid.sum(dim=-1).double(),
             response_tokens=response.sum(dim=-1).double(),
             log_ratio=sequence_sum(precise),
             distance=sequence_sum(distances),
             farthest=largest(distances),
         )
-        return cls(values, ones, response, log_probs, sums)
+        return cls(values, valid, response, log_probs, sums)
 
     @cached_property
     def train(self) -> Tensor:
         """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
         return torch.nan_to_num(self.log_probs.train.detach().to(self.log_probs.dtype), 0.0, 0.0, 0.0).mul_(
-            self.ones
+            self.valid
         )
 
     @cached_property
@@ -106,32 +106,32 @@ class LogRatio:
         return _DIVERGENCES[name](self)
 
     @property
-    def _kept_inside(self) -> tuple[Tensor, Tensor]:
+    def _log_probabilities(self) -> tuple[Tensor, Tensor]:
         """Log-probs of train and rollout, float64, cut to probabilities inside ``PROBABILITY_MARGIN``."""
         train, low, high = self.train.double(), math.log(PROBABILITY_MARGIN), math.log1p(-PROBABILITY_MARGIN)
         return train.clamp(low, high), (train - self.values).clamp_(low, high)
 
-    def count(self, found: Tensor) -> Tensor:
-        """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64
+    def count(self, members: Tensor) -> Tensor:
+        """Number of valid tokens of each sequence where ``members``, ``[b, t]``, is 1 and not 0; float64
         ``[b]``."""
-        return (found * self.ones).sum(dim=-1).double()
+        return (members * self.valid).sum(dim=-1).double()
 
 
 # These three look at the probability of the token under each policy, all other tokens taken together.
 def _total_variation(ratio: LogRatio) -> Tensor:
-    log_p, log_q = ratio._kept_inside
+    log_p, log_q = ratio._log_probabilities
     return (log_p.exp() - log_q.exp()).abs_()
 
 
 def _binary_kl(ratio: LogRatio) -> Tensor:
     """KL(rollout || train): DPPO, arXiv:2602.04879."""
-    log_p, log_q = ratio._kept_inside
+    log_p, log_q = ratio._log_probabilities
     return binary_kl(log_q, log_p).clamp_min_(0.0)  # rounding may leave a little below 0
 
 
 def _larger_binary_kl(ratio: LogRatio) -> Tensor:
     """The larger of both directions: KPop, arXiv:2606.15079."""
-    log_p, log_q = ratio._kept_inside
+    log_p, log_q = ratio._log_probabilities
     return torch.maximum(binary_kl(log_q, log_p), binary_kl(log_p, log_q)).clamp_min_(0.0)
 
 
@@ -157,8 +157,12 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
     is not 0."""
     # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
-    both = [excluded + values, excluded - values]
-    return Extremes(*(largest(some) if values.ndim == 2 else some.double() for some in both))
+    upper, lower = excluded + values, excluded - values
+    return (
+        Extremes(largest(upper), largest(lower))
+        if values.ndim == 2
+        else Extremes(upper.double(), lower.double())
+    )
 
 
 def largest(values: Tensor) -> Tensor:

@@ -65,18 +65,18 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
 def _weight_metrics(weights: Mapping[str, WeightSums[float]], settings: WeightSettings) -> dict[str, float]:
     tokens, sequences = weights["applied_token"], weights["applied_sequence"]
     level = sequences if settings.is_per_row else tokens
-    of_sequences = _extremes("rollout_is_seq_", sequences.extremes)
+    sequence_extremes = _extremes("rollout_is_seq_", sequences.extremes)
     metrics = {
         "rollout_is_mean": tokens.mean,
         "rollout_is_std": tokens.excess.std,
         "rollout_is_eff_sample_size": level.effective_sample_size,
         "rollout_is_seq_mean": sequences.mean,
         "rollout_is_seq_std": sequences.excess.sample_std,
-        "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in of_sequences.values())
+        "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in sequence_extremes.values())
         if sequences.excess.count
         else 0.0,
         **_extremes("rollout_is_", level.extremes),
-        **of_sequences,
+        **sequence_extremes,
     }
     if settings.is_per_row:
         metrics |= _extremes("rollout_is_raw_", weights["raw_sequence"].extremes)
@@ -93,9 +93,9 @@ def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str
         if not name.startswith("age"):
             metrics[f"rollout_is_ess_{name}"] = sums.effective_sample_size
     for kind in ("applied", "raw"):
-        shown = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
-        metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
-        metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
+        level = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
+        metrics |= {f"rollout_is_{kind}_mean": level.mean, f"rollout_is_{kind}_std": level.excess.std}
+        metrics |= _extremes(f"rollout_is_{kind}_", level.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
     counts = (
         numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]]
@@ -111,14 +111,14 @@ def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str
 
 
 def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
-    of_sequences = _extremes(f"{prefix}seq_", rule.sequence_extremes)
+    sequence_extremes = _extremes(f"{prefix}seq_", rule.sequence_extremes)
     return {
         f"{prefix}std": rule.clamped.std,
         f"{prefix}seq_mean": rule.sequences.value,
         f"{prefix}seq_std": rule.sequences.sample_std,
-        f"{prefix}seq_max_deviation": max(abs(value) for value in of_sequences.values()),
+        f"{prefix}seq_max_deviation": max(abs(value) for value in sequence_extremes.values()),
         **_extremes(prefix, rule.extremes),
-        **of_sequences,
+        **sequence_extremes,
     }
 
 
@@ -191,12 +191,13 @@ def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share to accept must be in (0, 1]; got {share}")
-    counts, seen, farthest = _counts(numbers, rule), 0.0, 0.0
-    wanted = share * math.fsum(counts) * (1 - 1e-12)  # the product may round to above the sum of all
+    counts = _counts(numbers, rule)
+    accepted = farthest = 0.0
+    target = share * math.fsum(counts) * (1 - 1e-12)  # the product may round to above the sum of all
     for distance in range(BINS_PER_SIDE + 1):
         count = math.fsum(counts[index] for index in {BINS_PER_SIDE - distance, BINS_PER_SIDE + distance})
-        if count and (seen < wanted):
-            seen, farthest = seen + count, bin_value(BINS_PER_SIDE + distance)
+        if count and (accepted < target):
+            accepted, farthest = accepted + count, bin_value(BINS_PER_SIDE + distance)
     return math.exp(farthest) if any(counts) else math.nan
 
 

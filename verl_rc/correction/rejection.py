@@ -40,7 +40,7 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     missing. For tokens with non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``,
     and no rule applies otherwise.
     """
-    candidates = ratio.response if settings.nonfinite == "neutral" else ratio.ones
+    candidates = ratio.response if settings.nonfinite == "neutral" else ratio.valid
     causes, rules = dict[str, Tensor](), dict[str, RuleSums]()
     for rule in settings.rules:
         if rule.rule.is_per_token:
@@ -59,7 +59,7 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
         drifted = -ratio.sums.mean(ratio.sums.log_ratio) > settings.opsm_threshold
         causes["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.nonfinite == "reject_token":
-        causes["nonfinite"] = ratio.response - ratio.ones
+        causes["nonfinite"] = ratio.response - ratio.valid
     return Rejection(causes, _kept(causes, ratio.response), rules)
 
 
@@ -113,12 +113,12 @@ def reject_sequences(evidence: SequenceEvidence, settings: CorrectionSettings) -
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
     """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0
     for an empty one."""
-    of_tokens = ratio.divergence(rule.divergence)
+    divergences = ratio.divergence(rule.divergence)
     if rule.scope == "token":
-        return of_tokens
+        return divergences
     if rule.scope == "seq_max":
-        return extremes(of_tokens, ratio.ones).largest.clamp_min(0.0)  # all of them are >= 0
-    total = sequence_sum(of_tokens)
+        return extremes(divergences, ratio.valid).largest.clamp_min(0.0)  # all of them are >= 0
+    total = sequence_sum(divergences)
     return total if rule.scope == "seq_sum" else ratio.sums.mean(total)
 
 
@@ -135,7 +135,7 @@ def _token_rule_sums(
         mean=ratio.sums.mean(total),
         total=total,
         clamped=Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square())),
-        extremes=extremes(statistic, ratio.ones),
+        extremes=extremes(statistic, ratio.valid),
         above=ratio.count(above),
         below=ratio.count(below),
     )

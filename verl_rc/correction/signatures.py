@@ -45,25 +45,25 @@ def signature_sums(
     ranks, order or padding.
     """
     ratio = LogRatio.from_log_probs(
-        LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask)))
+        LogProbs(*map(_sampled, (log_probs.train, log_probs.rollout, log_probs.response_mask)))
     )
     logs, squares = ratio.precise, _by_position(ratio.precise.square())
     temperature = surprisal = deviations = gradients = varentropies = None
     engines, (lags, rounded) = tuple[Quotient[Tensor], ...](), _head_sums(log_probs)
     if facts.entropies is not None:
-        centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
+        centred = torch.addcmul(ratio.train, _finite(_sampled(facts.entropies), ratio), ratio.valid).double()
         deviations = _by_position(centred.square())
         temperature = Quotient.from_sequences(_total(logs * centred), torch.stack(deviations).sum(dim=0))
-        surprisal = Mean(-_total(centred), _total(ratio.ones))
+        surprisal = Mean(-_total(centred), _total(ratio.valid))
     if facts.sum_pi_squared is not None:
-        less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
-        gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
+        less_one = torch.add(_finite(_sampled(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
+        gradients = _by_position(torch.addcmul(ratio.valid, less_one, ratio.valid))
         if facts.engines is not None:
             engines = tuple(
                 _by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0))
             )
     if facts.varentropies is not None:
-        varentropies = _by_position(_finite(_drawn(facts.varentropies), ratio) * ratio.ones)
+        varentropies = _by_position(_finite(_sampled(facts.varentropies), ratio) * ratio.valid)
     return Signatures(
         missing=Quotient.from_sequences(-ratios.total, ratios.count),
         squares=squares,
@@ -89,7 +89,7 @@ def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
     return torch.nan_to_num(values.detach().to(ratio.values.dtype), 0.0, 0.0, 0.0)
 
 
-def _drawn(values: Tensor) -> Tensor:
+def _sampled(values: Tensor) -> Tensor:
     """``[B, k]``: of ``[B, T]`` the positions that are looked at, each in the middle of those that it stands
     for."""
     edges = BOUNDS.position_edges
@@ -97,76 +97,78 @@ def _drawn(values: Tensor) -> Tensor:
     return torch.cat([values[:, low + stride // 2 : high : stride] for low, high, stride in parts], dim=1)
 
 
-def _by_position(drawn: Tensor) -> tuple[Tensor, ...]:
-    """Sums of what ``_drawn`` took, by bucket of positions, each token as often as it counts; float64
+def _by_position(sample: Tensor) -> tuple[Tensor, ...]:
+    """Sums of what ``_sampled`` took, by bucket of positions, each token as often as it counts; float64
     ``[B]``."""
-    limited = zip(pairwise((0, *BOUNDS.position_edges)), STRIDES, strict=False)
-    ends = accumulate(len(range(low + stride // 2, high, stride)) for (low, high), stride in limited)
+    bounded = zip(pairwise((0, *BOUNDS.position_edges)), STRIDES, strict=False)
+    ends = accumulate(len(range(low + stride // 2, high, stride)) for (low, high), stride in bounded)
     parts = zip(pairwise((0, *ends, None)), STRIDES, strict=True)
-    return tuple(sequence_sum(drawn[:, slice(*edges)]) * stride for edges, stride in parts)
+    return tuple(sequence_sum(sample[:, slice(*edges)]) * stride for edges, stride in parts)
 
 
-def _total(drawn: Tensor) -> Tensor:
-    return torch.stack(_by_position(drawn)).sum(dim=0)
+def _total(sample: Tensor) -> Tensor:
+    return torch.stack(_by_position(sample)).sum(dim=0)
 
 
 def _head_sums(log_probs: LogProbs) -> tuple[tuple[Mean[Tensor], ...], Mean[Tensor]]:
     """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
-    of_both = (log_probs.train, log_probs.rollout, log_probs.response_mask)
-    head = LogProbs(*(values[:, : BOUNDS.head] for values in of_both))
-    ratio, farthest = LogRatio.from_log_probs(head), max(BOUNDS.lags)
+    whole = (log_probs.train, log_probs.rollout, log_probs.response_mask)
+    head = LogProbs(*(values[:, : BOUNDS.head] for values in whole))
+    ratio = LogRatio.from_log_probs(head)
+    farthest = max(BOUNDS.lags)
     # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens. One
     # zero more, whose window is dropped, leaves room for a window where t is 0.
-    rollout, ones = (
+    rollout, neighbours = (
         pad(values, (farthest, farthest + 1)).unfold(-1, len(BOUNDS.lags), 1)[:, :-1]
-        for values in (ratio.train - ratio.values, ratio.ones)
+        for values in (ratio.train - ratio.values, ratio.valid)
     )
-    ones = ones * ratio.ones[..., None]
-    distances = (ratio.train[..., None] - rollout).abs_().mul_(ones)
-    totals = (values.sum(dim=1, dtype=torch.float64).unbind(dim=-1) for values in (distances, ones))
+    pairs = neighbours * ratio.valid[..., None]
+    distances = (ratio.train[..., None] - rollout).abs_().mul_(pairs)
+    totals = (values.sum(dim=1, dtype=torch.float64).unbind(dim=-1) for values in (distances, pairs))
     single = head.rollout.detach().float().contiguous()
-    counted = ratio.ones * (single != 0)
-    rounded = counted * (single.view(torch.int32) & _LAST_BITS == 0)
-    return tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(counted))
+    nonzero = ratio.valid * (single != 0)
+    rounded = nonzero * (single.view(torch.int32) & _LAST_BITS == 0)
+    return tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(nonzero))
 
 
-def signature_metrics(found: Signatures[float], log_ratios: Sequence[float]) -> dict[str, float]:
+def signature_metrics(sums: Signatures[float], log_ratios: Sequence[float]) -> dict[str, float]:
     """Metrics from merged sums and the histogram of the tokens' log-ratios; left out where nothing was
     measured."""
-    metrics = {"missing_mass": found.missing.value, "rounded_fraction": found.rounded.value}
-    metrics |= {"lag": float(_lag(found.lags)), "concentration": concentration(log_ratios)}
-    for name, quotient in (("missing_mass_z", found.missing), ("temperature_z", found.temperature)):
+    metrics = {"missing_mass": sums.missing.value, "rounded_fraction": sums.rounded.value}
+    metrics |= {"lag": float(_lag(sums.lags)), "concentration": concentration(log_ratios)}
+    for name, quotient in (("missing_mass_z", sums.missing), ("temperature_z", sums.temperature)):
         if quotient is not None and (z := quotient.z) is not None:
             metrics[name] = z
-    square = math.fsum(found.squares)
-    if found.temperature is not None and found.surprisal is not None:
-        products, squares = found.temperature.a, found.temperature.b
-        metrics["temperature_slope"] = found.temperature.value
+    square = math.fsum(sums.squares)
+    if sums.temperature is not None and sums.surprisal is not None:
+        products, squares = sums.temperature.a, sums.temperature.b
+        metrics["temperature_slope"] = sums.temperature.value
         metrics["temperature_r2"] = products**2 / (squares * square) if squares * square else 0.0
-        metrics["surprisal_excess"] = found.surprisal.value
-        if found.varentropies is not None and found.deviations is not None:
-            tokens = found.surprisal.count
+        metrics["surprisal_excess"] = sums.surprisal.value
+        if sums.varentropies is not None and sums.deviations is not None:
+            tokens = sums.surprisal.count
             metrics["surprisal_excess_bound"] = _surprisal_bound(
-                found.varentropies, found.deviations, tokens, log_ratios
+                sums.varentropies, sums.deviations, tokens, log_ratios
             )
-    if found.gradients is not None:
-        parts = enumerate(zip(found.squares, found.gradients, strict=True))
-        noise = {"logit_noise": (square, math.fsum(found.gradients))} | {
+    if sums.gradients is not None:
+        parts = enumerate(zip(sums.squares, sums.gradients, strict=True))
+        noise = {"logit_noise": (square, math.fsum(sums.gradients))} | {
             f"position_{n}_logit_noise": part for n, part in parts
         }
         metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}
-    return metrics | _engine_metrics(found.engines)
+    return metrics | _engine_metrics(sums.engines)
 
 
 def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
     """Noise of each engine, and how certain it is that one has more than ``BOUNDS.engine_noise`` times that
     of the others."""
-    seen = {number: one for number, one in enumerate(engines) if one.b > SMALLEST_GRADIENTS}
-    metrics = {f"engine_{number}_logit_noise": math.sqrt(one.value) for number, one in seen.items()}
-    if len(seen) > 1:
-        odd = max(seen, key=lambda number: seen[number].value)
-        others = [astuple(one) for number, one in seen.items() if number != odd]
-        noisiest, rest = seen[odd], Quotient(*map(math.fsum, zip(*others, strict=True)))
+    noises = {number: noise for number, noise in enumerate(engines) if noise.b > SMALLEST_GRADIENTS}
+    metrics = {f"engine_{number}_logit_noise": math.sqrt(noise.value) for number, noise in noises.items()}
+    if len(noises) > 1:
+        odd = max(noises, key=lambda number: noises[number].value)
+        others = [astuple(noise) for number, noise in noises.items() if number != odd]
+        noisiest = noises[odd]
+        rest = Quotient(*map(math.fsum, zip(*others, strict=True)))
         metrics["noisiest_engine"] = float(odd)
         metrics["noisiest_engine_ratio"] = math.sqrt(noisiest.value / rest.value) if rest.value else 0.0
         beyond = BOUNDS.engine_noise**2
@@ -191,8 +193,8 @@ def _surprisal_bound(
     distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
     # Given the tokens before it, u of a token has mean 0: variances add up. A token that counts as n has n^2
     # times its own.
-    of_sum = max(math.fsum(map(operator.mul, STRIDES, parts)) for parts in (varentropies, deviations))
-    return distance * math.sqrt(math.fsum(varentropies) / tokens) + BOUNDS.z * math.sqrt(of_sum) / tokens
+    variance = max(math.fsum(map(operator.mul, STRIDES, parts)) for parts in (varentropies, deviations))
+    return distance * math.sqrt(math.fsum(varentropies) / tokens) + BOUNDS.z * math.sqrt(variance) / tokens
 
 
 def _mean_reciprocal(log_ratios: Sequence[float]) -> float:
@@ -212,8 +214,10 @@ def concentration(log_ratios: Sequence[float]) -> float:
     """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are
     0."""
     largest = [(bin_value(index) ** 2, log_ratios[index]) for index in _LARGEST_FIRST if log_ratios[index]]
-    left, found = BOUNDS.largest_share * math.fsum(log_ratios), 0.0
+    remaining, share = BOUNDS.largest_share * math.fsum(log_ratios), 0.0
     for square, count in largest:
-        found, left = found + square * min(count, left), left - min(count, left)
+        number = min(count, remaining)
+        share += square * number
+        remaining -= number
     total = math.fsum(square * count for square, count in largest)
-    return found / total if total else 0.0
+    return share / total if total else 0.0

@@ -148,14 +148,14 @@ def measure_tokens(
     """What the tokens of some sequences ``[b]`` add up to; ``rejection`` is that of single tokens."""
     sums, means, weight_sums = ratio.sums, dict[str, Mean[Tensor]](), dict[str, WeightSums[Tensor]]()
     # First, while little else is alive: its temporaries are the largest.
-    histogram = log_ratio_histogram(ratio.values, ratio.ones) if settings.full else None
+    histogram = log_ratio_histogram(ratio.values, ratio.valid) if settings.full else None
     raw_weight = None
     if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
         means |= _token_weight_means(weights, settings.weights.threshold, ratio)
         raw_weight = sums.mean(sequence_sum(weights.raw_excess))
-        weight_sums["applied_token"] = _weights_of_tokens(weights.excess, ratio.ones, sums.tokens)
+        weight_sums["applied_token"] = _weights_of_tokens(weights.excess, ratio.valid, sums.tokens)
         if settings.full:
-            weight_sums["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.ones, sums.tokens)
+            weight_sums["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.valid, sums.tokens)
     clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
     means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
     if settings.opsm_threshold is not None:
@@ -188,13 +188,13 @@ def _token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio)
     return {f"rollout_is_{name}": Mean(count, ratio.sums.tokens) for name, count in shares.items()}
 
 
-def _weights_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Tensor]:
-    """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``ones`` is 1, and 0
+def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> WeightSums[Tensor]:
+    """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``members`` is 1, and 0
     where it is 0."""
-    w = excess + ones
+    w = excess + members
     moments = Moments(sequence_sum(excess), count, vecdot(excess, excess))
     # The extremes are those of weights as they are applied: in float32 where log-probs are, at half the cost.
-    return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
+    return WeightSums(moments, vecdot(w, w), extremes(w.to(members.dtype), members))
 
 
 def _measure_ages(
@@ -206,19 +206,21 @@ def _measure_ages(
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
     are wrong.
     """
-    measured.extremes["token_age"] = extremes(ages, ratio.ones)
-    measured.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), ratio.sums.tokens)
-    for age, here in enumerate(_buckets(ages, NUM_AGES)):
-        name, ones = f"age_{age}", here * ratio.ones
-        measured.groups[name] = gap = _gap(ratio, ones)
+    measured.extremes["token_age"] = extremes(ages, ratio.valid)
+    measured.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
+    for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
+        name, members = f"age_{age}", bucket * ratio.valid
+        measured.groups[name] = gap = _gap(ratio, members)
         # Kept are response tokens, all else counts valid tokens: one without a finite log-prob has no gap and
         # no weight.
-        measured.kept[name] = Mean(sequence_sum(rejection.kept * here), sequence_sum(here * ratio.response))
+        measured.kept[name] = Mean(
+            sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response)
+        )
         if weights is not None:
             # Where all tokens of a sequence share a weight, each of them counts with it.
             raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            measured.weights[name] = _weights_of_tokens(excess * ones, ones, gap.tokens)
-            truncated = sequence_sum((raw != excess) * ones)
+            measured.weights[name] = _weights_of_tokens(excess * members, members, gap.tokens)
+            truncated = sequence_sum((raw != excess) * members)
             measured.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
 
 
@@ -231,8 +233,8 @@ def _measure_fully(
     # A turn is a run of response tokens without a tool's between them.
     mask = ratio.response.bool()
     begins = mask & ~pad(mask[:, :-1], (1, 0))
-    for turn, here in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
-        measured.groups[f"turn_{turn}"] = _gap(ratio, here * ratio.ones)
+    for turn, bucket in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
+        measured.groups[f"turn_{turn}"] = _gap(ratio, bucket * ratio.valid)
     if facts.advantages is not None:
         for name, sign in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
@@ -248,10 +250,10 @@ def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
         yield (numbers.clamp(0, count - 1) == bucket).double()
 
 
-def _gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
-    """How far the policies are apart on the valid tokens where ``ones``, float64 ``[b, t]``, is 1 and not
+def _gap(ratio: LogRatio, members: Tensor) -> Gap[Tensor]:
+    """How far the policies are apart on the valid tokens where ``members``, float64 ``[b, t]``, is 1 and not
     0."""
-    return Gap(sequence_sum(ones), sequence_sum(ratio.values * ones), vecdot(ratio.k3, ones))
+    return Gap(sequence_sum(members), sequence_sum(ratio.values * members), vecdot(ratio.k3, members))
 
 
 def measure_sequences(
@@ -405,11 +407,11 @@ def _measure_weights(
         kinds = [kind for kind in ("applied", "raw") if f"{kind}_token" in weights]
         excesses = {kind: sums.mean(weights[f"{kind}_token"].excess.total) for kind in kinds}
     for kind, excess in excesses.items():
-        weights[f"{kind}_sequence"] = of_sequences = _weighted_sums(excess, sums.real)
+        weights[f"{kind}_sequence"] = sequences = _weighted_sums(excess, sums.real)
         if group_slots is not None:
             total, count = (
                 torch.zeros_like(column).index_add_(0, group_slots, column)
-                for column in (of_sequences.excess.total, of_sequences.excess.count)
+                for column in (sequences.excess.total, sequences.excess.count)
             )
             mean = Mean(total, count).value
             weights[f"{kind}_prompt"] = _weighted_sums(mean, count.clamp_max(1.0))
@@ -434,7 +436,7 @@ def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums,
     shares."""
     real, tokens, mean = sums.real, sums.tokens, measured.mean
     above, below = measured.above, measured.below
-    judged, rejected = (tokens, above + below) if rule.rule.is_per_token else (real, tokens * (above + below))
+    count, rejected = (tokens, above + below) if rule.rule.is_per_token else (real, tokens * (above + below))
     seq_above, seq_below = (real * side for side in outside(rule, mean))
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, seq_above, seq_below = below, above, seq_below, seq_above
@@ -442,8 +444,8 @@ def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums,
         "mean": Mean(measured.total, tokens),
         "masked_fraction": Mean(rejected, tokens),
         "seq_masked_fraction": Mean(rejected > 0, real),
-        "fraction_high": Mean(above, judged),
-        "fraction_low": Mean(below, judged),
+        "fraction_high": Mean(above, count),
+        "fraction_low": Mean(below, count),
         "seq_fraction_high": Mean(seq_above, real),
     }
     means |= {"seq_fraction_low": Mean(seq_below, real)} if rule.rule.bounds_ratio else {}
@@ -464,10 +466,11 @@ def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tens
     }
     groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]
     if scores is not None:
-        scores, there = scores.double(), response > 0
-        groups |= {"correct": there & (scores > 0), "wrong": there & (scores <= 0)}
-        for name, some in (("kept", kept > 0), ("rejected", there & (kept == 0))):
-            splits[f"{name}_score_mean"] = Mean(scores * some, some)
+        scores = scores.double()
+        answered = response > 0
+        groups |= {"correct": answered & (scores > 0), "wrong": answered & (scores <= 0)}
+        for name, members in (("kept", kept > 0), ("rejected", answered & (kept == 0))):
+            splits[f"{name}_score_mean"] = Mean(scores * members, members)
     return splits | {
-        f"kept_fraction_{name}": Mean(kept * some, response * some) for name, some in groups.items()
+        f"kept_fraction_{name}": Mean(kept * members, response * members) for name, members in groups.items()
     }

@@ -43,23 +43,23 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
     """
     if settings.weights is None:
         return None
-    weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
-    level, bounds, dtype = settings.weights.level, settings.weights.threshold, weighted.dtype
+    tokens = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+    level, bounds, dtype = settings.weights.level, settings.weights.threshold, tokens.dtype
     if settings.weights.is_per_row:
         logs, raw, excess = sequence_weights(ratio.sums, settings.weights)
-        return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * weighted)
+        return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * tokens)
     logs, raw = ratio.values, ratio.excess
     if level == "prefix":
         # Sums of thousands of terms: float32 would lose the digits of the last ones.
         logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
         raw = torch.expm1(bound_log_ratio(logs))
     excess = bounded_excess(raw, bounds)
-    applied = (1.0 + excess).to(dtype).mul_(weighted)
+    applied = (1.0 + excess).to(dtype).mul_(tokens)
     # Where no token is valid, prefixes run on, and bounds without 1 in them leave another weight.
     if level == "prefix":
-        logs, raw = logs * ratio.ones, raw * ratio.ones
+        logs, raw = logs * ratio.valid, raw * ratio.valid
     if level == "prefix" or not bounds.keeps_one:
-        excess = excess * ratio.ones
+        excess = excess * ratio.valid
     return Weights(logs, raw, excess, applied)
 
 

@@ -122,10 +122,10 @@ def probability_gap(
         for chunk in sequence_chunks(response_mask):
             ratio = LogRatio.from_log_probs(log_probs.take(chunk))
             log_train = ratio.train.double()
-            train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
+            train, rollout = log_train.exp() * ratio.valid, (log_train - ratio.values).exp_() * ratio.valid
             gap = (train - rollout).abs_()
             columns = (
-                ratio.ones,
+                ratio.valid,
                 gap,
                 gap.square(),
                 train,
@@ -134,7 +134,7 @@ def probability_gap(
                 rollout.square(),
                 train * rollout,
             )
-            parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.ones).largest]))
+            parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.valid).largest]))
     rows = torch.cat(parts, dim=1)
     largest = pad(rows[-1:], (0, 1)).amax(dim=1)  # of no rows at all: the padding, 0
     count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()

@@ -30,5 +30,5 @@ def test_a_token_without_a_finite_log_prob_is_not_valid() -> None:
     train, rollout, mask = rows()
     rollout[0, 1] = float("-inf")
     ratio = LogRatio.from_log_probs(LogProbs(train, rollout, mask))
-    assert ratio.ones[0].tolist() == [1, 0, 1, 1]
+    assert ratio.valid[0].tolist() == [1, 0, 1, 1]
     assert ratio.sums.response_tokens.tolist() == [4, 3, 3]
