@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import LossMetrics
+from verl_rc.metrics.mergeable import Moments
 
 VARIANCE_EPSILON = 1e-5
 """Added to the variance of the returns, in squared units of reward."""
@@ -67,29 +68,20 @@ class ExplainedVariance:
     ranks.
 
     Attributes:
-        count: 0-d float64; tokens.
-        error_sum: 0-d float64; Σ (R − v), in units of reward.
-        error_square_sum: 0-d float64; Σ (R − v)².
-        return_sum: 0-d float64; Σ R.
-        return_square_sum: 0-d float64; Σ R².
+        errors: of R − v, in units of reward; 0-d float64.
+        returns: of R, likewise.
     """
 
-    count: Tensor
-    error_sum: Tensor
-    error_square_sum: Tensor
-    return_sum: Tensor
-    return_square_sum: Tensor
+    errors: Moments[Tensor]
+    returns: Moments[Tensor]
 
     def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
         """Merge two disjoint parts of a batch."""
-        return ExplainedVariance(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return ExplainedVariance(self.errors + other.errors, self.returns + other.returns)
 
     def fraction(self) -> Tensor:
         """1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
-        unexplained = _variance(self.error_sum, self.error_square_sum, self.count)
-        return 1 - unexplained / (
-            _variance(self.return_sum, self.return_square_sum, self.count) + VARIANCE_EPSILON
-        )
+        return 1 - _variance(self.errors) / (_variance(self.returns) + VARIANCE_EPSILON)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
@@ -108,19 +100,18 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Explain
     # float64: in Σx² − (Σx)²/n nearly equal numbers cancel, and float32 keeps 7 digits of them.
     returns = returns.detach().to(torch.float64).where(inside, 0)
     error = returns - values.detach().to(torch.float64).where(inside, 0)
+    count = inside.sum().to(torch.float64)
     return ExplainedVariance(
-        count=inside.sum().to(torch.float64),
-        error_sum=error.sum(),
-        error_square_sum=error.square().sum(),
-        return_sum=returns.sum(),
-        return_square_sum=returns.square().sum(),
+        errors=Moments(error.sum(), count, error.square().sum()),
+        returns=Moments(returns.sum(), count, returns.square().sum()),
     )
 
 
-def _variance(total: Tensor, square_total: Tensor, count: Tensor) -> Tensor:
+def _variance(moments: Moments[Tensor]) -> Tensor:
     """Variance with n − 1 in the denominator; 0 for fewer than two numbers."""
+    count, total = moments.count, moments.total
     # What cancels may leave a small negative number.
-    return (square_total - total.square() / count.clamp(min=1)).clamp(min=0) / (count - 1).clamp(min=1)
+    return (moments.square - total.square() / count.clamp(min=1)).clamp(min=0) / (count - 1).clamp(min=1)
 
 
 def _check_values(mask: Tensor, **tensors: Tensor) -> None:
