@@ -89,10 +89,10 @@ def _as_mean(value: float | Mean[float]) -> Mean[float]:
 
 def _merged_mean(means: Sequence[Mean[float]]) -> float | None:
     # An empty micro-batch may report NaN.
-    counted = [mean for mean in means if mean.count > 0]
-    if not counted:
+    parts = [mean for mean in means if mean.count > 0]
+    if not parts:
         return None
-    return _exact_sum([mean.total for mean in counted]) / math.fsum(mean.count for mean in counted)
+    return _exact_sum([mean.total for mean in parts]) / math.fsum(mean.count for mean in parts)
 
 
 def _exact_sum(values: Sequence[float]) -> float:
