@@ -159,10 +159,8 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         ValueError: when `component_scores` is missing, or scores and weights do not fit the rows and each
             other.
     """
-    groups, parts = (
-        required_groups(inputs, "gdpo"),
-        required(inputs.component_scores, "component_scores", "gdpo"),
-    )
+    groups = required_groups(inputs, "gdpo")
+    parts = required(inputs.component_scores, "component_scores", "gdpo")
     weights = [1.0] * parts.shape[-1] if inputs.component_weights is None else list(inputs.component_weights)
     if parts.ndim != 2 or parts.shape[0] != inputs.response_mask.shape[0] or parts.shape[1] != len(weights):
         raise ValueError(
@@ -268,9 +266,11 @@ def informative_groups(values: Sequence[float], group_ids: Sequence[int]) -> lis
     ``values`` and ``group_ids`` hold one entry per sample. Advantages that compare samples of one prompt are
     0 in all other groups. A sample alone in its group counts as informative: there is nothing it could equal.
     """
-    by_group: dict[int, list[float]] = {}
+    values_by_group: dict[int, list[float]] = {}
     for group, value in zip(group_ids, values, strict=True):
-        by_group.setdefault(group, []).append(value)
+        values_by_group.setdefault(group, []).append(value)
     return [
-        group for group, of_group in by_group.items() if len(of_group) == 1 or min(of_group) < max(of_group)
+        group
+        for group, group_values in values_by_group.items()
+        if len(group_values) == 1 or min(group_values) < max(group_values)
     ]

@@ -114,21 +114,23 @@ def aggregate_loss(
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"the aggregation mode must be one of {', '.join(AGGREGATION_MODES)}; got {mode!r}")
     # Two masks: if rejected tokens left the denominator too, every kept token would get a larger gradient.
-    counted = mask if denominator_mask is None else denominator_mask
-    if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
+    denominator = mask if denominator_mask is None else denominator_mask
+    if token_loss.ndim != 2 or token_loss.shape != mask.shape or denominator.shape != mask.shape:
         raise ValueError(
             "token_loss, mask and denominator_mask must be [B, T] of one shape; got "
-            f"{tuple(token_loss.shape)}, {tuple(mask.shape)} and {tuple(counted.shape)}"
+            f"{tuple(token_loss.shape)}, {tuple(mask.shape)} and {tuple(denominator.shape)}"
         )
     # Cut by where, not by a product: 0 * NaN is NaN, and padding would poison the sum. A sum in bfloat16
     # would come back rounded to 8 significant bits.
     token_loss = token_loss.where(mask.bool(), 0).to(torch.promote_types(token_loss.dtype, torch.float32))
-    counted = counted.bool()
+    denominator = denominator.bool()
     if mode == "token-sum":
         return token_loss.sum()
     if mode == "token-mean":
-        return token_loss.sum() / _positive(counted.sum() if num_tokens is None else num_tokens, token_loss)
-    sequence_tokens = counted.sum(dim=-1)
+        return token_loss.sum() / _positive(
+            denominator.sum() if num_tokens is None else num_tokens, token_loss
+        )
+    sequence_tokens = denominator.sum(dim=-1)
     # Divided sequence by sequence before the sum: a short answer weighs as much as a long one (GRPO).
     if mode == "seq-mean-token-mean":
         token_loss = token_loss / sequence_tokens.clamp(min=1).unsqueeze(-1)
@@ -136,7 +138,7 @@ def aggregate_loss(
     # smaller penalty (the length bias that Dr. GRPO removes).
     if mode == "seq-mean-token-sum-norm":
         token_loss = token_loss / (token_loss.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    # Padding sequences have no tokens; counted, they would shrink the loss.
+    # Padding sequences have no tokens; denominator, they would shrink the loss.
     sequences = sequence_tokens.count_nonzero() if num_sequences is None else num_sequences
     return token_loss.sum() / _positive(sequences, token_loss)
 

@@ -91,14 +91,15 @@ def selection_scores(
         inputs.advantages.float() - advantage_mean.float()
     )  # in float32: equal advantages give exactly 0
     covariance = deviation * (inputs.log_probs.detach().float() - log_prob_mean.float())
-    scores, selectable = _token_hash(inputs), inputs.loss_mask
+    scores = _token_hash(inputs)
+    candidates = inputs.loss_mask
     if name == "kl_cov":
         scores = scores + (_ordered_bits(covariance) << _HASH_BITS)
     else:
         unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
         in_band = (covariance > inputs.parameters.clip_cov_lb) & (covariance < inputs.parameters.clip_cov_ub)
-        selectable = selectable & in_band & (clipped <= unclipped)
-    return scores.where(selectable, _NOT_SELECTABLE)
+        candidates = candidates & in_band & (clipped <= unclipped)
+    return scores.where(candidates, _NOT_SELECTABLE)
 
 
 def selection_size(name: str, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:

@@ -145,24 +145,24 @@ def loss_options(config: object | None) -> LossOptions:
     """
     if config is None or isinstance(config, LossOptions):
         return config or LossOptions()
-    given: dict[str, object] = {}
+    options: dict[str, object] = {}
     for section in (config, _entry(config, "policy_loss")):
-        given |= {
+        options |= {
             name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None
         }
     try:
-        return LossOptions.model_validate(given)
+        return LossOptions.model_validate(options)
     except ValidationError as error:
         raise ValueError("; ".join(_explain(item) for item in error.errors())) from error
 
 
 def _explain(item: ErrorDetails) -> str:
-    message, given = item["msg"], item["input"]
+    message = item["msg"]
     if not item["loc"]:  # of a check that spans options and names them itself
         return message.removeprefix("Value error, ")
     return (
         f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got "
-        f"{given!r}"
+        f"{item['input']!r}"
     )
 
 

@@ -87,11 +87,13 @@ def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
     """
-    current, old = inputs.log_probs.detach(), inputs.old_log_probs
+    current = inputs.log_probs.detach()
+    old = inputs.old_log_probs
     divergence = binary_kl(old, current)
     low, high = inputs.parameters.clip_bounds
-    raised, lowered = (divergence <= high) | (current <= old), (divergence <= low) | (current >= old)
-    return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, raised, lowered))
+    may_rise = (divergence <= high) | (current <= old)
+    may_fall = (divergence <= low) | (current >= old)
+    return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, may_rise, may_fall))
 
 
 def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[Tensor, LossMetrics]:
@@ -101,7 +103,8 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower`
         (share inside it with r > c), those of `ppo_kl_metrics`.
     """
-    ratio, cap = inputs.log_ratio.detach().exp(), inputs.parameters.clip_ratio_c
+    ratio = inputs.log_ratio.detach().exp()
+    cap = inputs.parameters.clip_ratio_c
     token_loss = -inputs.advantages * ratio.clamp(max=cap) * inputs.log_probs
     return inputs.reduce(token_loss.where(trusted, 0)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(~trusted),

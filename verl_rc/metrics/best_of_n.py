@@ -134,15 +134,15 @@ def _unbiased_std(values: Sequence[float]) -> float:
 
 def _last_drawn(ordered: Sequence[float], draws: int) -> Moments:
     """Moments of the last value in ``ordered`` that is drawn."""
-    within = [(rank / len(ordered)) ** draws for rank in range(len(ordered) + 1)]
-    return _moments(ordered, [within[rank + 1] - within[rank] for rank in range(len(ordered))])
+    cumulative = [(rank / len(ordered)) ** draws for rank in range(len(ordered) + 1)]
+    return _moments(ordered, [cumulative[rank + 1] - cumulative[rank] for rank in range(len(ordered))])
 
 
 def _moments(values: Sequence[float], probabilities: Sequence[float]) -> Moments:
-    weighted = list(zip(values, probabilities, strict=True))
-    mean = math.fsum(value * probability for value, probability in weighted)
+    pairs = list(zip(values, probabilities, strict=True))
+    mean = math.fsum(value * probability for value, probability in pairs)
     return Moments(
-        mean, math.sqrt(math.fsum((value - mean) ** 2 * probability for value, probability in weighted))
+        mean, math.sqrt(math.fsum((value - mean) ** 2 * probability for value, probability in pairs))
     )
 
 

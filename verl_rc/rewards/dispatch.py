@@ -36,24 +36,24 @@ def load_reward_function(
     module = load_user_module(path, f"{_KEY}.path")
     function = getattr(module, name, None)
     if not callable(function):
-        there = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(
-            f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {there}."
+            f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {functions}."
         )
-    further = dict(reward_kwargs or {})
-    given = [*_ARGUMENTS, *further_arguments]
+    settings = dict(reward_kwargs or {})
+    arguments = [*_ARGUMENTS, *further_arguments]
     try:
-        inspect.signature(function).bind(**dict.fromkeys(given), **further)
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **settings)
     except TypeError as error:
         raise ValueError(
-            f"{name} of {path} must accept the keyword arguments {', '.join([*given, *further])}, its "
+            f"{name} of {path} must accept the keyword arguments {', '.join([*arguments, *settings])}, its "
             f"signature is {name}{inspect.signature(function)}: {error}. Change it, or {_KEY}.reward_kwargs "
-            f"({sorted(further)})."
+            f"({sorted(settings)})."
         ) from error
 
     def call(**arguments: Any) -> Any:
-        returned = function(**arguments, **further)
-        return asyncio.run(_finished(returned)) if inspect.isawaitable(returned) else returned
+        answer = function(**arguments, **settings)
+        return asyncio.run(_finished(answer)) if inspect.isawaitable(answer) else answer
 
     return call
 
@@ -120,10 +120,10 @@ def find_scorer(data_source: str) -> Scorer:
     for prefix, scorer in _FAMILIES.items():
         if data_source.startswith(prefix):
             return scorer
-    known = sorted([*_SCORERS, *(f"{prefix}*" for prefix in _FAMILIES)])
+    sources = sorted([*_SCORERS, *(f"{prefix}*" for prefix in _FAMILIES)])
     raise ValueError(
-        f"data_source must be one that has a scorer, got {data_source!r}; known are {known}. Name a function "
-        "of your own with reward.custom_reward_function.path and reward.custom_reward_function.name."
+        f"data_source must be one that has a scorer, got {data_source!r}; known are {sources}. Name a "
+        "function of your own with reward.custom_reward_function.path and reward.custom_reward_function.name."
     )
 
 

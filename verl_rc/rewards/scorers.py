@@ -38,8 +38,8 @@ def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     expected = _as_number(str(ground_truth))
     if expected is None:
         raise ValueError(f"the ground truth of a GSM8K problem must be a number, got {ground_truth!r}.")
-    found = _ANSWER.findall(solution_str)
-    answer = found[-1].replace(",", "") if found else None
+    answers = _ANSWER.findall(solution_str)
+    answer = answers[-1].replace(",", "") if answers else None
     right = float(answer is not None and _as_number(answer) == expected)
     return {"score": right, "acc": right, "pred": answer}
 
@@ -127,10 +127,10 @@ def _means_the_same(answer: str | None, ground_truth: str) -> bool:
     verifier = load_verifier()
 
     def parsed(text: str) -> list[Any]:
-        found: list[Any] = verifier.parse(
+        expression: list[Any] = verifier.parse(
             f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False
         )
-        return found
+        return expression
 
     truth = last_boxed(ground_truth) or ground_truth.strip()
     expected = parsed(truth)
