@@ -125,8 +125,7 @@ def measure(
     ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    config = _as_config(config)
-    return _correct(log_probs, config, context or SequenceContext()).statistics
+    return _correct(log_probs, _as_config(config), context or SequenceContext()).statistics
 
 
 def apply(
@@ -145,8 +144,8 @@ def apply(
     differ or advantages are missing.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    config = _as_config(config)
-    result = _correct(log_probs, config, SequenceContext(advantages=advantages), statistics)
+    context = SequenceContext(advantages=advantages)
+    result = _correct(log_probs, _as_config(config), context, statistics)
     return result.weights, result.keep_mask
 
 

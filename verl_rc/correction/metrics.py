@@ -161,9 +161,11 @@ def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[st
         f"{name}_k3_kl": gap.mean_k3,
     }
     if (weights := totals.weights.get(name)) is not None:
-        metrics[f"{name}_rollout_is_mean"] = weights.mean
-        metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
-        metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
+        metrics |= {
+            f"{name}_rollout_is_mean": weights.mean,
+            f"{name}_rollout_is_max": weights.extremes.largest,
+            f"{name}_rollout_is_ess": weights.effective_sample_size,
+        }
     return metrics
 
 

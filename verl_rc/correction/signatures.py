@@ -142,13 +142,14 @@ def signature_metrics(sums: Signatures[float], log_ratios: Sequence[float]) -> d
     square = math.fsum(sums.squares)
     if sums.temperature is not None and sums.surprisal is not None:
         products, squares = sums.temperature.a, sums.temperature.b
-        metrics["temperature_slope"] = sums.temperature.value
-        metrics["temperature_r2"] = products**2 / (squares * square) if squares * square else 0.0
-        metrics["surprisal_excess"] = sums.surprisal.value
+        metrics |= {
+            "temperature_slope": sums.temperature.value,
+            "temperature_r2": products**2 / (squares * square) if squares * square else 0.0,
+            "surprisal_excess": sums.surprisal.value,
+        }
         if sums.varentropies is not None and sums.deviations is not None:
-            tokens = sums.surprisal.count
             metrics["surprisal_excess_bound"] = _surprisal_bound(
-                sums.varentropies, sums.deviations, tokens, log_ratios
+                sums.varentropies, sums.deviations, sums.surprisal.count, log_ratios
             )
     if sums.gradients is not None:
         parts = enumerate(zip(sums.squares, sums.gradients, strict=True))
@@ -169,11 +170,13 @@ def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
         others = [astuple(noise) for number, noise in noises.items() if number != odd]
         noisiest = noises[odd]
         rest = Quotient(*map(math.fsum, zip(*others, strict=True)))
-        metrics["noisiest_engine"] = float(odd)
-        metrics["noisiest_engine_ratio"] = math.sqrt(noisiest.value / rest.value) if rest.value else 0.0
-        beyond = BOUNDS.engine_noise**2
-        error = math.hypot(noisiest.error, beyond * rest.error)
-        metrics["noisiest_engine_z"] = (noisiest.value - beyond * rest.value) / error if error else 0.0
+        factor = BOUNDS.engine_noise**2
+        error = math.hypot(noisiest.error, factor * rest.error)
+        metrics |= {
+            "noisiest_engine": float(odd),
+            "noisiest_engine_ratio": math.sqrt(noisiest.value / rest.value) if rest.value else 0.0,
+            "noisiest_engine_z": (noisiest.value - factor * rest.value) / error if error else 0.0,
+        }
     return metrics
 
 

@@ -160,8 +160,10 @@ def measure_tokens(
     means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
     if settings.opsm_threshold is not None:
         masked = sequence_sum(rejection.causes["opsm"])
-        means["rollout_rs_opsm_masked_fraction"] = Mean(masked, sums.response_tokens)
-        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(masked > 0, sums.response_tokens.clamp_max(1.0))
+        means |= {
+            "rollout_rs_opsm_masked_fraction": Mean(masked, sums.response_tokens),
+            "rollout_rs_opsm_seq_masked_fraction": Mean(masked > 0, sums.response_tokens.clamp_max(1.0)),
+        }
     measured = TokenSums(
         train=sequence_sum(ratio.train),
         bounded=sequence_sum(ratio.precise),
@@ -418,8 +420,10 @@ def _measure_weights(
     high = sums.real * (raw_weight > bounds.upper - 1.0)
     low = sums.real * (raw_weight < bounds.reciprocal_lower - 1.0)
     for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
-        means[f"rollout_is_{level}_fraction_high"] = Mean(high, sums.real)
-        means[f"rollout_is_{level}_fraction_low"] = Mean(low, sums.real)
+        means |= {
+            f"rollout_is_{level}_fraction_high": Mean(high, sums.real),
+            f"rollout_is_{level}_fraction_low": Mean(low, sums.real),
+        }
     if settings.is_per_row and bounds.lower is not None:
         means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
 
