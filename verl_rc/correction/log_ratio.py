@@ -52,13 +52,15 @@ class LogRatio:
         # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
         valid = torch.eq(values, difference, out=difference).mul_(response)
         values.mul_(valid)  # what is not finite is 0 by now: 0 times infinity would be NaN
-        precise = values.double()
-        distances = precise.abs()
+        # A copy in any precision: its signs are dropped once they are added up.
+        precise = values.to(torch.float64, copy=True)
+        log_ratio = sequence_sum(precise)
+        distances = precise.abs_()
         sums = SequenceSums(
             # A count is exact in float32, too, up to 16 million.
             tokens=valid.sum(dim=-1).double(),
             response_tokens=response.sum(dim=-1).double(),
-            log_ratio=sequence_sum(precise),
+            log_ratio=log_ratio,
             distance=sequence_sum(distances),
             farthest=largest(distances),
         )

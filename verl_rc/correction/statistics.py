@@ -236,7 +236,7 @@ def _measure_fully(
     mask = ratio.response.bool()
     begins = mask & ~pad(mask[:, :-1], (1, 0))
     for turn, bucket in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
-        measured.groups[f"turn_{turn}"] = _gap(ratio, bucket * ratio.valid)
+        measured.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
     if facts.advantages is not None:
         for name, sign in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
