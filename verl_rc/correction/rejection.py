@@ -46,7 +46,7 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
         if rule.rule.is_per_token:
             statistic = rule_statistic(rule.rule, ratio)
             above, below = outside(rule, statistic)
-            # Measured at once: a batch has room for one rule's comparisons, not for those of all rules.
+            # Measured here: the comparisons of one rule are freed before those of the next.
             rules[rule.name] = _token_rule_sums(rule, ratio, statistic, above, below)
             causes[rule.name] = above.add_(below).mul_(candidates)
     if settings.opsm_threshold is not None:
