@@ -58,7 +58,7 @@ def _check(record: Any) -> None:
     """
     tokens = getattr(record, "tokens", None)
     sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
-    for name in (one.name for one in fields(record) if one.name in FIELDS):
+    for name in (field.name for field in fields(record) if field.name in FIELDS):
         value: Tensor | None = getattr(record, name)
         if value is None:
             continue
@@ -289,12 +289,12 @@ def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
         rows = slice(start, start + rows_at_once)
         in_prompt = positions_mask(tokens.prompt_lengths[rows], prompt_width).flip(-1)
         written = positions_mask(tokens.response_lengths[rows], width)
-        # 1 is added so that a token with id 0 is not nothing
-        of_prompt = (tokens.prompts[rows] + 1).mul_(prompt_factors).mul_(in_prompt)
-        of_response = (
+        # 1 is added so that a token with id 0 counts
+        prompt_terms = (tokens.prompts[rows] + 1).mul_(prompt_factors).mul_(in_prompt)
+        response_terms = (
             (tokens.responses[rows] + 1).mul_(2).add_(response_mask[rows]).mul_(factors).mul_(written)
         )
-        parts.append(of_prompt.sum(-1) + of_response.sum(-1))
+        parts.append(prompt_terms.sum(-1) + response_terms.sum(-1))
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 

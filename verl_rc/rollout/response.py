@@ -41,11 +41,11 @@ def build_rollout_batch(
                 response_mask[row, span] = True
             start = span.stop
     # A log-softmax in float32 can end slightly above 0. For NaN rollout correction has a rule.
-    bad = (response_mask & (log_probs > 1e-5)).any(dim=-1)
-    if bool(bad.any()):
+    bad_rows = (response_mask & (log_probs > 1e-5)).any(dim=-1)
+    if bool(bad_rows.any()):
         raise ValueError(
             "the log-prob of a sampled token must be <= 0, which does not hold for rows "
-            f"{bad.nonzero()[:5, 0].tolist()} of the rollouts."
+            f"{bad_rows.nonzero()[:5, 0].tolist()} of the rollouts."
         )
     prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
     tokens = TokenBatch(
@@ -77,9 +77,9 @@ def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
     wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
     if bool(wrong.any()):
         row = int(wrong.any(dim=-1).nonzero()[0])
-        found = sorted(set(rollouts.policy_versions[wrong].tolist()))
+        versions = sorted(set(rollouts.policy_versions[wrong].tolist()))
         raise RuntimeError(
             f"every token of this step must come from weight version {expected_version}, but "
-            f"{int(wrong.sum())} tokens come from version {found} (first in row {row}): an engine missed a "
-            "weight update."
+            f"{int(wrong.sum())} tokens come from version {versions} (first in row {row}): an engine missed "
+            "a weight update."
         )
