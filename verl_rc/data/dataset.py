@@ -499,8 +499,8 @@ class PromptStream:
     def row(self, row_index: int) -> PromptRow:
         """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of
         this index."""
-        found: PromptRow = self._loader.dataset.row(row_index)
-        return found
+        row: PromptRow = self._loader.dataset.row(row_index)
+        return row
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch."""

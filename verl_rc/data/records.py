@@ -105,9 +105,9 @@ def _first_row_without_messages(column: pa.ChunkedArray) -> int | None:
             pc.index(pc.list_value_length(chunk), 0).as_py(),
             pc.min(pc.filter(pc.list_parent_indices(chunk), incomplete)).as_py(),
         ]
-        found = [row for row in rows if row is not None and row >= 0]
-        if found:
-            return first + int(min(found))
+        incomplete_rows = [row for row in rows if row is not None and row >= 0]
+        if incomplete_rows:
+            return first + int(min(incomplete_rows))
         first += len(chunk)
     return None
 

@@ -50,8 +50,8 @@ def record_path(folder: Path, step: int) -> Path:
 
 def record_files(folder: Path) -> list[tuple[int, Path]]:
     """Step and file of every record in ``folder``, steps ascending."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step_*.parquet"))
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step_*.parquet"))
+    return sorted((int(match[1]), path) for match, path in matches if match is not None)
 
 
 def write_record(folder: Path, record: TokenRecord) -> Path:

@@ -60,23 +60,23 @@ def _dtype(name: str) -> Any:
 def _arrays(row: Row, place: int) -> dict[str, Any]:
     """The fields of a row that are there, those of tokens as arrays of one length."""
     try:
-        found = {
+        arrays = {
             name: _array(name, value)
             for name, value in row.items()
             if value is not None and (name in FIELDS or name == PROMPTS)
         }
     except (TypeError, ValueError, OverflowError) as error:
         raise DamagedRecordError(f"row {place}: {error}") from error
-    length = len(found.get("response_mask", ()))
-    for name in [name for name in found if name in FIELDS and FIELDS[name].is_of_tokens]:
-        if found[name].ndim == 0 and name in _PER_ROW_TOO:
-            found[name] = np.full(length, found[name])
-        if found[name].shape != (length,):
+    length = len(arrays.get("response_mask", ()))
+    for name in [name for name in arrays if name in FIELDS and FIELDS[name].is_of_tokens]:
+        if arrays[name].ndim == 0 and name in _PER_ROW_TOO:
+            arrays[name] = np.full(length, arrays[name])
+        if arrays[name].shape != (length,):
             raise DamagedRecordError(
                 f"row {place}: every field of tokens must have one value a token; response_mask has "
-                f"{length:,}, {name} {found[name].size:,}"
+                f"{length:,}, {name} {arrays[name].size:,}"
             )
-    return found
+    return arrays
 
 
 def _array(name: str, value: Any) -> Any:

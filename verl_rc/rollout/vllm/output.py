@@ -59,10 +59,10 @@ def sampled_log_probs(output: Output, number: int) -> list[float]:
     flat = output.logprobs
     count = len(output.token_ids)
     if flat is None or len(flat) != count:
-        found = "none" if flat is None else str(len(flat))
+        num_returned = "none" if flat is None else str(len(flat))
         raise ValueError(
             f"every one of the {count} tokens of request {number} needs a log-prob, the engine returned "
-            f"{found}."
+            f"{num_returned}."
         )
     first = flat.start_indices
     if [flat.token_ids[start] for start in first] != list(output.token_ids):
