@@ -98,15 +98,15 @@ def _is_informative(services: Services, scores: Scores) -> bool:
     return bool(informative_groups(compared, [0] * len(compared)))
 
 
-def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
+def too_few_informative(config: RunConfig, step: int, num_informative: int) -> ValueError:
     """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found``
     prompts."""
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
         f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
-        f"batches of {data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; "
-        "raise the limit (0: none), or data.gen_batch_size."
+        f"batches of {data.prompts_per_draw} prompts gave {num_informative}. The prompts may be too easy or "
+        "too hard; raise the limit (0: none), or data.gen_batch_size."
     )
 
 

@@ -41,9 +41,9 @@ class GroupRequests:
         """Whether a group was submitted and is not closed."""
         return number in self._submitted_at
 
-    def of_groups(self, numbers: Collection[int]) -> list[int]:
+    def requests_of(self, numbers: Collection[int]) -> list[int]:
         """The requests of these groups."""
-        return [request for request, (of_group, _) in self._places.items() if of_group in numbers]
+        return [request for request, (group, _) in self._places.items() if group in numbers]
 
     def submit(self, groups: Sequence[Group], *, evenly: bool) -> None:
         """Have the samples of these groups that have not ended sampled, from where they stand.
@@ -52,10 +52,12 @@ class GroupRequests:
         """
         rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
         options = SamplingOptions.for_training(rollout, services.stop_token_ids)
-        missing = [(group, one) for group in groups for one in group.samples if one.state != "ended"]
-        sampled = [(group, one) for group, one in missing if one.index < rollout.n]
-        seeds = [sample_seed(services.config.trainer.seed, group, one.index) for group, one in sampled]
-        greedy = [(group, one) for group, one in missing if one.index >= rollout.n]
+        unfinished = [
+            (group, sample) for group in groups for sample in group.samples if sample.state != "ended"
+        ]
+        sampled = [(group, sample) for group, sample in unfinished if sample.index < rollout.n]
+        seeds = [sample_seed(services.config.trainer.seed, group, sample.index) for group, sample in sampled]
+        greedy = [(group, sample) for group, sample in unfinished if sample.index >= rollout.n]
         self._request(sampled, seeds, options, evenly)
         self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0), evenly)
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
@@ -70,11 +72,13 @@ class GroupRequests:
         if not samples:
             return
         requests = [
-            GenerationRequest(group.row.prompt_token_ids, seed, parts=one.turns, tool_calls=one.tool_calls)
-            for (group, one), seed in zip(samples, seeds, strict=True)
+            GenerationRequest(
+                group.row.prompt_token_ids, seed, parts=sample.turns, tool_calls=sample.tool_calls
+            )
+            for (group, sample), seed in zip(samples, seeds, strict=True)
         ]
         numbers = self._services.engines.submit(requests, options, evenly=evenly)
-        places = [(group.number, one.index) for group, one in samples]
+        places = [(group.number, sample.index) for group, sample in samples]
         self._places |= dict(zip(numbers, places, strict=True))
 
     def take(self, numbers: Sequence[int], groups: Mapping[int, Group]) -> Taken:
@@ -101,16 +105,16 @@ class GroupRequests:
         num_tokens = 0
         for number in self._places:
             sample = self._sample(number, groups)
-            before, (sample.turns, sample.tool_calls) = (
+            num_known, (sample.turns, sample.tool_calls) = (
                 sample.num_sampled,
                 self._services.engines.parts(number),
             )
-            num_tokens += sample.num_sampled - before
+            num_tokens += sample.num_sampled - num_known
         return num_tokens
 
     def _sample(self, number: int, groups: Mapping[int, Group]) -> GroupSample:
-        of_group, place = self._places[number]
-        return groups[of_group].samples[place]
+        group, place = self._places[number]
+        return groups[group].samples[place]
 
     def close(self, group: int) -> float:
         """The group is whole; returns the seconds since it was submitted."""
@@ -122,7 +126,7 @@ class GroupRequests:
 
     def cancel(self, group: int) -> None:
         """Take back what is under way of a group."""
-        requests = self.of_groups([group])
+        requests = self.requests_of([group])
         for request in requests:
             del self._places[request]
         self._submitted_at.pop(group, None)
@@ -142,9 +146,9 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
     lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > sample.num_sampled}
     if (one_version and len(lacking) > 1) or not (lacking or returned.tool_calls):
         versions = sorted({part.version for part in parts})
-        wanted = "one version of the weights" if one_version else "the weights that the engine holds"
+        source = "one version of the weights" if one_version else "the weights that the engine holds"
         raise RuntimeError(
-            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has "
+            f"every response must come from {source}, but sample {sample.index} of group {sample.number} has "
             f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )

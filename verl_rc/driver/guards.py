@@ -48,14 +48,14 @@ class Guards:
             require_sampled_loss(batch.loss_mask, batch.response_mask, scored.keep_mask)
         collapse = rewards.collapse(self._alerts.reward_window, self._alerts.reward_drop)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
-        wanted = True
+        is_allowed = True
         if collapse is not None:
-            wanted = self._act(self._alerts.reward_collapse, "the reward has collapsed", collapse, step)
-        wanted = self.act(findings, record, step) and wanted
-        record.add({"alerts/withheld_updates": float(not wanted)})
-        if not wanted:
+            is_allowed = self._act(self._alerts.reward_collapse, "the reward has collapsed", collapse, step)
+        is_allowed = self.act(findings, record, step) and is_allowed
+        record.add({"alerts/withheld_updates": float(not is_allowed)})
+        if not is_allowed:
             withhold(batch, record)
-        return wanted
+        return is_allowed
 
     def act(self, findings: Findings, record: StepRecord, step: int) -> bool:
         """Act on mismatch, gap and cause; returns whether they allow an update.

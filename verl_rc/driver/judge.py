@@ -73,13 +73,15 @@ def _judge_causes(
     """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
     this step, and whether one is named."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
-    messages, further, cause_history = causes.judge_causes(record.values, step, history.causes, temperature)
-    record.add(further)
+    messages, cause_metrics, cause_history = causes.judge_causes(
+        record.values, step, history.causes, temperature
+    )
+    record.add(cause_metrics)
     for name, message in messages.items():
         if message.text:
             alert = AlertCause(name, message.since_step, message.evidence)
             services.tracker.alert(f"gap: {name}", message.text, step, alert)
-    return replace(history, causes=cause_history), bool(further.get(causes.CAUSE))
+    return replace(history, causes=cause_history), bool(cause_metrics.get(causes.CAUSE))
 
 
 def judge_health(tracker: Tracker, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:

@@ -199,16 +199,16 @@ def _with_tools(config: RunConfig, tokenizer: Any) -> DataConfig:
 
 def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
     """What was asked for, at most what the prompts give."""
-    there = steps_of_epoch * config.trainer.total_epochs
-    asked = config.trainer.total_training_steps or there
-    if asked > there:
+    available = steps_of_epoch * config.trainer.total_epochs
+    requested = config.trainer.total_training_steps or available
+    if requested > available:
         say(
             "the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise "
             "trainer.total_epochs",
-            there,
-            asked,
+            available,
+            requested,
         )
-    return min(asked, there)
+    return min(requested, available)
 
 
 def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str, folder: Path) -> RunConfig:

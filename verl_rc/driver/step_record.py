@@ -115,10 +115,10 @@ class StepRecord:
         """Take a histogram in: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         self._histograms[name] = (edges, counts)
 
-    def log(self, tracker: Tracker, step: int, further: Mapping[str, float] | None = None) -> None:
-        """Hand everything to the tracker, with ``further`` numbers. Raises ``LedgerError`` when the books do
+    def log(self, tracker: Tracker, step: int, values: Mapping[str, float] | None = None) -> None:
+        """Hand everything to the tracker, with finished ``values``. Raises ``LedgerError`` when the books do
         not balance."""
-        tracker.log({**self.metrics(), **self.ledger.close(), **(further or {})}, step=step)
+        tracker.log({**self.metrics(), **self.ledger.close(), **(values or {})}, step=step)
         for name, (edges, counts) in self._histograms.items():
             tracker.log_histogram(name, edges, counts, step)
         TRACE.span("driver", STEP, self._began, time.time(), step=step)
@@ -163,7 +163,7 @@ class Pace:
     """Seconds of every stage when it first ran in this process."""
 
     first_seconds: Mapping[str, float] = field(default_factory=dict)
-    told: bool = False
+    is_reported: bool = False
     """A slow stage was reported."""
 
     def observed(self, seconds: Mapping[str, float], step: int, placement: Placement) -> "Pace":
@@ -171,13 +171,13 @@ class Pace:
         with this step."""
         first = {**seconds, **self.first_seconds}
         slowdown = {
-            stage: taken / max(first[stage], 1e-9)
-            for stage, taken in seconds.items()
-            if taken >= _SHORTEST_SECONDS
+            stage: duration / max(first[stage], 1e-9)
+            for stage, duration in seconds.items()
+            if duration >= _SHORTEST_SECONDS
         }
         slowest = max(slowdown, key=lambda stage: slowdown[stage], default=None)
-        if self.told or slowest is None or slowdown[slowest] < _TIMES_LONGER:
-            return Pace(first, self.told)
+        if self.is_reported or slowest is None or slowdown[slowest] < _TIMES_LONGER:
+            return Pace(first, self.is_reported)
         say(
             "timing_s/%s took %.1f s in step %d and %.2f s when it first ran. %s",
             slowest,
@@ -186,7 +186,7 @@ class Pace:
             first[slowest],
             _likely_cause(os.getloadavg()[0], usable_cores(), placement),
         )
-        return Pace(first, told=True)
+        return Pace(first, is_reported=True)
 
 
 def _likely_cause(load: float, cores: int, placement: Placement) -> str:

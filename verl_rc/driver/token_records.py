@@ -41,18 +41,18 @@ class ChosenRows:
     """Probability with which each of the others was taken."""
 
     @classmethod
-    def some(cls, squares: Tensor, wanted: int, seed: int) -> "ChosenRows":
-        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``wanted``
+    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "ChosenRows":
+        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``num_rows``
         is not below B."""
-        count = len(squares)
-        if wanted >= count:
-            return cls(list(range(count)), [False] * count, 1.0)
-        at_random = wanted - wanted // 2
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        drawn = sorted(order[:at_random])
+        num_available = len(squares)
+        if num_rows >= num_available:
+            return cls(list(range(num_available)), [False] * num_available, 1.0)
+        num_random = num_rows - num_rows // 2
+        order = torch.randperm(num_available, generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = sorted(order[:num_random])
         ranked = squares.nan_to_num(torch.inf).argsort(descending=True, stable=True).tolist()
-        worst = [row for row in ranked if row not in set(drawn)][: wanted - at_random]
-        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), at_random / count)
+        worst = [row for row in ranked if row not in set(drawn)][: num_rows - num_random]
+        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), num_random / num_available)
 
 
 class TokenRecorder:
@@ -112,8 +112,8 @@ class TokenRecorder:
         in_actor = config.algorithm.rollout_correction.in_actor
         squares = _squares(evaluations.proximal_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
-        wanted = len(samples) if why == "full" else self._settings.rows_per_step
-        chosen = ChosenRows.some(squares, wanted, seed)
+        num_rows = len(samples) if why == "full" else self._settings.rows_per_step
+        chosen = ChosenRows.choose(squares, num_rows, seed)
         lengths = rollouts.tokens.response_lengths[chosen.rows]
         written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
 
@@ -166,8 +166,8 @@ class TokenRecorder:
         """The class of each id; the text of ids that come for the first time is written beside the
         records."""
         distinct, places = np.unique(ids, return_inverse=True)
-        seen = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
-        if new := sorted(seen - self._classes.keys()):
+        present = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
+        if new := sorted(present - self._classes.keys()):
             texts = self._services.tokenizer.batch_decode(
                 [[token] for token in new], skip_special_tokens=False
             )

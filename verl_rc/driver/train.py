@@ -132,8 +132,8 @@ def start(services: Services, state: RunState) -> float | None:
     run goes right on."""
     trainer, record, step = services.config.trainer, StepRecord(), state.step
     state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
-    wanted = trainer.val_only or (trainer.val_before_train and step == 0)
-    accuracy = validate(services, state, record, step) if wanted else None
-    if wanted or step == 0:
+    validates = trainer.val_only or (trainer.val_before_train and step == 0)
+    accuracy = validate(services, state, record, step) if validates else None
+    if validates or step == 0:
         record.log(services.tracker, step)
     return accuracy

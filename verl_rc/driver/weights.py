@@ -177,11 +177,11 @@ def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
     """What an update cost the engines that were at work; nothing where none was."""
     if not interrupted:
         return {}
-    pauses = [one.pause_seconds for one in interrupted]
+    pauses = [interruption.pause_seconds for interruption in interrupted]
     return {
         "async/pause_seconds/mean": sum(pauses) / len(pauses),
         "async/pause_seconds/max": max(pauses),
-        "async/recomputed_tokens": float(sum(one.recomputed_tokens for one in interrupted)),
+        "async/recomputed_tokens": float(sum(interruption.recomputed_tokens for interruption in interrupted)),
     }
 
 
@@ -201,15 +201,15 @@ def _replace_and_deliver(
     Returns the limit of the canary tokens' gap.
     """
     limit = state.canary_gap_limit
-    missing: EnginesLostError | None = lost
-    while missing is not None:
+    remaining: EnginesLostError | None = lost
+    while remaining is not None:
         try:
-            replace_engines(services, missing, record)
+            replace_engines(services, remaining, record)
             _deliver(services, version)
             limit = judge_canary(services, state.canary_gap_limit, version, record)
-            missing = None
+            remaining = None
         except EnginesLostError as error:
-            missing = error
+            remaining = error
     return limit
 
 
@@ -239,7 +239,7 @@ def collect_canary(
     version = state.step
     with record.stage("sync_canary"):
         on_loss = _replacing(services, state, version, record)
-        answers = [services.engines.finish(of_engine, on_loss).result for of_engine in numbers]
+        answers = [services.engines.finish(engine_numbers, on_loss).result for engine_numbers in numbers]
         _judge_answers(services, answers, state.canary_gap_limit, version, record)
 
 
