@@ -59,7 +59,7 @@ class ActorGroup(RankGroup):
         Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
         answers = self.call_update(
-            [(rows, replace(request, mini_batches=own)) for rows, own in parts], beside
+            [(rows, replace(request, mini_batches=shares)) for rows, shares in parts], beside
         )
         return Timed(_over_ranks(answers.result), answers.busy_seconds)
 

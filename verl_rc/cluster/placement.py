@@ -124,25 +124,25 @@ def _check_nodes(config: RunConfig, device: str) -> None:
             "backend=auto."
         )
     gpus = [int(node.get("GPU", 0)) for node in nodes]
-    asked = _GpusPerNode.of_config(config)
-    if not asked.fit(gpus):
+    needs = _GpusPerNode.from_config(config)
+    if not needs.fit(gpus):
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed"
-            f"{asked.beside_ranks()}, {max(asked.ranks, asked.engines)} on a node; the cluster has "
+            f"{needs.beside_ranks()}, {max(needs.ranks, needs.engines)} on a node; the cluster has "
             f"{sum(gpus)} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. "
-            f"{_what_fits(config, asked, gpus)}"
+            f"{_what_fits(config, needs, gpus)}"
         )
     size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
     room = {
-        count: sum(of_node // count for of_node in gpus)
+        count: sum(num_gpus // count for num_gpus in gpus)
         for count in range(1, size + 1)
         if devices % count == 0
     }
     if config.num_engines > room[size]:
-        fits = max(count for count, engines in room.items() if engines >= devices // count)
+        largest = max(count for count, engines in room.items() if engines >= devices // count)
         raise ConfigError(
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
-            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
+            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {largest}."
         )
 
 
@@ -163,16 +163,16 @@ class _GpusPerNode:
     """Of the reward model, on one node."""
 
     @classmethod
-    def of_config(cls, config: RunConfig) -> "_GpusPerNode":
+    def from_config(cls, config: RunConfig) -> "_GpusPerNode":
         trainer, rollout, judge = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
-        own = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
-        of_judge = judge.n_gpus_per_node if judge.enable else 0
-        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, own, of_judge)
+        engine_gpus = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
+        judge_gpus = judge.n_gpus_per_node if judge.enable else 0
+        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, engine_gpus, judge_gpus)
 
     def fit(self, gpus: Sequence[int]) -> bool:
         """Whether nodes with so many GPUs each have enough."""
         needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.judge
-        large_enough = sum(of_node >= max(self.ranks, self.engines) for of_node in gpus)
+        large_enough = sum(count >= max(self.ranks, self.engines) for count in gpus)
         return needed <= sum(gpus) and large_enough >= self.nodes
 
     def beside_ranks(self) -> str:
@@ -181,20 +181,20 @@ class _GpusPerNode:
         return engines + (f" and {self.judge} for the reward model" if self.judge else "")
 
 
-def _what_fits(config: RunConfig, asked: _GpusPerNode, gpus: Sequence[int]) -> str:
+def _what_fits(config: RunConfig, needs: _GpusPerNode, gpus: Sequence[int]) -> str:
     """A sentence with the keys that would fit the cluster; parts of the number asked for keep batches
     divisible."""
     ways = [] if config.ray_kwargs.ray_init.address else [f"{_CONNECT} where a cluster of more nodes runs"]
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    for part in range(2, asked.ranks + 1):
-        smaller = replace(asked, ranks=asked.ranks // part, engines=asked.engines // part)
-        divides = asked.ranks % part == asked.engines % part == 0
+    for part in range(2, needs.ranks + 1):
+        smaller = replace(needs, ranks=needs.ranks // part, engines=needs.engines // part)
+        divides = needs.ranks % part == needs.engines % part == 0
         devices = smaller.engine_nodes * smaller.engines or smaller.nodes * smaller.ranks
         if divides and devices % size == 0 and smaller.fit(gpus):
-            of_engines = (
+            engine_key = (
                 f" actor_rollout_ref.rollout.n_gpus_per_node={smaller.engines}" if smaller.engines else ""
             )
-            ways.append(f"trainer.n_gpus_per_node={smaller.ranks}{of_engines}")
+            ways.append(f"trainer.n_gpus_per_node={smaller.ranks}{engine_key}")
             break
     return f"Pass {', or '.join([*ways, 'trainer.device=cpu to train on the CPU'])}."
 
@@ -247,9 +247,9 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
     if shared:
         engine_places = rank_places[:: config.num_ranks // config.num_engines]
     else:
-        own = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
-        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in own]
-        groups += own
+        engine_groups = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
+        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in engine_groups]
+        groups += engine_groups
     _wait_until_free(groups, config.trainer.ready_timeout_seconds)
     return rank_places, engine_places
 
@@ -267,8 +267,8 @@ def _are_on_one_node(places: Sequence[Place]) -> bool:
 
 def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
     """Bundles on one node."""
-    wanted = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([wanted] * count, strategy="STRICT_PACK")
+    resources = {name: amount for name, amount in bundle.items() if amount}
+    return placement_group([resources] * count, strategy="STRICT_PACK")
 
 
 def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:

@@ -146,7 +146,7 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _listen_on_loopback(wanted: bool) -> None:
+def _listen_on_loopback(enabled: bool) -> None:
     """Choose whether the local Ray node uses the address 127.0.0.1, so that all its servers listen only
     there.
 
@@ -154,5 +154,5 @@ def _listen_on_loopback(wanted: bool) -> None:
     not help, because Ray resolves it to the machine's address; this switch, Ray's default on macOS and
     Windows, does (Ray 2.60).
     """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
-    ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not enabled))
+    ray_constants.ENABLE_RAY_CLUSTER = not enabled  # was read from the environment when Ray was imported

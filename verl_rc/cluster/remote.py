@@ -212,10 +212,10 @@ def wait_for_all(
     limit = WATCHDOG.limit_seconds if timeout_seconds is None else timeout_seconds
     deadline = None if limit is None else time.monotonic() + limit
     while remaining:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        pause = left if beside is None else min(_SERVE_SECONDS, left or _SERVE_SECONDS)
+        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        pause = seconds_left if beside is None else min(_SERVE_SECONDS, seconds_left or _SERVE_SECONDS)
         ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause)
-        if not ready and beside is not None and left != 0.0:
+        if not ready and beside is not None and seconds_left != 0.0:
             beside()
             continue
         if not ready:

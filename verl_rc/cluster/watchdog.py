@@ -97,11 +97,11 @@ def _dumped(identity: ProcessIdentity) -> str:
     path = Path(identity.stack_file)
     start = size = path.stat().st_size
     os.kill(identity.pid, signal.SIGUSR1)
-    deadline, grown = time.monotonic() + _DUMP_SECONDS, time.monotonic()
-    while time.monotonic() < deadline and (size == start or time.monotonic() - grown < _STABLE_SECONDS):
+    deadline, grew_at = time.monotonic() + _DUMP_SECONDS, time.monotonic()
+    while time.monotonic() < deadline and (size == start or time.monotonic() - grew_at < _STABLE_SECONDS):
         time.sleep(0.02)
         if path.stat().st_size != size:
-            size, grown = path.stat().st_size, time.monotonic()
+            size, grew_at = path.stat().st_size, time.monotonic()
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace").strip()
@@ -302,7 +302,7 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
             states[id(process)] = inspect_process(identity)
         else:
             elsewhere[_on_node(inspect_process, identity)] = id(process)
-    ready, missing = (
+    ready, silent = (
         ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS)
         if elsewhere
         else ([], [])
@@ -313,7 +313,7 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
         except RayError as error:
             states[elsewhere[reference]] = ProcessState(f"could not be inspected ({type(error).__name__})")
     return states | {
-        elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing
+        elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in silent
     }
 
 

@@ -87,8 +87,8 @@ class BroadcastTransport:
 
     def loaded(self) -> Receipts | None:
         """See ``WeightTransport``."""
-        answers = [one for one in self._engines.loaded() if one is not None]
-        return answers if len(answers) == self._engines.num_engines else None
+        received = [receipts for receipts in self._engines.loaded() if receipts is not None]
+        return received if len(received) == self._engines.num_engines else None
 
 
 class IpcTransport:
