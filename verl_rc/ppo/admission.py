@@ -192,8 +192,8 @@ class Admission:
     def free(self, numbers: Iterable[int]) -> "Admission":
         """These will never be trained on; each frees one place. Raises ``AdmissionError`` unless each was
         undecided."""
-        given = NumberRanges.from_numbers(numbers)
-        return replace(self._decide(given), replaced=self.replaced + len(given))
+        freed = NumberRanges.from_numbers(numbers)
+        return replace(self._decide(freed), replaced=self.replaced + len(freed))
 
     def drop(self, numbers: Iterable[int]) -> "Admission":
         """These were undecided or kept, and will not be trained on; each frees one place.
@@ -201,11 +201,11 @@ class Admission:
         Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by
         the running ledger.
         """
-        given = NumberRanges.from_numbers(numbers)
+        dropped = NumberRanges.from_numbers(numbers)
         undecided = self._decide(
-            NumberRanges.from_numbers(number for number in given if number not in self.decided)
+            NumberRanges.from_numbers(number for number in dropped if number not in self.decided)
         )
-        return replace(undecided, replaced=self.replaced + len(given))
+        return replace(undecided, replaced=self.replaced + len(dropped))
 
     def state(self) -> AdmissionState:
         """Return the progress for a checkpoint."""
@@ -226,14 +226,14 @@ class Admission:
             self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided
         )
 
-    def _decide(self, given: NumberRanges) -> "Admission":
-        wrong = [number for number in given if number >= self.admitted or number in self.decided]
-        if wrong:
+    def _decide(self, numbers: NumberRanges) -> "Admission":
+        refused = [number for number in numbers if number >= self.admitted or number in self.decided]
+        if refused:
             raise AdmissionError(
-                f"a group is decided once, after its admission: {wrong[:5]} are not below {self.admitted} or "
-                "were decided before."
+                f"a group is decided once, after its admission: {refused[:5]} are not below {self.admitted} "
+                "or were decided before."
             )
-        return replace(self, decided=self.decided.union(given))
+        return replace(self, decided=self.decided.union(numbers))
 
 
 @dataclass(frozen=True)
@@ -281,23 +281,23 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
 
     A token of version v is (``step`` - 1) - v steps old when ``step`` trains on it.
     """
-    given = sorted(groups, key=lambda group: group.number)
+    in_order = sorted(groups, key=lambda group: group.number)
     if rule.order == "admitted":
-        return _lowest_numbers(given, rule)
+        return _lowest_numbers(in_order, rule)
     trained = step - 1
     too_old = {
-        group.number for group in given if rule.late == "drop" and trained - group.version > rule.oldest
+        group.number for group in in_order if rule.late == "drop" and trained - group.version > rule.oldest
     }
-    left = [group for group in given if group.number not in too_old]
+    young = [group for group in in_order if group.number not in too_old]
     decided = sorted(
-        (group for group in left if group.decided), key=lambda group: (group.version, group.number)
+        (group for group in young if group.decided), key=lambda group: (group.version, group.number)
     )
-    batch, later = decided[: rule.batch], decided[rule.batch :]
+    batch, rest = decided[: rule.batch], decided[rule.batch :]
     dropped = tuple(sorted(too_old))
     if len(batch) < rule.batch:
         return NextBatch(dropped=dropped)
-    undecided = [group for group in left if not group.decided]
-    newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
+    undecided = [group for group in young if not group.decided]
+    newest = _newest_that_does_not_fit([*undecided, *rest], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
     # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
     return (
@@ -315,10 +315,10 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
     return NextBatch(awaited=undecided)
 
 
-def _newest_that_does_not_fit(left: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
-    """The newest version up to which there are more groups ``left`` than can be trained on in time; None: all
+def _newest_that_does_not_fit(groups: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
+    """The newest version up to which there are more ``groups`` than can be trained on in time; None: all
     fit."""
-    by_version, total, newest = Counter(group.version for group in left), 0, None
+    by_version, total, newest = Counter(group.version for group in groups), 0, None
     for version in sorted(by_version):
         total += by_version[version]
         # This step trains others; the last that may train on this version is step version + oldest + 1.

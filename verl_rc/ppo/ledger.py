@@ -215,16 +215,16 @@ class RunningLedger:
     def end(self, fate: str, numbers: Iterable[int]) -> "RunningLedger":
         """These leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are not in
         flight."""
-        given = list(numbers)
-        new, left = NumberRanges.from_numbers(given), set(self.in_flight) - set(given)
-        wrong = [number for number in new if number not in self.in_flight]
-        if fate not in FATES or wrong or len(new) != len(given):
+        ending = list(numbers)
+        ranges, remaining = NumberRanges.from_numbers(ending), set(self.in_flight) - set(ending)
+        unknown = [number for number in ranges if number not in self.in_flight]
+        if fate not in FATES or unknown or len(ranges) != len(ending):
             raise LedgerError(
                 f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for "
-                f"{len(given)} numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
+                f"{len(ending)} numbers, {len(ranges)} of them different; not in flight are {unknown[:5]}."
             )
-        ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(new)}
-        return replace(self, in_flight=NumberRanges.from_numbers(left), ended=ended)
+        ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(ranges)}
+        return replace(self, in_flight=NumberRanges.from_numbers(remaining), ended=ended)
 
     def close_step(
         self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]

@@ -60,17 +60,20 @@ def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBat
             f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}."
         )
     denominator_mask = loss_mask if options.denominator == "kept" else response_mask
-    counted, kept = denominator_mask.sum(-1), loss_mask.sum(-1)
+    denominator_tokens, loss_tokens = denominator_mask.sum(-1), loss_mask.sum(-1)
     order = random.Random(options.seed)
     plan = []
     for _ in range(options.epochs):
         rows = list(range(num_rows))
         if options.shuffle:
             order.shuffle(rows)
-        plan += [_mini_batch(rows[start : start + size], counted, kept) for start in range(0, num_rows, size)]
+        plan += [
+            _mini_batch(rows[start : start + size], denominator_tokens, loss_tokens)
+            for start in range(0, num_rows, size)
+        ]
     return plan
 
 
-def _mini_batch(rows: list[int], counted: Tensor, kept: Tensor) -> MiniBatch:
-    tokens = counted[rows]
-    return MiniBatch(sorted(rows), int(tokens.sum()), int((tokens > 0).sum()), int(kept[rows].sum()))
+def _mini_batch(rows: list[int], denominator_tokens: Tensor, loss_tokens: Tensor) -> MiniBatch:
+    tokens = denominator_tokens[rows]
+    return MiniBatch(sorted(rows), int(tokens.sum()), int((tokens > 0).sum()), int(loss_tokens[rows].sum()))

@@ -159,8 +159,8 @@ def covariance_statistics(
         [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
     )
     best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
-    found = scores.topk(min(int(size), scores.numel())).values
-    best[: found.numel()] = found
+    own_best = scores.topk(min(int(size), scores.numel())).values
+    best[: own_best.numel()] = own_best
     threshold = selection_threshold(from_ranks(best), size)
     counts = over_ranks(selection_counts(scores, threshold))
     return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))

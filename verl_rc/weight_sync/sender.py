@@ -185,9 +185,9 @@ class WeightSender:
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
         """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their
         digests."""
-        for together in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
-            weights = self._weights.gather([spec.name for spec in together], bucket[0].torch_dtype)
-            for spec, weight in zip(together, weights, strict=True):
+        for specs in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
+            weights = self._weights.gather([spec.name for spec in specs], bucket[0].torch_dtype)
+            for spec, weight in zip(specs, weights, strict=True):
                 wire = weight.reshape(-1)
                 # Of what is sent: the engine can only digest what it receives.
                 if self._rank == 0:

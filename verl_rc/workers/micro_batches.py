@@ -75,9 +75,9 @@ def score_sequences(
     results: list[Tensor] = []
     with torch.no_grad():
         for rows in micro_batches:
-            found = score(on_device(tokens[list(rows) or [0]], device))
-            results = results or [torch.zeros(tokens.responses.shape) for _ in found]
-            for result, part in zip(results, found, strict=True):
+            scores = score(on_device(tokens[list(rows) or [0]], device))
+            results = results or [torch.zeros(tokens.responses.shape) for _ in scores]
+            for result, part in zip(results, scores, strict=True):
                 if rows:
                     result[list(rows)] = part.float().cpu()
     return results
