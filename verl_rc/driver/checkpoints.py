@@ -13,7 +13,6 @@ from verl_rc.checkpoint import (
     check_same_model,
     shards_problem,
 )
-from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
@@ -34,7 +33,9 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
     store = CheckpointStore(run_folder, trainer.max_actor_ckpt_to_keep)
     try:
         folder, messages = store.choose(
-            trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config)
+            trainer.resume_mode,
+            trainer.resume_from_path,
+            lambda folder: _problem(folder, config.needs_critic),
         )
         for message in messages:
             say("%s", message)
@@ -42,32 +43,27 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             return store, None, RunState()
         saved = SavedRun.load(folder)
         check_same_model(saved.config, config.model_dump(mode="json"))
-        _check_nothing_is_forgotten(saved, config)
+        supply = saved.state.supply
+        if supply is not None and supply.num_groups and config.async_training.is_synchronous:
+            raise CheckpointError(
+                f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a "
+                "synchronous run does not train on; resume with the async_training section it was written "
+                "with, or start anew with trainer.resume_mode=disable."
+            )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     say("going on from %s: %d steps are done", folder, saved.state.step)
     return store, folder, saved.state
 
 
-def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
-    """Raise ``CheckpointError`` when groups were sampled ahead that this run would not train on."""
-    supply = saved.state.supply
-    if supply is not None and supply.num_groups and config.async_training.is_synchronous:
-        raise CheckpointError(
-            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous "
-            "run does not train on; resume with the async_training section it was written with, or start "
-            "anew with trainer.resume_mode=disable."
-        )
-
-
-def _problem(folder: Path, config: RunConfig) -> str | None:
+def _problem(folder: Path, needs_critic: bool) -> str | None:
     """Why a checkpoint cannot be used, if it cannot."""
     try:
         SavedRun.load(folder)
     except CheckpointError as error:
         return str(error)
     problem = shards_problem(folder / "actor")
-    if problem is None and config.needs_critic:
+    if problem is None and needs_critic:
         problem = shards_problem(folder / "critic")
     return problem
 
@@ -80,18 +76,16 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
     it is only copied here, once the one before is written.
     """
     step = state.step
-    wanted = services.stop.decide() and (
+    ends_saved = services.stop.decide() and (
         services.config.trainer.save_freq > 0 or services.stop.reason is not None
     )
-    if not services.saves_at(step) and not wanted:
+    if not services.saves_at(step) and not ends_saved:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)
-        with _explained(services, step):
+        with _explained(services.checkpoints, step):
             folder = services.checkpoints.begin(step).resolve()
-            pending = [
-                pending for group in _learners(services) for pending in group.save(folder / group.role)
-            ]
+            pending = [pending for group in services.learners for pending in group.save(folder / group.role)]
             SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
 
@@ -111,19 +105,15 @@ def _commit_begun(services: Services, wait: bool) -> None:
     step = services.checkpoints.begun
     if step is None:
         return
-    with _explained(services, step):
-        if all(wait_for_all([pending for group in _learners(services) for pending in group.has_saved(wait)])):
+    with _explained(services.checkpoints, step):
+        if all(wait_for_all([pending for group in services.learners for pending in group.has_saved(wait)])):
             services.checkpoints.commit(step)
         else:
             services.checkpoints.seal(step)
 
 
-def _learners(services: Services) -> list[ActorGroup | CriticGroup]:
-    return [services.actor] if services.critic is None else [services.actor, services.critic]
-
-
 @contextmanager
-def _explained(services: Services, step: int) -> Iterator[None]:
+def _explained(store: CheckpointStore, step: int) -> Iterator[None]:
     """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not
     touch."""
     try:
@@ -133,13 +123,13 @@ def _explained(services: Services, step: int) -> Iterator[None]:
         if not isinstance(cause, (OSError, CheckpointError)):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} must be written to {services.folder}, but: {cause} "
-            f"{_what_is_left(services)}"
+            f"the checkpoint of step {step} must be written to {store.run_folder}, but: {cause} "
+            f"{_what_is_left(store)}"
         ) from error
 
 
 @contextmanager
-def full_disk_explained(services: Services) -> Iterator[None]:
+def full_disk_explained(store: CheckpointStore) -> Iterator[None]:
     """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint
     does."""
     try:
@@ -148,13 +138,13 @@ def full_disk_explained(services: Services) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CheckpointError(
-            f"the disk must have room for what the run writes to {services.folder}, but: {error}. "
-            f"{_what_is_left(services)}"
+            f"the disk must have room for what the run writes to {store.run_folder}, but: {error}. "
+            f"{_what_is_left(store)}"
         ) from error
 
 
-def _what_is_left(services: Services) -> str:
-    newest = next(iter(services.checkpoints.newest_first()), None)
+def _what_is_left(store: CheckpointStore) -> str:
+    newest = next(iter(store.newest_first()), None)
     left = (
         "There is no earlier checkpoint"
         if newest is None

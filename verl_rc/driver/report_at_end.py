@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import TrainerConfig
 from verl_rc.driver.announce import say
 from verl_rc.metrics.run_files import ENDING, REPORT
 from verl_rc.metrics.sinks import ExperimentSink, FinalReport, Tracker
@@ -40,10 +40,10 @@ class EndOfRun:
 
 
 @contextmanager
-def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
+def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
     """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all
     files are closed."""
-    folder = Path(str(config.trainer.default_local_dir))
+    folder = Path(str(trainer.default_local_dir))
     with suppress(OSError):
         (folder / ENDING).unlink(missing_ok=True)  # of an earlier life
     status, reason, end = 1, "", EndOfRun()
@@ -63,10 +63,10 @@ def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
         raise
     finally:
         verdict = None
-        if config.trainer.report == "at_end" and folder.is_dir():
+        if trainer.report == "at_end" and folder.is_dir():
             verdict = _write(folder, status, reason)
         if end.experiment is not None:
-            _publish(end.experiment, folder, verdict, config.trainer.wandb_text, status)
+            _publish(end.experiment, folder, verdict, trainer.wandb_text, status)
 
 
 def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:

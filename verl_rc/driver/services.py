@@ -56,6 +56,11 @@ class Services:
     """Tokens of one block of the engines' key-value cache."""
 
     @property
+    def learners(self) -> list[ActorGroup | CriticGroup]:
+        """The models that learn, and that a checkpoint holds."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    @property
     def guards(self) -> Guards:
         """What acts on mismatch, gaps, causes and collapse."""
         return Guards(self.config.trainer.alerts, self.tracker, self.stop)

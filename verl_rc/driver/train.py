@@ -24,10 +24,10 @@ from verl_rc.ppo.control import Control
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
     with (
-        report_at_end(config) as end,
+        report_at_end(config.trainer) as end,
         open_run(config, ray_started, end.close) as (services, state),
         services.stop.listening(),
-        checkpoints.full_disk_explained(services),
+        checkpoints.full_disk_explained(services.checkpoints),
     ):
         train(services, state)
 
