@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from verl_rc.checkpoint import RunState
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.driver.services import Services
@@ -33,7 +34,7 @@ def judge(
     """
     if statistics is None:
         return Findings(state.rollout_gap_limit, state.health)
-    record_correction(services, statistics, control, record)
+    record_correction(services.config.algorithm.rollout_correction, statistics, control, record)
     step, gap = state.step + 1, gap or LogProbGap.from_statistics(statistics)
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
     health, has_cause = _judge_causes(services, state.health, record, step)
@@ -51,16 +52,14 @@ def judge(
 
 
 def record_correction(
-    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
+    config: RolloutCorrectionConfig, statistics: CorrectionStatistics, control: Control, record: StepRecord
 ) -> None:
     """Record ``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
-    config = services.config.algorithm.rollout_correction
-    metrics = statistics.metrics(control.correction(config))
     require_finite(statistics.nonfinite_fraction, config)
-    record.add(metrics)
+    record.add(statistics.metrics(control.correction(config)))
     if config.diagnostics == "full":
         record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
     if control.threshold is not None:

@@ -22,7 +22,8 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.run import RunConfig, remote_code_keys
+from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
@@ -91,7 +92,7 @@ def open_run(
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data = _with_tools(config, tokenizer)
+            data = _with_tools(config.data, config.actor_rollout_ref.rollout.multi_turn, tokenizer)
             loader = build_train_loader(data, tokenizer)
             validation_rows = build_validation_rows(data, tokenizer)
             prompts = PromptStream(loader)
@@ -103,7 +104,7 @@ def open_run(
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
             )
-        total_steps = steps_of_run(config, len(loader))
+        total_steps = steps_of_run(config.trainer, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
         _build_ranks(processes, [*learners, *([] if reference is None else [reference])], config, total_steps)
@@ -114,7 +115,7 @@ def open_run(
         engine = _build_engines(engines, importing, config, placement.device)
         _add_measurements(folder, engine)
         with announced("the transport of weights"):
-            transport = open_transport(actor, engines, placement, config)
+            transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
             [*config.trainer.logger, "file"],
             config.trainer.project_name,
@@ -142,7 +143,7 @@ def open_run(
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),
-            gap_limit=GapLimit.from_config(config),
+            gap_limit=GapLimit.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor),
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
@@ -184,23 +185,22 @@ def _refuse_attention(config: RunConfig) -> None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 
 
-def _with_tools(config: RunConfig, tokenizer: Any) -> DataConfig:
-    """How prompts are rendered: with ``multi_turn`` they may describe tools.
+def _with_tools(data: DataConfig, multi_turn: MultiTurnConfig, tokenizer: Any) -> DataConfig:
+    """Return ``data`` with the arguments of the chat template, which with ``multi_turn`` describe tools.
 
     Raises ``ValueError`` when engines could not hold conversations with the tools.
     """
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
-        return config.data
-    arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
+        return data
+    arguments = template_arguments(multi_turn, data.apply_chat_template_kwargs)
     Conversations(tokenizer, multi_turn, arguments)
-    return config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
+    return data.model_copy(update={"apply_chat_template_kwargs": arguments})
 
 
-def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
-    """What was asked for, at most what the prompts give."""
-    available = steps_of_epoch * config.trainer.total_epochs
-    requested = config.trainer.total_training_steps or available
+def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
+    """The number of training steps: ``total_training_steps``, but not more than the prompts last for."""
+    available = steps_of_epoch * trainer.total_epochs
+    requested = trainer.total_training_steps or available
     if requested > available:
         say(
             "the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise "

@@ -41,7 +41,9 @@ def evaluate(
         record.add_busy("ref", reference.busy_seconds)
     if services.critic is not None:
         with record.stage("values"):
-            values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config), beside)
+            values = services.critic.compute_values(
+                rollouts.tokens, critic_limit(services.config.critic), beside
+            )
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
         proximal_log_probs=proximal.log_probs,
@@ -63,7 +65,9 @@ def _proximal_policy(
     if not recomputes_proximal(correction, step):
         return TokenScores(rollouts.rollout_log_probs, None)
     with record.stage("old_log_prob"):
-        answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config), beside)
+        answer = services.actor.compute_log_probs(
+            rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout), beside
+        )
     record.add_busy("old_log_prob", answer.busy_seconds)
     if correction.in_actor:  # for the actor to compare interpolated log-probs with
         return TokenScores(answer.result.log_probs, None)
@@ -71,7 +75,7 @@ def _proximal_policy(
 
 
 def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Beside | None) -> Timed[Tensor]:
-    limit = reference_limit(services.config)
+    limit = reference_limit(services.config.actor_rollout_ref.ref)
     if services.reference is None:  # LoRA: the actor without its adapters
         return services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
     return services.reference.compute_log_probs(rollouts.tokens, limit, beside)
@@ -145,7 +149,7 @@ def update_critic(
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        answer = services.critic.update(rows, mini_batches, critic_limit(services.config), beside)
+        answer = services.critic.update(rows, mini_batches, critic_limit(services.config.critic), beside)
     record.add_busy("update_critic", answer.busy_seconds)
     record.add_records(answer.result.metrics)
     return answer.result.grad_norms
@@ -178,7 +182,9 @@ def update_actor(
         compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     with record.stage("update_actor"):
-        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request, beside)
+        answer = services.actor.update(
+            batch, mini_batches, actor_limit(services.config.actor_rollout_ref.actor), request, beside
+        )
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)

@@ -59,7 +59,7 @@ class Supply:
             services.total_steps * batch,
             config.data.prompts_per_draw if self._draws else None,
         )
-        self._progress = SupplyProgress.resumed(admission, services, state)
+        self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
         self._progress.admission = self._progress.admission.publish(
             state.step
         )  # by ``train.start``, before anything is admitted

@@ -268,7 +268,9 @@ def _judge_answers(
     for engine, samples in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
-        scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
+        scores = services.actor.compute_log_probs(
+            rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout)
+        ).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         where = f"canary tokens of rollout engine {engine} at weight version {version}"
         # The largest of the first gaps sets the limit of all engines.
