@@ -81,7 +81,8 @@ class EngineGroup:
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
         call is lost."""
-        self._options, self._timeout_seconds = options, timeout_seconds
+        self._options = options
+        self._timeout_seconds = timeout_seconds
         if options.deterministic:
             self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(options.worker, options=options) for process in self._engines]
@@ -288,7 +289,8 @@ class EngineGroup:
             The numbers of samples that can be taken, in ascending order; and what each busy engine said of
             the update. ``parts`` gives what is known of the other samples.
         """
-        busy, interrupted = self._work.busy_engines(), dict[int, Interrupted]()
+        busy = self._work.busy_engines()
+        interrupted = dict[int, Interrupted]()
 
         def record(answers: Mapping[int, Interrupted]) -> None:
             self._work.record_parts(answers)

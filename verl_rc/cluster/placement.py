@@ -97,7 +97,8 @@ def plan_placement(config: RunConfig) -> Placement:
 def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
     """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that
     are theirs alone."""
-    cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
+    cores = usable_cores()
+    ranks = config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if device == "cpu" and config.overlaps:
         share = max(1, cores // (ranks + workers))
@@ -107,7 +108,8 @@ def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int
 
 def _check_nodes(config: RunConfig, device: str) -> None:
     """Raise ``ConfigError`` unless there are enough nodes, each with enough GPUs."""
-    rollout, own_pool = config.actor_rollout_ref.rollout, not config.actor_rollout_ref.hybrid_engine
+    rollout = config.actor_rollout_ref.rollout
+    own_pool = not config.actor_rollout_ref.hybrid_engine
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     connect = "" if config.ray_kwargs.ray_init.address else f" and pass {_CONNECT}"
     if len(nodes) < config.trainer.nnodes:
@@ -208,7 +210,8 @@ def _largest_share(gpus: Sequence[int], nodes: int) -> str:
 def _check_cores(config: RunConfig) -> None:
     """Raise ``ConfigError`` unless each rank and each engine has a core: ranks compute at the same time, and
     so do engines."""
-    trainer, cores = config.trainer, usable_cores()
+    trainer = config.trainer
+    cores = usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: "
@@ -216,7 +219,8 @@ def _check_cores(config: RunConfig) -> None:
             f"for, this process may use {cores}. Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer "
             "ranks)."
         )
-    options, engines = config.async_training, config.num_engine_devices // trainer.nnodes
+    options = config.async_training
+    engines = config.num_engine_devices // trainer.nnodes
     if config.overlaps and trainer.n_gpus_per_node + engines > cores:
         synchronous = (
             "staleness_threshold=0"
@@ -236,7 +240,8 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
     ones."""
     rollout = config.actor_rollout_ref.rollout
     per_engine = rollout.tensor_model_parallel_size
-    shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
+    shared = config.actor_rollout_ref.hybrid_engine
+    gpu = 1.0 if device == "cuda" else 0.0
     trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
     groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
     rank_places = [

@@ -71,7 +71,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     """
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
-    address, loopback_only = options.pop("address", None), options.pop("loopback_only")
+    address = options.pop("address", None)
+    loopback_only = options.pop("loopback_only")
     _listen_on_loopback(address is None and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
     if (

@@ -111,7 +111,8 @@ class RemoteProcess:
         self.name = name
         self.last_answer: tuple[str, float] | None = None
         """The last answered call and its ``time.monotonic`` in seconds; None before the first answer."""
-        self._environment, self._options = dict(environment), options
+        self._environment = dict(environment)
+        self._options = options
         self._start()
         WATCHDOG.add(self)
 

@@ -97,7 +97,8 @@ def _dumped(identity: ProcessIdentity) -> str:
     path = Path(identity.stack_file)
     start = size = path.stat().st_size
     os.kill(identity.pid, signal.SIGUSR1)
-    deadline, grew_at = time.monotonic() + _DUMP_SECONDS, time.monotonic()
+    deadline = time.monotonic() + _DUMP_SECONDS
+    grew_at = time.monotonic()
     while time.monotonic() < deadline and (size == start or time.monotonic() - grew_at < _STABLE_SECONDS):
         time.sleep(0.02)
         if path.stat().st_size != size:

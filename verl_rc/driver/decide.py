@@ -87,7 +87,8 @@ def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
 
 def _is_informative(services: Services, scores: Scores) -> bool:
     """Whether a group is to be trained on: with ``algorithm.filter_groups`` its samples must differ."""
-    options, count = services.config.algorithm.filter_groups, services.config.actor_rollout_ref.rollout.n
+    options = services.config.algorithm.filter_groups
+    count = services.config.actor_rollout_ref.rollout.n
     if not options.enable:
         return True
     sampled = scores.part(0, count)

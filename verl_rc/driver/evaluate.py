@@ -78,7 +78,8 @@ def _is_finite(value: object) -> TypeGuard[Real]:
 def _sample_in_batches(services: Services, state: RunState, record: StepRecord, step: int) -> Samples:
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
-    data, options = services.config.data, services.config.actor_rollout_ref.rollout.val_kwargs
+    data = services.config.data
+    options = services.config.actor_rollout_ref.rollout.val_kwargs
     rows = [row for row in services.validation_rows for _ in range(options.n)]
     requests = [
         GenerationRequest(

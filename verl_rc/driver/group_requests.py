@@ -27,7 +27,8 @@ class GroupRequests:
 
     def __init__(self, services: Services, *, one_version: bool) -> None:
         """``one_version``: one version of the weights must sample all tokens of a response."""
-        self._services, self._one_version = services, one_version
+        self._services = services
+        self._one_version = one_version
         self._places: dict[int, tuple[int, int]] = {}
         """Number of the group and place of the sample there, by the engines' number of a request."""
         self._submitted_at: dict[int, float] = {}
@@ -86,7 +87,8 @@ class GroupRequests:
         numbers = [number for number in numbers if number in self._places]
         failed = self._services.engines.take_failures(numbers)
         touched = frozenset(self._places[number][0] for number in numbers)
-        ended, num_tokens = [number for number in numbers if number not in failed], 0
+        ended = [number for number in numbers if number not in failed]
+        num_tokens = 0
         for number, returned in zip(ended, self._services.engines.take(ended), strict=True):
             sample = self._sample(number, groups)
             known = sample.num_sampled

@@ -35,7 +35,8 @@ def judge(
     if statistics is None:
         return Findings(state.rollout_gap_limit, state.health)
     record_correction(services.config.algorithm.rollout_correction, statistics, control, record)
-    step, gap = state.step + 1, gap or LogProbGap.from_statistics(statistics)
+    step = state.step + 1
+    gap = gap or LogProbGap.from_statistics(statistics)
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
     health, has_cause = _judge_causes(services, state.health, record, step)
     findings = Findings(

@@ -106,7 +106,9 @@ def record_batch(
 ) -> None:
     """Record everything there is to know about the batch before the update; its samples are written as JSON
     lines to ``trainer.rollout_data_dir`` where that is set."""
-    data, rollouts, folder = services.config.data, samples.rollouts, services.config.trainer.rollout_data_dir
+    data = services.config.data
+    rollouts = samples.rollouts
+    folder = services.config.trainer.rollout_data_dir
     record.add(
         batch_metrics(
             scored.batch,
@@ -139,7 +141,8 @@ def update_critic(
     """One optimizer step per mini-batch and epoch, none without a critic; returns their gradient norms."""
     if services.critic is None:
         return []
-    critic, rows = services.config.critic, critic_batch(batch, evaluations)
+    critic = services.config.critic
+    rows = critic_batch(batch, evaluations)
     record.add(critic_metrics(rows))
     options = MiniBatchOptions(
         rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,

@@ -48,8 +48,11 @@ class Supply:
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
         config = services.config
-        options, batch = config.async_training, config.data.train_batch_size
-        self._services, self._state, self._options = services, state, options
+        options = config.async_training
+        batch = config.data.train_batch_size
+        self._services = services
+        self._state = state
+        self._options = options
         self._takes_turns = options.is_synchronous
         """Whether engines and trainer work in turns: a step waits for all that it samples."""
         admission = Admission(
@@ -63,7 +66,8 @@ class Supply:
         self._progress.admission = self._progress.admission.publish(
             state.step
         )  # by ``train.start``, before anything is admitted
-        late, oldest = options.max_off_policy_strategy, options.oldest
+        late = options.max_off_policy_strategy
+        oldest = options.oldest
         if late == "wait":
             oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
         if oldest > options.oldest:
@@ -120,7 +124,8 @@ class Supply:
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
-        step, progress = self._state.step + 1, self._progress
+        step = self._state.step + 1
+        progress = self._progress
         self._step_began = time.perf_counter()
         with record.stage("admit"):
             self._admit()
@@ -185,7 +190,9 @@ class Supply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
-        progress, totals, step = self._progress, self._totals, self._state.step + 1
+        progress = self._progress
+        totals = self._totals
+        step = self._state.step + 1
         self._totals = StepTotals()
         for fate in ("filtered", "surplus"):
             record.ledger.sampled(totals.tokens[fate], prompts=totals.groups[fate])
@@ -234,7 +241,8 @@ class Supply:
         return self._progress.drawn.popleft()
 
     def _new_group(self, number: int, epoch: int, row: PromptRow, attempt: int = 0) -> Group:
-        config, version = self._services.config, self._progress.admission.published
+        config = self._services.config
+        version = self._progress.admission.published
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
         samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
@@ -265,7 +273,8 @@ class Supply:
                 self._progress.filtered_since_batch = 0
                 return decision.numbers
             self._require_more(step)
-            is_enough, began = self._progress.num_kept >= self._rule.batch, time.perf_counter()
+            is_enough = self._progress.num_kept >= self._rule.batch
+            began = time.perf_counter()
             self._receive(record, self._state.step, decision.awaited)
             self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
@@ -370,7 +379,9 @@ class Supply:
         """Score whole groups, and keep them for a batch, filter them, or let them fail."""
         if not groups:
             return
-        progress, totals, filtered = self._progress, self._totals, list[Group]()
+        progress = self._progress
+        totals = self._totals
+        filtered = list[Group]()
         for group, outcome in zip(groups, decide(self._services, groups), strict=True):
             totals.longest_group = max(totals.longest_group, self._requests.close(group.number))
             if isinstance(outcome, RewardError):
@@ -394,7 +405,8 @@ class Supply:
         """These will not be trained on; each frees a place."""
         if not groups:
             return
-        progress, numbers = self._progress, [group.number for group in groups]
+        progress = self._progress
+        numbers = [group.number for group in groups]
         tokens = sum(group.num_sampled for group in groups)
         progress.ledger = progress.ledger.end(fate, numbers)
         if fate in ("stale", "surplus"):  # these may have been decided

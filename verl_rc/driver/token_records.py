@@ -87,7 +87,8 @@ class TokenRecorder:
 
     def _why(self, step: int) -> str | None:
         """Why a record of the step is written; None: none is."""
-        settings, last_alert = self._settings, self._services.tracker.last_alert
+        settings = self._settings
+        last_alert = self._services.tracker.last_alert
         if not settings.enable:
             return None
         reasons = {
@@ -108,7 +109,8 @@ class TokenRecorder:
         step: int,
         why: str,
     ) -> TokenRecord:
-        config, rollouts = self._services.config, samples.rollouts
+        config = self._services.config
+        rollouts = samples.rollouts
         in_actor = config.algorithm.rollout_correction.in_actor
         squares = _squares(evaluations.proximal_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
@@ -149,7 +151,8 @@ class TokenRecorder:
     @cached_property
     def _facts(self) -> dict[str, Any]:
         """What is the same for all steps."""
-        config, public = self._services.config, public_values(self._services.config)
+        config = self._services.config
+        public = public_values(self._services.config)
         rollout = config.actor_rollout_ref.rollout
         return {
             "trainer": "verl_rc",
@@ -218,7 +221,9 @@ def _token_columns(
 
 
 def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
-    rows, prompts, engines = chosen.rows, samples.rows, samples.rollouts.engines
+    rows = chosen.rows
+    prompts = samples.rows
+    engines = samples.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
         **numbers,

@@ -36,14 +36,17 @@ def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its
     left."""
     config, trainer = services.config, services.config.trainer
-    supply, recorder, pace = Supply(services, state), TokenRecorder(services, state.step), Pace()
+    supply = Supply(services, state)
+    recorder = TokenRecorder(services, state.step)
+    pace = Pace()
     first = last = start(services, state)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
-        step, record = state.step + 1, StepRecord()
+        step = state.step + 1
+        record = StepRecord()
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
         control = Control.from_config(config.algorithm, state.control)
@@ -69,7 +72,8 @@ def train(services: Services, state: RunState) -> None:
         supply.admit(record)
         state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
-        state.supply, state.prompts = supply.close_step(record), services.prompts.state_dict()
+        state.supply = supply.close_step(record)
+        state.prompts = services.prompts.state_dict()
         state.step = step
         finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
@@ -130,7 +134,9 @@ def finish_step(services: Services, state: RunState, record: StepRecord) -> None
 def start(services: Services, state: RunState) -> float | None:
     """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed
     run goes right on."""
-    trainer, record, step = services.config.trainer, StepRecord(), state.step
+    trainer = services.config.trainer
+    record = StepRecord()
+    step = state.step
     state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
     validates = trainer.val_only or (trainer.val_before_train and step == 0)
     accuracy = validate(services, state, record, step) if validates else None

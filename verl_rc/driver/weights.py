@@ -264,7 +264,8 @@ def _judge_answers(
     ``limit``, the calibrated one, or that which the first gap calibrates.
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
-    gaps, calibrated = [], limit
+    gaps = []
+    calibrated = limit
     for engine, samples in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)

@@ -216,7 +216,8 @@ class Admission:
 
         Raises ``ValueError`` when the state's numbers contradict each other.
         """
-        decided, admitted = NumberRanges.from_plain(state.decided), state.admitted
+        decided = NumberRanges.from_plain(state.decided)
+        admitted = state.admitted
         if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
                 f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, "
@@ -318,7 +319,9 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
 def _newest_that_does_not_fit(groups: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
     """The newest version up to which there are more ``groups`` than can be trained on in time; None: all
     fit."""
-    by_version, total, newest = Counter(group.version for group in groups), 0, None
+    by_version = Counter(group.version for group in groups)
+    total = 0
+    newest = None
     for version in sorted(by_version):
         total += by_version[version]
         # This step trains others; the last that may train on this version is step version + oldest + 1.

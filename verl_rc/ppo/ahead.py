@@ -73,11 +73,10 @@ def rule_of_ages(config: RunConfig) -> Iterator[Row]:
 def publications(config: RunConfig) -> Iterator[Row]:
     """When weights are published, what that does to running responses, and what proves their arrival; names
     and meanings."""
-    options, trainer = config.async_training, config.trainer
-    every, canaries = (
-        options.trigger_parameter_sync_step,
-        config.actor_rollout_ref.rollout.sync_proof.canary_freq,
-    )
+    options = config.async_training
+    trainer = config.trainer
+    every = options.trigger_parameter_sync_step
+    canaries = config.actor_rollout_ref.rollout.sync_proof.canary_freq
     when = "after every step" if every == 1 else f"after every {every} steps and the last one"
     behind = {
         "finish": "engines finish what they have first",
@@ -171,12 +170,11 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
 def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
     """How long the trainer waited, and the smallest bound that would have kept it busy; ``waits.steps`` must
     be > 0."""
-    share, bound = waits.waited_share, f"staleness_threshold={options.staleness_threshold:g}"
+    share = waits.waited_share
+    bound = f"staleness_threshold={options.staleness_threshold:g}"
     waited = f"the trainer waited for samples {share:.0%} of the time with {bound}"
-    needed, needs = (
-        waits.smallest_useful_staleness(options),
-        "whole responses need more only with stage_updates",
-    )
+    needed = waits.smallest_useful_staleness(options)
+    needs = "whole responses need more only with stage_updates"
     if options.partial_rollout:
         alone = waits.step_without_waiting
         needs = f"the slowest prompt took {waits.longest_group:.3g} s, a step without waiting {alone:.3g} s"

@@ -113,7 +113,8 @@ class Control:
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":
         """The configured control with the numbers that a run ``saved``; fixed ones stay as configured."""
-        options, saved = algorithm.kl_ctrl, saved or ControlState()
+        options = algorithm.kl_ctrl
+        saved = saved or ControlState()
         kl = KLController(
             options.kl_coef, options.target_kl if options.type == "adaptive" else None, options.horizon
         )

@@ -148,7 +148,8 @@ def accounts_of_update(
             f"kept tokens, and a gradient norm for every one that kept any; got {len(norms)} norms and the "
             f"counts {list(kept_tokens)}."
         )
-    accounts, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
+    accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0})
+    remaining = iter(norms)
     first = len(kept_tokens) // epochs
     for planned, kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
         accounts["rejected"] += planned - kept

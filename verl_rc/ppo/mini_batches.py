@@ -54,7 +54,8 @@ def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBat
     Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a
     loss is divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
     """
-    num_rows, size = response_mask.shape[0], options.rows_per_mini_batch
+    num_rows = response_mask.shape[0]
+    size = options.rows_per_mini_batch
     if num_rows % size:
         raise ValueError(
             f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}."

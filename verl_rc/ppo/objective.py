@@ -77,7 +77,9 @@ def policy_objective(
         aggregation=totals,
         covariance_statistics=covariance,
     )
-    loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
+    loss = policy_loss
+    terms = {"actor/pg_loss": policy_loss.detach()}
+    averages = dict(averages)
     if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:

@@ -106,7 +106,8 @@ class WeightSender:
         another group.
         """
         self._digests = {}
-        broken, memory = None, None if self._group is None else self._memory_of_a_bucket()
+        broken = None
+        memory = None if self._group is None else self._memory_of_a_bucket()
         for bucket in self._buckets():
             # Rank 0 goes on gathering after a failure: that is a collective which the other ranks wait in.
             if self._group is None or memory is None:

@@ -72,7 +72,8 @@ class PolicyWorker(Learner):
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
         schedule."""
-        model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+        model_config = config.actor_rollout_ref.model
+        self._actor = config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
         self._needs_sum_pi_squared = (
@@ -149,7 +150,9 @@ class PolicyWorker(Learner):
         corrects: the current log-probs are the first that can be compared with the engine's).
         """
         correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
-        totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
+        totals = ObjectiveTotals("actor", len(request.mini_batches))
+        kept_tokens = []
+        gap = None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()

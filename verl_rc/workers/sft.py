@@ -99,7 +99,8 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
         setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
     )
     batches = _endless(setup.order)
-    steps, result = trainer.total_training_steps, None
+    steps = trainer.total_training_steps
+    result = None
     with _progress(console) as progress:
         bar = progress.add_task("SFT", total=steps)
         for step in range(1, steps + 1):
