@@ -1,4 +1,4 @@
-"""Writing a run down every so often, and going on with one."""
+"""Writing checkpoints of a run, and resuming one."""
 
 import errno
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from verl_rc.driver.step_record import StepRecord
 
 
 def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path | None, RunState]:
-    """The run's checkpoints, the one to go on from as ``trainer.resume_mode`` says (None: start anew), and
-    the run's state.
+    """The store of the run's checkpoints, the one to resume by ``trainer.resume_mode`` (None: start anew),
+    and the run's state.
 
     Raises ``ConfigError`` when there is none that fits this run.
     """
@@ -69,11 +69,11 @@ def _problem(folder: Path, needs_critic: bool) -> str | None:
 
 
 def write(services: Services, state: RunState, record: StepRecord) -> None:
-    """Write a checkpoint of ``state`` beside its place, if one is due; ``commit`` puts it there.
+    """Write a checkpoint of ``state`` into a partial folder, if one is due; ``commit`` gives it its name.
 
     One is due every ``trainer.save_freq`` steps (rounded up to steps that publish), at the end, and when the
-    run was asked to stop; never if that is <= 0, unless an alert ends the run. With ``checkpoint.async_save``
-    it is only copied here, once the one before is written.
+    run was asked to stop; with ``save_freq`` <= 0 only when an alert ends the run. With
+    ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
     step = state.step
     ends_saved = services.stop.decide() and (
@@ -91,10 +91,11 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
 
 
 def commit(services: Services, step: int) -> None:
-    """Make what was written count, now that the step's metrics are written too: a crash before this repeats
-    the step.
+    """Commit the written checkpoint, once the step's metrics are written: after a crash before this, the step
+    is repeated.
 
-    What is still being written counts after a later step; after the last one it is waited for.
+    A checkpoint that is still being written is committed after a later step; after the last step it is
+    waited for.
     """
     if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
         services.stop.decide()
@@ -114,8 +115,8 @@ def _commit_begun(services: Services, wait: bool) -> None:
 
 @contextmanager
 def _explained(store: CheckpointStore, step: int) -> Iterator[None]:
-    """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not
-    touch."""
+    """Turn a failure of the disk into a ``CheckpointError`` that names the newest checkpoint, which it does
+    not touch."""
     try:
         yield
     except (OSError, CheckpointError, RemoteError) as error:
@@ -124,14 +125,13 @@ def _explained(store: CheckpointStore, step: int) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"the checkpoint of step {step} must be written to {store.run_folder}, but: {cause} "
-            f"{_what_is_left(store)}"
+            f"{_remedy(store)}"
         ) from error
 
 
 @contextmanager
 def full_disk_explained(store: CheckpointStore) -> Iterator[None]:
-    """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint
-    does."""
+    """Turn the error of a full disk, met while writing metrics or samples, into a ``CheckpointError``."""
     try:
         yield
     except OSError as error:
@@ -139,11 +139,11 @@ def full_disk_explained(store: CheckpointStore) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"the disk must have room for what the run writes to {store.run_folder}, but: {error}. "
-            f"{_what_is_left(store)}"
+            f"{_remedy(store)}"
         ) from error
 
 
-def _what_is_left(store: CheckpointStore) -> str:
+def _remedy(store: CheckpointStore) -> str:
     newest = next(iter(store.newest_first()), None)
     left = (
         "There is no earlier checkpoint"

@@ -177,7 +177,7 @@ def _component_scores(samples: Samples, keys: Sequence[str]) -> Tensor:
 def record_batch_of_groups(
     config: RunConfig, samples: Samples, baselines: Baselines | None, record: StepRecord
 ) -> None:
-    """Book and count the batch that a step trains on, and report what the reward function said of it."""
+    """Book and count the batch that a step trains on, and record its rewards."""
     tokens = samples.num_tokens
     record.ledger.sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
@@ -205,8 +205,8 @@ def _spread(values: Tensor) -> dict[str, float]:
 
 
 def _reward_outputs(samples: Samples) -> list[RewardOutput]:
-    """What the reward function said of every sample, from the columns that are kept of it; None is what it
-    did not say."""
+    """The reward function's output for every sample, from its columns; None in a column is a missing
+    value."""
     columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
     return [
         RewardOutput(

@@ -1,4 +1,4 @@
-"""The requests of groups to the engines, and what comes back into their samples."""
+"""The requests of groups to the engines, and the samples that they return."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request
 
 @dataclass(frozen=True)
 class Taken:
-    """What requests that have ended brought."""
+    """The results of requests that have ended."""
 
     groups: frozenset[int]
     """Numbers of the groups that they belong to."""
@@ -47,7 +47,7 @@ class GroupRequests:
         return [request for request, (group, _) in self._places.items() if group in numbers]
 
     def submit(self, groups: Sequence[Group], *, evenly: bool) -> None:
-        """Have the samples of these groups that have not ended sampled, from where they stand.
+        """Request the unfinished samples of these groups, each from its known tokens on.
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
@@ -83,7 +83,7 @@ class GroupRequests:
         self._places |= dict(zip(numbers, places, strict=True))
 
     def take(self, numbers: Sequence[int], groups: Mapping[int, Group]) -> Taken:
-        """Put what these requests gave into the samples of ``groups``, but for cancelled ones."""
+        """Store the results of these requests in the samples of ``groups``, except cancelled ones."""
         numbers = [number for number in numbers if number in self._places]
         failed = self._services.engines.take_failures(numbers)
         touched = frozenset(self._places[number][0] for number in numbers)
@@ -102,8 +102,8 @@ class GroupRequests:
         return Taken(touched, num_tokens, failures)
 
     def take_parts(self, groups: Mapping[int, Group]) -> int:
-        """Put what a publication cut into the samples of ``groups``; returns the number of tokens that are
-        new."""
+        """Store the tokens so far of requests that a publication cut in the samples of ``groups``; returns
+        the number of new tokens."""
         num_tokens = 0
         for number in self._places:
             sample = self._sample(number, groups)
@@ -119,7 +119,7 @@ class GroupRequests:
         return groups[group].samples[place]
 
     def close(self, group: int) -> float:
-        """The group is whole; returns the seconds since it was submitted."""
+        """Close a group that is whole; returns the seconds since it was submitted."""
         return time.monotonic() - self._submitted_at.pop(group)
 
     def late_groups(self, limit: float) -> list[int]:
@@ -127,7 +127,7 @@ class GroupRequests:
         return [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
 
     def cancel(self, group: int) -> None:
-        """Take back what is under way of a group."""
+        """Cancel the running requests of a group."""
         requests = self.requests_of([group])
         for request in requests:
             del self._places[request]
@@ -137,7 +137,7 @@ class GroupRequests:
 
 
 def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> None:
-    """Put what an engine returned into the group's sample: the whole response.
+    """Store the whole response that an engine returned in the group's sample.
 
     Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
     lacks and did not. It lacks none when an update came while its tools were at work, and their answers left

@@ -1,4 +1,4 @@
-"""What stands between sampling and update: tokens are those sampled, mismatch is bearable, the reward has not
+"""Checks before an update: tokens are those sampled, the mismatch is within its limit, the reward has not
 collapsed."""
 
 import torch
@@ -18,7 +18,7 @@ _SKIPPED = "this step's updates are left out; the next publication empties the e
 
 
 class Guards:
-    """Act on what was found, as ``trainer.alerts`` says: alert, leave updates out, or end the run."""
+    """Act on findings as ``trainer.alerts`` says: alert, skip updates, or end the run."""
 
     def __init__(self, alerts: AlertsConfig, tracker: Tracker, stop: StopRequest) -> None:
         """``tracker`` gets the alerts; ``stop`` is asked to end the run."""
@@ -33,7 +33,7 @@ class Guards:
         record: StepRecord,
         step: int,
     ) -> bool:
-        """Judge the step and act on what is found; returns whether its updates are made. A batch that is not
+        """Judge the step and act on the findings; returns whether its updates are made. A batch that is not
         trained on is booked as withheld.
 
         Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and
@@ -60,7 +60,7 @@ class Guards:
     def act(self, findings: Findings, record: StepRecord, step: int) -> bool:
         """Act on mismatch, gap and cause; returns whether they allow an update.
 
-        Where the actor corrects, they are known after the update alone.
+        Where the actor corrects, they are known only after the update.
         """
         if findings.k3_kl is None:
             return True

@@ -1,4 +1,4 @@
-"""What a step is judged by: the gap of trainer and engine, the mismatch, causes of it, and healthy ranges."""
+"""Judging a step by the gap of trainer and engine, the mismatch, its causes, and healthy ranges."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def judge(
 ) -> Findings:
     """Record what rollout correction measured in the step, and judge it.
 
-    ``statistics`` are None where the actor has still to correct: nothing is judged then. ``gap`` is that
+    ``statistics`` are None before the actor has corrected: nothing is judged then. ``gap`` is that
     before any update where the statistics were measured during updates; None: theirs.
 
     Raises ``SyncProofError`` when an engine cannot have held the trainer's weights, and
@@ -70,8 +70,8 @@ def record_correction(
 def _judge_causes(
     services: Services, history: HealthHistory, record: StepRecord, step: int
 ) -> tuple[HealthHistory, bool]:
-    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
-    this step, and whether one is named."""
+    """Alert about the cause of the gap that the step's signatures name, and about its end; returns the
+    history with this step, and whether a cause is named."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
     messages, cause_metrics, cause_history = causes.judge_causes(
         record.values, step, history.causes, temperature

@@ -1,7 +1,6 @@
-"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no
-run.
+"""The report of a run that ended or failed. A separate process writes it, so that its failure fails no run.
 
-W&B gets it too, with the verdict: its run stays open until then.
+W&B gets the report and the verdict too: its run stays open until then.
 """
 
 import json
@@ -27,7 +26,7 @@ _REASONS = {0: "all done", 130: "Ctrl-C", 143: "SIGTERM"}
 
 @dataclass
 class EndOfRun:
-    """What the end of a run needs of the run."""
+    """The part of a run that its end needs."""
 
     experiment: ExperimentSink | None = None
     """The run in W&B, where the report is published."""
@@ -41,12 +40,13 @@ class EndOfRun:
 
 @contextmanager
 def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
-    """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all
-    files are closed."""
+    """Record how the run ended, and write ``report.html`` into its folder. Enter it first, so that all files
+    are closed by then."""
     folder = Path(str(trainer.default_local_dir))
     with suppress(OSError):
         (folder / ENDING).unlink(missing_ok=True)  # of an earlier life
-    status, reason, end = 1, "", EndOfRun()
+    end = EndOfRun()
+    status, reason = 1, ""
     try:
         yield end
         status, reason = 0, _REASONS[0]
@@ -70,7 +70,7 @@ def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
 
 
 def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
-    """The verdict; lines say where the page is and what it says first, or why there is none (None)."""
+    """Write the page and log its path and first lines, or why there is none; returns the verdict or None."""
     try:
         (folder / ENDING).write_text(
             json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8"
@@ -95,7 +95,7 @@ class _NotWrittenError(RuntimeError):
 
 
 def _run_report(folder: Path, *options: str) -> dict[str, Any]:
-    """What ``verl-rc report --json`` says of the page that it wrote."""
+    """Write the page with ``verl-rc report --json``; returns its output."""
     written: dict[str, Any] = json.loads(_command("report", str(folder), "--json", *options))
     return written
 

@@ -1,4 +1,4 @@
-"""The words of the loop, one short function each."""
+"""The stages of the training loop, one function each."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 def evaluate(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
 ) -> PolicyEvaluations:
-    """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as
-    far as needed."""
+    """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
+    far as the run needs them."""
     proximal = _proximal_policy(services, rollouts, step, record, beside)
     reference = values = None
     if services.config.needs_reference:
@@ -59,8 +59,8 @@ def evaluate(
 def _proximal_policy(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
 ) -> TokenScores:
-    """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy
-    takes its place."""
+    """Log-probs of the proximal policy; where the actor corrects, those of the rollout policy take their
+    place, and nothing is computed."""
     correction = services.config.algorithm.rollout_correction
     if not recomputes_proximal(correction, step):
         return TokenScores(rollouts.rollout_log_probs, None)
@@ -104,8 +104,8 @@ def record_batch(
     record: StepRecord,
     step: int,
 ) -> None:
-    """Record everything there is to know about the batch before the update; its samples are written as JSON
-    lines to ``trainer.rollout_data_dir`` where that is set."""
+    """Record the metrics of a batch before the update, and write its samples as JSON lines to
+    ``trainer.rollout_data_dir`` where that is set."""
     data = services.config.data
     rollouts = samples.rollouts
     folder = services.config.trainer.rollout_data_dir

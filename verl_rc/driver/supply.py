@@ -81,7 +81,7 @@ class Supply:
         """Whether a publication cuts what is under way."""
         self._requests = GroupRequests(services, one_version=not options.cuts)
         self._stepped: int | None = None
-        """The version with which engines were last told to make steps."""
+        """The version of the weights at the last ``begin_steps``."""
         self._canaries: list[list[int]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
@@ -279,7 +279,7 @@ class Supply:
             self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
     def _require_more(self, step: int) -> None:
-        """Raise unless something can come that makes a batch for ``step``."""
+        """Raise unless open requests can still complete a batch for ``step``."""
         options, batch, num_kept = (
             self._services.config.algorithm.filter_groups,
             self._rule.batch,
@@ -334,7 +334,7 @@ class Supply:
             self._replace_missing()
 
     def beside(self) -> None:
-        """Decide what has ended while the trainer works, so that what replaces it begins at once."""
+        """Decide groups that ended while the trainer works, so that their replacements begin at once."""
         if not self._requests or self._options.deterministic_steps is not None:
             return
         try:
@@ -352,7 +352,7 @@ class Supply:
             self._admit()
 
     def _note_parts(self, record: StepRecord, version: int) -> None:
-        """Take over what ended before a publication, and the tokens so far of what it cut."""
+        """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
             whole = self._file(ended)
@@ -402,7 +402,7 @@ class Supply:
     def _leave(
         self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale", "surplus"]
     ) -> None:
-        """These will not be trained on; each frees a place."""
+        """Remove groups that will not be trained on; each frees a place."""
         if not groups:
             return
         progress = self._progress
@@ -456,7 +456,7 @@ class Supply:
     # what a step reports
 
     def _alert_about_lengths(self, step: int) -> None:
-        """Alert once when what is trained on is longer or shorter than what is sampled."""
+        """Alert once when trained groups are longer or shorter than sampled ones."""
         ratio = self._progress.length_ratio
         if (
             self._progress.is_length_alert_sent

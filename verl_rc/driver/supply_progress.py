@@ -1,5 +1,4 @@
-"""What a supply counts: all that a checkpoint holds of it, what happened in one step, and the
-metrics of both."""
+"""The progress of the supply, which a checkpoint holds, its totals in one step, and the metrics of both."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -109,7 +108,7 @@ def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]
 
 @dataclass
 class StepTotals:
-    """What happened since the last step was closed."""
+    """Totals since the last step was closed."""
 
     arrived: int = 0
     """Tokens that came from the engines."""

@@ -28,7 +28,7 @@ MOST_FILES = 512
 _KEPT = ("first", "checkpoint", "alert")
 """Records that are the last to be removed when all of them take too much room."""
 _FIRST_STEPS = 2
-"""They tell how large the gap is before anything was learned."""
+"""The first steps show the gap before anything was learned."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TokenRecorder:
         self._settings = services.config.trainer.token_records
         self._folder = services.folder / FOLDER
         self._classes: dict[int, int] = {}
-        """Of the token ids whose pieces are written."""
+        """The class of each token id whose text is written."""
         set_aside_later(self._folder, steps_done)
 
     def write(
@@ -140,7 +140,8 @@ class TokenRecorder:
                 "step": step,
                 "why": why,
                 "current_version": step - 1,
-                **_of_the_batch(samples),
+                "rows_of_batch": len(samples),
+                "tokens_of_batch": samples.num_tokens,
             },
             _row_columns(samples, chosen),
             lengths.numpy(),
@@ -150,7 +151,7 @@ class TokenRecorder:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What is the same for all steps."""
+        """The facts of the run that are the same in all records."""
         config = self._services.config
         public = public_values(self._services.config)
         rollout = config.actor_rollout_ref.rollout
@@ -240,7 +241,3 @@ def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
 def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
     tokens = samples.rollouts.tokens
     return [row[::-1] for row in unpadded(tokens.prompts[rows].flip(-1), tokens.prompt_lengths[rows])]
-
-
-def _of_the_batch(samples: Samples) -> dict[str, int]:
-    return {"rows_of_batch": len(samples), "tokens_of_batch": samples.num_tokens}

@@ -22,7 +22,7 @@ from verl_rc.ppo.control import Control
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
-    """Set a run up, train, and leave nothing behind but its folder."""
+    """Set up a run, train, and release its processes; its folder remains."""
     with (
         report_at_end(config.trainer) as end,
         open_run(config, ray_started, end.close) as (services, state),
@@ -33,8 +33,8 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 
 
 def train(services: Services, state: RunState) -> None:
-    """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its
-    left."""
+    """The training loop: one pass per step, one stage per line. A line that changes ``state`` assigns to
+    it."""
     config, trainer = services.config, services.config.trainer
     supply = Supply(services, state)
     recorder = TokenRecorder(services, state.step)
@@ -97,7 +97,10 @@ def update(
     beside: Beside | None = None,
 ) -> CorrectionStatistics | None:
     """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
-    compute; returns what the actor corrected, None where the driver did."""
+    compute.
+
+    Returns the statistics of rollout correction in the actor, None where the driver corrects.
+    """
     config, step = services.config, state.step + 1
     correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
     norms = stages.update_critic(services, batch, evaluations, step, record, beside)
@@ -123,8 +126,8 @@ def update(
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
-    """Save if that is due, and log: a step that is saved counts once its metrics are written. End the run if
-    that is wanted."""
+    """Write a checkpoint if one is due, log the step, and commit the checkpoint, in this order: a committed
+    step has metrics. End the run if that was decided."""
     checkpoints.write(services, state, record)
     record.log(services.tracker, state.step, {"training/global_step": state.step})
     checkpoints.commit(services, state.step)
@@ -132,8 +135,10 @@ def finish_step(services: Services, state: RunState, record: StepRecord) -> None
 
 
 def start(services: Services, state: RunState) -> float | None:
-    """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed
-    run goes right on."""
+    """Publish the first weights; returns the accuracy of the first validation, None without one.
+
+    A resumed run validates only with ``val_only``.
+    """
     trainer = services.config.trainer
     record = StepRecord()
     step = state.step

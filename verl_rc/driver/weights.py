@@ -196,7 +196,7 @@ def _replacing(services: Services, state: RunState, version: int, record: StepRe
 def _replace_and_deliver(
     services: Services, state: RunState, version: int, record: StepRecord, lost: EnginesLostError
 ) -> float | None:
-    """Until all engines live and hold ``version``, or the step's budget of replacements is used up.
+    """Replace engines and deliver ``version`` until all engines hold it or the step's budget is used up.
 
     Returns the limit of the canary tokens' gap.
     """
