@@ -302,8 +302,8 @@ class EngineGroup:
         return self._work.finished(), interrupted
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with,
-        and the number of its calls that tools answered."""
+        """The known parts of an unfinished sample's response, after ``collect_parts``, and the number of its
+        calls that tools answered."""
         return self._work.parts(number)
 
     def begin_steps(self) -> None:
@@ -385,8 +385,8 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Let engines that replaced others do what those owed. To be called before samples are required: it
-        makes that void."""
+        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
+        Call it before samples are required from engines."""
         if self._replaced:
             self._hand_over_lost()
             self.begin_steps()

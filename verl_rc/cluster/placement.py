@@ -95,8 +95,8 @@ def plan_placement(config: RunConfig) -> Placement:
 
 
 def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
-    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that
-    are theirs alone."""
+    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else a share of
+    the cores each."""
     cores = usable_cores()
     ranks = config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -157,12 +157,12 @@ class _GpusPerNode:
 
     nodes: int
     ranks: int
-    """Of trainer ranks, on each node."""
+    """GPUs of trainer ranks on each node."""
     engine_nodes: int
     engines: int
-    """Of engines that do not share those of ranks, on each of their nodes."""
+    """GPUs of engines on each of their nodes; 0: engines share those of the ranks."""
     judge: int
-    """Of the reward model, on one node."""
+    """GPUs of the reward model, on one node."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "_GpusPerNode":
@@ -172,13 +172,13 @@ class _GpusPerNode:
         return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, engine_gpus, judge_gpus)
 
     def fit(self, gpus: Sequence[int]) -> bool:
-        """Whether nodes with so many GPUs each have enough."""
+        """Whether nodes with these numbers of GPUs have enough."""
         needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.judge
         large_enough = sum(count >= max(self.ranks, self.engines) for count in gpus)
         return needed <= sum(gpus) and large_enough >= self.nodes
 
     def beside_ranks(self) -> str:
-        """What is needed beside the ranks' GPUs, for a message."""
+        """The GPUs needed beside those of ranks, as a part of a message."""
         engines = f" and {self.engine_nodes * self.engines} for engines" if self.engines else ""
         return engines + (f" and {self.judge} for the reward model" if self.judge else "")
 
@@ -202,7 +202,7 @@ def _what_fits(config: RunConfig, needs: _GpusPerNode, gpus: Sequence[int]) -> s
 
 
 def _largest_share(gpus: Sequence[int], nodes: int) -> str:
-    """How many GPUs each of so many nodes has, for a message; nothing where that many have none."""
+    """The number of GPUs that each of the ``nodes`` largest has, for a message; empty when one has none."""
     share = sorted(gpus, reverse=True)[nodes - 1]
     return f", {share} on each of the {nodes} largest" if share else ""
 
@@ -260,7 +260,7 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
 
 
 def _are_on_one_node(places: Sequence[Place]) -> bool:
-    """Engines of their own may have got another node than the ranks, also where one node was asked for."""
+    """Whether all places are on one node; engines with separate devices may be on another node than ranks."""
     groups = {place.group.id: place.group for place in places}.values()
     return (
         len(

@@ -228,7 +228,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._processes: WeakSet[Any] = WeakSet()
         self.limit_seconds: float | None = None
-        """Limit of waits without one of their own; None: unlimited."""
+        """Limit of waits that are given none; None: unlimited."""
         self._folder: Path | None = None
 
     @contextmanager
@@ -289,7 +289,7 @@ class Watchdog:
 
 
 WATCHDOG = Watchdog()
-"""That of this driver."""
+"""The watchdog of this process."""
 
 
 def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessState]:

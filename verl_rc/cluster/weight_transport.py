@@ -32,7 +32,7 @@ class WeightTransport(Protocol):
     lost."""
 
     staged: Staged | None
-    """What was staged and not delivered since; its reader takes it away once it is proven."""
+    """The update that was staged last; None once its arrival is proven, or another update was delivered."""
 
     def open(self) -> None:
         """Prepare for updates; call again after engines have been replaced."""
@@ -48,7 +48,7 @@ class WeightTransport(Protocol):
         """
 
     def loaded(self) -> Receipts | None:
-        """The engines' receipts of what was staged last; None: one of them has not loaded it yet."""
+        """The engines' receipts of the update staged last; None: an engine has not loaded it yet."""
 
 
 class BroadcastTransport:
