@@ -50,7 +50,7 @@ class NumberRanges:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> "NumberRanges":
-        """What ``plain`` gave. Raises ``ValueError`` for ranges that are empty, out of order or not
+        """The inverse of ``plain``. Raises ``ValueError`` for ranges that are empty, out of order or not
         merged."""
         ends = [int(end) for pair in plain for end in pair]
         is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
@@ -186,20 +186,21 @@ class Admission:
         return replace(self, published=version)
 
     def keep(self, numbers: Iterable[int]) -> "Admission":
-        """These are whole and will be trained on. Raises ``AdmissionError`` unless each was undecided."""
+        """Decide that these groups, which are whole, are trained on. Raises ``AdmissionError`` unless each
+        was undecided."""
         return self._decide(NumberRanges.from_numbers(numbers))
 
     def free(self, numbers: Iterable[int]) -> "Admission":
-        """These will never be trained on; each frees one place. Raises ``AdmissionError`` unless each was
-        undecided."""
+        """Decide that these groups are not trained on; each frees one place. Raises ``AdmissionError`` unless
+        each was undecided."""
         freed = NumberRanges.from_numbers(numbers)
         return replace(self._decide(freed), replaced=self.replaced + len(freed))
 
     def drop(self, numbers: Iterable[int]) -> "Admission":
-        """These were undecided or kept, and will not be trained on; each frees one place.
+        """Decide that these groups, undecided or kept, are not trained on; each frees one place.
 
-        Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by
-        the running ledger.
+        Raises ``AdmissionError`` for a number that was not admitted. The running ledger refuses a number
+        that is dropped twice.
         """
         dropped = NumberRanges.from_numbers(numbers)
         undecided = self._decide(

@@ -9,9 +9,9 @@ from verl_rc.config.run import RunConfig
 from verl_rc.ppo.step_time import MeasuredStep, WaitTotals
 
 _SMALL_GAIN = 1.1
-"""A step that is at most so many times as short is not worth devices of its own for both sides."""
+"""The smallest speed-up of a step for which separate devices of engines and trainer are worth their cost."""
 _BUSY_SHARE = 0.02
-"""A trainer that waits for no larger share of its time counts as busy."""
+"""The largest share of waiting with which a trainer counts as busy."""
 
 Row = tuple[str, str]
 """A name or symbol, and its meaning."""
@@ -20,11 +20,9 @@ Row = tuple[str, str]
 def rule_of_ages(config: RunConfig) -> Iterator[Row]:
     """How old samples may be, in which order they are trained on, and how many are held; names and
     meanings."""
-    options, rollout, oldest = (
-        config.async_training,
-        config.actor_rollout_ref.rollout,
-        config.async_training.oldest,
-    )
+    options = config.async_training
+    rollout = config.actor_rollout_ref.rollout
+    oldest = options.oldest
     versions = "may have several versions" if options.cuts else "has one version"
     yield (
         "ages",

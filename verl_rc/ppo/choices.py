@@ -1,5 +1,5 @@
-"""What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds.
-No torch."""
+"""Choices of an update that follow from the configuration: its loss, the evaluations before it, the limits of
+micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.models import ActorConfig, CriticConfig, ReferenceConfig

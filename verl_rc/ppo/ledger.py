@@ -56,7 +56,7 @@ class Ledger:
         self._prompts: Counter[str] = Counter()
 
     def sampled(self, tokens: int, prompts: int = 0) -> None:
-        """Add what came from the engines."""
+        """Add sampled tokens, and the prompts that they belong to."""
         self._sampled.update(tokens=tokens, prompts=prompts)
 
     def book(self, tokens: Mapping[str, int]) -> None:
@@ -130,7 +130,7 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
 def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
-    """What an update did with the tokens it was given: ``trained``, ``rejected`` (by the actor) and
+    """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor) and
     ``nonfinite``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
@@ -209,13 +209,13 @@ class RunningLedger:
         return sum(len(self.ended[fate]) for fate in fates if fate in self.ended)
 
     def admit(self, count: int) -> "RunningLedger":
-        """The next ``count`` numbers are in flight."""
+        """Put the next ``count`` numbers in flight."""
         new = NumberRanges.from_numbers(range(self.admitted, self.admitted + count))
         return replace(self, admitted=self.admitted + count, in_flight=self.in_flight.union(new))
 
     def end(self, fate: str, numbers: Iterable[int]) -> "RunningLedger":
-        """These leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are not in
-        flight."""
+        """End groups that leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are
+        not in flight."""
         ending = list(numbers)
         ranges, remaining = NumberRanges.from_numbers(ending), set(self.in_flight) - set(ending)
         unknown = [number for number in ranges if number not in self.in_flight]
@@ -230,8 +230,8 @@ class RunningLedger:
     def close_step(
         self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]
     ) -> "RunningLedger":
-        """The books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became of
-        tokens.
+        """Close the books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became
+        of tokens.
 
         ``open_tokens`` are the sampled tokens of every group that is open now, by number, as the driver holds
         them. Raises ``LedgerError`` when a group is in flight here and not there (or the other way round), or
@@ -273,7 +273,7 @@ class RunningLedger:
 
     @classmethod
     def from_state(cls, state: LedgerState) -> "RunningLedger":
-        """What ``state`` gave. Raises ``LedgerError`` when a number has two fates, or one that does not
+        """The inverse of ``state``. Raises ``LedgerError`` when a number has two fates, or one that does not
         exist."""
         admitted = state.admitted
         ended = {fate: NumberRanges.from_plain(plain) for fate, plain in state.ended.items()}

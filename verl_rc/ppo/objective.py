@@ -43,7 +43,7 @@ class Objective:
     loss: Tensor
     """Scalar with a gradient; shares of all micro-batches and ranks add up to the mini-batch's loss."""
     terms: Mapping[str, Tensor]
-    """Detached shares by metric name (``actor/pg_loss``, …); they add up likewise."""
+    """Detached shares by metric name (``actor/pg_loss``, …); they add up as the loss does."""
     averages: Mapping[str, Mean[Tensor]]
     """By metric name; those of all micro-batches and ranks merge."""
 
@@ -61,7 +61,7 @@ def policy_objective(
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``covariance`` likewise, for the losses ``clip_cov`` and ``kl_cov``.
+    ``covariance`` too, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
@@ -146,7 +146,7 @@ def covariance_statistics(
 
     Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
     the score of the last one that is selected is found among the best of every rank. So neither micro-batches
-    nor ranks change who is selected.
+    nor ranks change which tokens are selected.
     """
     parts = zip(*map(covariance_means, micro_batches), strict=True)
     advantages, log_probs = (reduce(operator.add, means) for means in parts)
@@ -170,7 +170,7 @@ def covariance_statistics(
 
 @dataclass(frozen=True)
 class MiniBatchCounts:
-    """What a loss of a whole mini-batch is divided by."""
+    """The denominators of the losses of a whole mini-batch."""
 
     num_tokens: int
     num_sequences: int

@@ -17,7 +17,7 @@ from verl_rc.ppo.control import Control
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """Everything the updates of a step are computed from."""
+    """The inputs of a step's updates, and what they were computed from."""
 
     batch: TrainBatch
     """The batch for the actor."""

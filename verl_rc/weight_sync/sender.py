@@ -86,7 +86,7 @@ class WeightSender:
         self._group: TransferGroup | None = None
         self._lent: SharedBucket | None = None
         self._memory: Tensor | None = None
-        """Of a GPU, that buckets are lent in."""
+        """Memory of a GPU in which buckets are lent."""
         self._keeps_memory = False
         self._digests: dict[str, int] = {}
         self.manifest = Manifest(

@@ -15,7 +15,7 @@ from verl_rc.distributed.process_group import open_store
 _POLL_SECONDS = 0.001
 TRANSFER_TIMEOUT_SECONDS = 120.0
 """How long a member waits for the others to join, and for one broadcast: members join when all of them are
-built, and a bucket takes seconds, so that whoever takes longer is gone."""
+built, and a bucket takes seconds, so a member that takes longer is gone."""
 
 
 class TransferBrokenError(RuntimeError):
@@ -47,8 +47,8 @@ class TransferGroup:
 def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> TransferGroup:
     """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
 
-    Built by hand on its own store, because the engine's process has a default group of its own that must not
-    be touched. ``backend`` is ``gloo`` or ``nccl``.
+    Built by hand on its own store, because the engine's process has a default group that must not be
+    touched. ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)

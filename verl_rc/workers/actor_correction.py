@@ -38,13 +38,14 @@ class ActorCorrection:
         self._mesh = mesh
         self._policy_version = request.policy_version
         self._measured_before: CorrectionStatistics | None = None
-        """Of the mini-batch over all ranks, where its loss needs them before its first micro-batch."""
+        """Statistics of the mini-batch over all ranks, where the loss needs them before its first
+        micro-batch."""
         self._corrected: CorrectionStatistics | None = None
-        """Of this rank's micro-batches that were corrected, of the mini-batch."""
+        """Statistics of this rank's micro-batches of the mini-batch that were corrected so far."""
         self._step_statistics: CorrectionStatistics | None = None
-        """Of the mini-batches that have ended, over all ranks."""
+        """Statistics of the mini-batches that have ended, over all ranks."""
         self._signatures: CorrectionStatistics | None = None
-        """Of this rank's micro-batches of the first mini-batch."""
+        """Signatures of this rank's micro-batches of the first mini-batch."""
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 

@@ -74,8 +74,8 @@ class ForwardOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient; without one they are only looked at."""
     ranks: SequenceParallel | None = None
-    """The ranks that share the tokens of a micro-batch, which must be packed; None: every rank has
-    micro-batches of its own."""
+    """The ranks that share the tokens of a micro-batch, which must be packed; None: ranks have
+    different micro-batches."""
 
 
 def score_tokens(

@@ -246,8 +246,8 @@ class PolicyWorker(Learner):
     def _covariance(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
     ) -> CovarianceStatistics | None:
-        """What ``clip_cov`` and ``kl_cov`` must know of the whole mini-batch, by a pass without gradient.
-        Collective."""
+        """The statistics of the whole mini-batch for ``clip_cov`` and ``kl_cov``, by a pass without gradient;
+        None for other losses. Collective."""
         name = covariance_loss_name(self._actor, self._correction)
         if name is None:
             return None
@@ -257,10 +257,12 @@ class PolicyWorker(Learner):
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
             inputs.append(covariance_inputs(corrected, log_probs, self._actor))
-        over_ranks, from_ranks = (
-            partial(how, mesh=self._data_parallel) for how in (all_reduce_sum, all_gather_vector)
+        statistics = covariance_statistics(
+            name,
+            inputs,
+            partial(all_reduce_sum, mesh=self._data_parallel),
+            partial(all_gather_vector, mesh=self._data_parallel),
         )
-        statistics = covariance_statistics(name, inputs, over_ranks, from_ranks)
         self._statistics_seconds += time.perf_counter() - started
         return statistics
 
@@ -270,7 +272,7 @@ class PolicyWorker(Learner):
             return part, self.score(part).log_probs
 
     def manifest(self) -> Manifest:
-        """What every weight update consists of."""
+        """The tensors of every weight update."""
         return self._sender.manifest
 
     def join_transfer(self, address: TransferAddress) -> None:

@@ -1,4 +1,4 @@
-"""The reward model: judges whole conversations, in a process of its own."""
+"""The reward model: judges whole conversations, in a separate process."""
 
 import math
 from collections.abc import Sequence
