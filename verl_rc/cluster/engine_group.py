@@ -131,7 +131,7 @@ class EngineGroup:
         causes = [
             failure
             for failure in failures
-            if not isinstance(failure, HangError) and not _is_consequence(failure)
+            if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
         ]
         lost = died if causes else died | silent
         if lost:
@@ -432,8 +432,3 @@ class EngineGroup:
             {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}
         )
         return list(answered.values())
-
-
-def _is_consequence(failure: RemoteError) -> bool:
-    """Whether a process failed because another one had died."""
-    return isinstance(failure.cause, TransferBrokenError)

@@ -238,8 +238,7 @@ def _check_cores(config: RunConfig) -> None:
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
     """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate
     ones."""
-    rollout = config.actor_rollout_ref.rollout
-    per_engine = rollout.tensor_model_parallel_size
+    per_engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     shared = config.actor_rollout_ref.hybrid_engine
     gpu = 1.0 if device == "cuda" else 0.0
     trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}

@@ -183,26 +183,16 @@ def full_report(wait: TimedOutWait) -> str:
 
 def _condition(process: AwaitedProcess) -> str:
     assert process.state is not None
-    frame = _innermost_frame(process.state.stacks)
-    if frame is None:
+    frames = _FRAME.findall(_serving_thread(process.state.stacks))
+    if not frames:
         return process.state.condition
-    waits = "waits in a collective for its peers, " if _in_collective(process.state.stacks) else ""
-    return f"{waits}at {frame}"
-
-
-def _innermost_frame(stacks: str) -> str | None:
-    """The innermost frame of the thread that serves the driver's call, or of any thread without such a
-    one."""
-    frame = _FRAME.search(_serving_thread(stacks))
-    return None if frame is None else f"{frame['function']} ({frame['file']}:{frame['line']})"
-
-
-def _in_collective(stacks: str) -> bool:
-    frames = _FRAME.findall(_serving_thread(stacks))
-    return any(_COLLECTIVE in file for file, _, _ in frames[:4])
+    file, line, function = frames[0]
+    in_collective = any(_COLLECTIVE in path for path, _, _ in frames[:4])
+    return f"{'waits in a collective for its peers, ' if in_collective else ''}at {function} ({file}:{line})"
 
 
 def _serving_thread(stacks: str) -> str:
+    """The stack of the thread that serves the driver's call, or of the first thread if none does."""
     threads = re.split(r"\n\s*\n|\n(?=(?:Current t|T)hread 0x)", stacks)
     return next((thread for mark in _SERVING for thread in threads if mark.search(thread)), threads[0])
 

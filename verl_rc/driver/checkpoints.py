@@ -13,6 +13,7 @@ from verl_rc.checkpoint import (
     check_same_model,
     shards_problem,
 )
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
@@ -85,7 +86,11 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
         _commit_begun(services, wait=True)
         with _explained(services.checkpoints, step):
             folder = services.checkpoints.begin(step).resolve()
-            pending = [pending for group in services.learners for pending in group.save(folder / group.role)]
+            pending = [
+                pending
+                for group in _learners(services.actor, services.critic)
+                for pending in group.save(folder / group.role)
+            ]
             SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
 
@@ -107,10 +112,22 @@ def _commit_begun(services: Services, wait: bool) -> None:
     if step is None:
         return
     with _explained(services.checkpoints, step):
-        if all(wait_for_all([pending for group in services.learners for pending in group.has_saved(wait)])):
+        if all(
+            wait_for_all(
+                [
+                    pending
+                    for group in _learners(services.actor, services.critic)
+                    for pending in group.has_saved(wait)
+                ]
+            )
+        ):
             services.checkpoints.commit(step)
         else:
             services.checkpoints.seal(step)
+
+
+def _learners(actor: ActorGroup, critic: CriticGroup | None) -> list[ActorGroup | CriticGroup]:
+    return [actor] if critic is None else [actor, critic]
 
 
 @contextmanager

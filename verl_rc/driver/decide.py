@@ -88,10 +88,9 @@ def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
 def _is_informative(services: Services, scores: Scores) -> bool:
     """Whether a group is to be trained on: with ``algorithm.filter_groups`` its samples must differ."""
     options = services.config.algorithm.filter_groups
-    count = services.config.actor_rollout_ref.rollout.n
     if not options.enable:
         return True
-    sampled = scores.part(0, count)
+    sampled = scores.part(0, services.config.actor_rollout_ref.rollout.n)
     unpenalised = options.metric == "score" and sampled.unpenalised is not None
     values = sampled.unpenalised if unpenalised else sampled.values
     assert values is not None
@@ -159,19 +158,17 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
         rollouts.engines = None
     joined = joined_samples(sampled, rollouts)
     if config.algorithm.gdpo_reward_keys is not None:
-        columns = _component_scores(joined, config.algorithm.gdpo_reward_keys)
-        joined = replace(joined, component_scores=columns)
+        columns = [
+            _numbers(joined.scores, joined.extras, key, "algorithm.gdpo_reward_keys")
+            for key in config.algorithm.gdpo_reward_keys
+        ]
+        component_scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        joined = replace(joined, component_scores=component_scores)
     if not config.algorithm.estimator_reads("reward_baselines"):
         return joined, None
     scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
     tokens = sum(group.num_sampled for group in groups) - sum(group.num_sampled for group in sampled)
     return replace(joined, reward_baselines=scores[rollouts.group_ids]), Baselines(scores, tokens)
-
-
-def _component_scores(samples: Samples, keys: Sequence[str]) -> Tensor:
-    """float32 ``[B, K]``: the columns that ``gdpo`` normalises one by one."""
-    values = [_numbers(samples.scores, samples.extras, key, "algorithm.gdpo_reward_keys") for key in keys]
-    return torch.tensor(values, dtype=torch.float32).T.contiguous()
 
 
 def record_batch_of_groups(

@@ -72,9 +72,8 @@ def _judge_causes(
 ) -> tuple[HealthHistory, bool]:
     """Alert about the cause of the gap that the step's signatures name, and about its end; returns the
     history with this step, and whether a cause is named."""
-    temperature = services.config.actor_rollout_ref.rollout.temperature
     messages, cause_metrics, cause_history = causes.judge_causes(
-        record.values, step, history.causes, temperature
+        record.values, step, history.causes, services.config.actor_rollout_ref.rollout.temperature
     )
     record.add(cause_metrics)
     for name, message in messages.items():

@@ -55,11 +55,6 @@ class Services:
     """Tokens of one block of the engines' key-value cache."""
 
     @property
-    def learners(self) -> list[ActorGroup | CriticGroup]:
-        """The models that learn, and that a checkpoint holds."""
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
-
-    @property
     def guards(self) -> Guards:
         """The guards of the run's updates."""
         return Guards(self.config.trainer.alerts, self.tracker, self.stop)

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TokenScores, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -36,8 +35,12 @@ def evaluate(
     proximal = _proximal_policy(services, rollouts, step, record, beside)
     reference = values = None
     if services.config.needs_reference:
+        limit = reference_limit(services.config.actor_rollout_ref.ref)
         with record.stage("ref"):
-            reference = _reference_log_probs(services, rollouts, beside)
+            if services.reference is None:  # LoRA: the actor without its adapters
+                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
+            else:
+                reference = services.reference.compute_log_probs(rollouts.tokens, limit, beside)
         record.add_busy("ref", reference.busy_seconds)
     if services.critic is not None:
         with record.stage("values"):
@@ -72,13 +75,6 @@ def _proximal_policy(
     if correction.in_actor:  # for the actor to compare interpolated log-probs with
         return TokenScores(answer.result.log_probs, None)
     return answer.result
-
-
-def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Beside | None) -> Timed[Tensor]:
-    limit = reference_limit(services.config.actor_rollout_ref.ref)
-    if services.reference is None:  # LoRA: the actor without its adapters
-        return services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
-    return services.reference.compute_log_probs(rollouts.tokens, limit, beside)
 
 
 def build_batch(

@@ -135,7 +135,9 @@ class Supply:
         progress.ledger = progress.ledger.end("trained", [group.number for group in groups])
         if self._draws:
             self._leave(list(progress.groups.values()), "surplus")
-        self._judge_canaries(record)
+        if self._canaries:  # the trainer still holds the weights of their publication
+            weights.collect_canary(self._services, self._state, self._canaries, record)
+            self._canaries = []
         samples, baselines = join(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
@@ -179,9 +181,8 @@ class Supply:
         After the last step none goes on.
         """
         services = self._services
-        stages = services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
         ends = step == services.total_steps
-        return stages and not (
+        return services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates and not (
             self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step)
         )
 
@@ -248,13 +249,6 @@ class Supply:
         samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
         step = version + 1 if self._takes_turns else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
-
-    def _judge_canaries(self, record: StepRecord) -> None:
-        """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still
-        holds its weights."""
-        if self._canaries:
-            weights.collect_canary(self._services, self._state, self._canaries, record)
-            self._canaries = []
 
     # groups on their way back
 

@@ -179,14 +179,12 @@ class TokenRecorder:
             classes = [class_of(text, token in special) for token, text in zip(new, texts, strict=True)]
             self._classes |= dict(zip(new, classes, strict=True))
             if keeps_text:
-                self._append_pieces(list(zip(new, texts, classes, strict=True)), step)
+                path = self._folder / PIECES
+                path.touch(mode=0o600)
+                pieces = list(zip(new, texts, classes, strict=True))
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
         return np.array([self._classes[int(token)] for token in distinct], "int8")[places.reshape(-1)]
-
-    def _append_pieces(self, pieces: Sequence[tuple[int, str, int]], step: int) -> None:
-        path = self._folder / PIECES
-        path.touch(mode=0o600)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
 
 
 def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
@@ -223,14 +221,13 @@ def _token_columns(
 
 def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
     rows = chosen.rows
-    prompts = samples.rows
     engines = samples.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
         **numbers,
         "row": np.array(rows),
         "group": samples.rollouts.group_ids[rows].numpy(),
-        "source": np.array([str(prompts[row].data_source) for row in rows], dtype=object),
+        "source": np.array([str(samples.rows[row].data_source) for row in rows], dtype=object),
         "chosen_by": np.array(["worst" if worst else "random" for worst in chosen.is_worst], dtype=object),
         "inclusion": np.array([0.0 if worst else chosen.inclusion for worst in chosen.is_worst]),
         "score": samples.scores[rows].numpy(),

@@ -23,8 +23,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import Literal
 
+_first = itemgetter(0)
+_end = itemgetter(1)
 PlainRanges = tuple[tuple[int, int], ...]
 """Ranges [first, end) of numbers as a checkpoint holds them."""
 
@@ -89,14 +92,6 @@ class NumberRanges:
         stops = [*map(_first, self.ranges), end]
         gaps = ((start, min(stop, end)) for start, stop in zip(starts, stops, strict=True))
         return NumberRanges(tuple((start, stop) for start, stop in gaps if start < stop))
-
-
-def _first(pair: tuple[int, int]) -> int:
-    return pair[0]
-
-
-def _end(pair: tuple[int, int]) -> int:
-    return pair[1]
 
 
 class AdmissionError(RuntimeError):

@@ -68,13 +68,9 @@ def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBat
         rows = list(range(num_rows))
         if options.shuffle:
             order.shuffle(rows)
-        plan += [
-            _mini_batch(rows[start : start + size], denominator_tokens, loss_tokens)
-            for start in range(0, num_rows, size)
-        ]
+        for start in range(0, num_rows, size):
+            chosen = sorted(rows[start : start + size])
+            tokens = denominator_tokens[chosen]
+            num_loss_tokens = int(loss_tokens[chosen].sum())
+            plan.append(MiniBatch(chosen, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
     return plan
-
-
-def _mini_batch(rows: list[int], denominator_tokens: Tensor, loss_tokens: Tensor) -> MiniBatch:
-    tokens = denominator_tokens[rows]
-    return MiniBatch(sorted(rows), int(tokens.sum()), int((tokens > 0).sum()), int(loss_tokens[rows].sum()))

@@ -59,7 +59,10 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         options = gloo._Options()
         options._timeout = timeout
         # init_process_group would add the device; a group built by hand without one is refused.
-        options._devices = _gloo_devices(gloo)
+        # As init_process_group takes them; the default device is that of the hostname alone.
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        interfaces = [gloo.create_device(interface=name) for name in names]
+        options._devices = interfaces or [gloo.create_default_device()]
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options()
@@ -73,13 +76,6 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         return group
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
-
-
-def _gloo_devices(gloo: Any) -> list[Any]:
-    """Those of ``GLOO_SOCKET_IFNAME``, as init_process_group takes them; the default device is that of the
-    hostname alone."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
