@@ -66,9 +66,9 @@ class Supply:
         self._progress.admission = self._progress.admission.publish(
             state.step
         )  # by ``train.start``, before anything is admitted
-        late = options.max_off_policy_strategy
+        strategy = options.max_off_policy_strategy
         oldest = options.oldest
-        if late == "wait":
+        if strategy == "wait":
             oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
         if oldest > options.oldest:
             say(
@@ -76,7 +76,7 @@ class Supply:
                 oldest,
                 options.oldest,
             )
-        self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
+        self._rule = ReplayRule(options.resolved_order, batch, oldest, strategy)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
         self._requests = GroupRequests(services, one_version=not options.cuts)
@@ -162,12 +162,12 @@ class Supply:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
         # come with. Engines that take turns with the trainer have nothing to do beside them.
-        waits = self._takes_turns or self._options.deterministic_steps is not None
-        rides = not waits and step < self._services.total_steps
+        is_alone = self._takes_turns or self._options.deterministic_steps is not None
+        canaries_ride = not is_alone and step < self._services.total_steps
         limit = weights.publish(
-            self._services, self._state, step, record, canary="never" if rides else "if due"
+            self._services, self._state, step, record, canary="never" if canaries_ride else "if due"
         )
-        if rides and weights.canary_is_due(self._services, step):
+        if canaries_ride and weights.canary_is_due(self._services, step):
             self._canaries = weights.submit_canary(self._services)
         self._progress.admission = self._progress.admission.publish(step)
         if self._cuts:
