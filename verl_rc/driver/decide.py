@@ -4,19 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.advantage.reward_shaping import overlong_penalty
-from verl_rc.config.algorithm import REWARD_METRICS
+from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.samples import Samples
-from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.scoring import ResponseScorer, reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardError, RewardOutput
@@ -29,13 +30,15 @@ _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
 # whole groups
 
 
-def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> Scores:
+def score(
+    tokenizer: Any, scorer: ResponseScorer, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]
+) -> Scores:
     """Decode responses without their special tokens and have them scored; ``rows`` are their prompts.
 
     Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``.
     """
-    texts: list[str] = services.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
-    outputs = services.scorer.score(rows, texts)
+    texts: list[str] = tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+    outputs = scorer.score(rows, texts)
     names = sorted({name for output in outputs for name in output.extras})
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
@@ -44,10 +47,12 @@ def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Seq
 def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
     """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
     score."""
+    options = services.config.algorithm.filter_groups
+    count = services.config.actor_rollout_ref.rollout.n
     return [
         scores
         if isinstance(scores, RewardError)
-        else group.scored(scores, "kept" if _is_informative(services, scores) else "filtered")
+        else group.scored(scores, "kept" if _is_informative(scores, count, options) else "filtered")
         for group, scores in zip(groups, _score_groups(services, groups), strict=True)
     ]
 
@@ -57,7 +62,7 @@ def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | 
     rows = [group.row for group in groups for _ in group.samples]
     token_ids = [sample.response for sample in samples]
     try:
-        scores = score(services, rows, token_ids)
+        scores = score(services.tokenizer, services.scorer, rows, token_ids)
     except RewardError as error:
         if len(groups) == 1:
             return [error]
@@ -85,12 +90,12 @@ def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
     return overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
 
 
-def _is_informative(services: Services, scores: Scores) -> bool:
-    """Whether a group is to be trained on: with ``algorithm.filter_groups`` its samples must differ."""
-    options = services.config.algorithm.filter_groups
+def _is_informative(scores: Scores, count: int, options: FilterGroupsConfig) -> bool:
+    """Whether a group is to be trained on: with ``algorithm.filter_groups`` its first ``count`` samples must
+    differ; a greedy one does not count."""
     if not options.enable:
         return True
-    sampled = scores.part(0, services.config.actor_rollout_ref.rollout.n)
+    sampled = scores.part(0, count)
     unpenalised = options.metric == "score" and sampled.unpenalised is not None
     values = sampled.unpenalised if unpenalised else sampled.values
     assert values is not None
@@ -99,8 +104,8 @@ def _is_informative(services: Services, scores: Scores) -> bool:
 
 
 def too_few_informative(config: RunConfig, step: int, num_informative: int) -> ValueError:
-    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found``
-    prompts."""
+    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only
+    ``num_informative`` prompts."""
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "

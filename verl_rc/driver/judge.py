@@ -38,7 +38,8 @@ def judge(
     step = state.step + 1
     gap = gap or LogProbGap.from_statistics(statistics)
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    health, has_cause = _judge_causes(services, state.health, record, step)
+    temperature = services.config.actor_rollout_ref.rollout.temperature
+    health, has_cause = _judge_causes(services.tracker, state.health, record, step, temperature)
     findings = Findings(
         state.rollout_gap_limit, health, statistics.k3_kl, mean_gap=gap.mean, has_cause=has_cause
     )
@@ -68,18 +69,18 @@ def record_correction(
 
 
 def _judge_causes(
-    services: Services, history: HealthHistory, record: StepRecord, step: int
+    tracker: Tracker, history: HealthHistory, record: StepRecord, step: int, temperature: float
 ) -> tuple[HealthHistory, bool]:
     """Alert about the cause of the gap that the step's signatures name, and about its end; returns the
     history with this step, and whether a cause is named."""
     messages, cause_metrics, cause_history = causes.judge_causes(
-        record.values, step, history.causes, services.config.actor_rollout_ref.rollout.temperature
+        record.values, step, history.causes, temperature
     )
     record.add(cause_metrics)
     for name, message in messages.items():
         if message.text:
             alert = AlertCause(name, message.since_step, message.evidence)
-            services.tracker.alert(f"gap: {name}", message.text, step, alert)
+            tracker.alert(f"gap: {name}", message.text, step, alert)
     return replace(history, causes=cause_history), bool(cause_metrics.get(causes.CAUSE))
 
 

@@ -19,6 +19,7 @@ from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.engine import Interrupted
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
 
@@ -69,15 +70,15 @@ def publish(
     except EnginesLostError as lost:
         with record.stage("update_weights"):
             limit = _replace_and_deliver(services, state, version, record, lost)
-    _add_size(services, record)
+    _add_size(services.manifest, record)
     return limit
 
 
-def _add_size(services: Services, record: StepRecord) -> None:
+def _add_size(manifest: Manifest, record: StepRecord) -> None:
     record.add(
         {
-            "sync/bytes": float(services.manifest.num_bytes),
-            "sync/tensors": float(len(services.manifest.tensors)),
+            "sync/bytes": float(manifest.num_bytes),
+            "sync/tensors": float(len(manifest.tensors)),
         }
     )
 
@@ -94,7 +95,7 @@ def publish_beside(services: Services, state: RunState, version: int, record: St
             services.transport.stage(version)
     except EnginesLostError as lost:
         _replace_and_deliver(services, state, version, record, lost)
-    _add_size(services, record)
+    _add_size(services.manifest, record)
 
 
 def is_settled(services: Services, state: RunState, version: int, record: StepRecord) -> bool:
