@@ -193,7 +193,7 @@ class SavedRun:
                 f"{sorted(plain.keys() - expected)}. Use another checkpoint."
             )
         try:
-            missing = {one.name for one in fields(RunState)} - plain["state"].keys() - {"prompts"}
+            missing = {member.name for member in fields(RunState)} - plain["state"].keys() - {"prompts"}
             if missing:
                 raise ValueError(f"missing: {sorted(missing)}")
             state = _STATE.validate_python(plain["state"])

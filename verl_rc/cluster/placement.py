@@ -277,10 +277,10 @@ def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
 
 def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:
     waiting = [group.ready() for group in groups]
-    _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
-    if missing:
+    _, unavailable = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
+    if unavailable:
         raise RemoteError(
-            f"{len(missing)} of {len(waiting)} groups of processes found no free place within "
+            f"{len(unavailable)} of {len(waiting)} groups of processes found no free place within "
             f"{timeout_seconds:.0f} s. The cluster has {_shown(ray.cluster_resources())} and "
             f"{_shown(ray.available_resources())} free: other jobs hold the rest. Stop them, ask for less, "
             "or raise trainer.ready_timeout_seconds."

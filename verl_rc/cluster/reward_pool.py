@@ -114,7 +114,8 @@ class RewardPool:
             if problem is not None:
                 process.kill()
                 raise ValueError(problem)
-            self._failed_starts, self._tolerated_failures = 0, _TOLERATED_FAILURES
+            self._failed_starts = 0
+            self._tolerated_failures = _TOLERATED_FAILURES
             self._idle.append(process)
 
     def _result(self, process: ChildProcess, sample: RewardSample) -> RewardOutput | RewardError:

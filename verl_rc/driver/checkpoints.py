@@ -162,12 +162,12 @@ def full_disk_explained(store: CheckpointStore) -> Iterator[None]:
 
 def _remedy(store: CheckpointStore) -> str:
     newest = next(iter(store.newest_first()), None)
-    left = (
+    survivor = (
         "There is no earlier checkpoint"
         if newest is None
         else f"{newest} is still the newest one, whole and usable"
     )
     return (
-        f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command "
-        "again."
+        f"{survivor}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same "
+        "command again."
     )

@@ -51,7 +51,8 @@ class GroupRequests:
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
-        rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
+        rollout = self._services.config.actor_rollout_ref.rollout
+        services = self._services
         options = SamplingOptions.for_training(rollout, services.stop_token_ids)
         unfinished = [
             (group, sample) for group in groups for sample in group.samples if sample.state != "ended"
@@ -107,10 +108,8 @@ class GroupRequests:
         num_tokens = 0
         for number in self._places:
             sample = self._sample(number, groups)
-            num_known, (sample.turns, sample.tool_calls) = (
-                sample.num_sampled,
-                self._services.engines.parts(number),
-            )
+            num_known = sample.num_sampled
+            sample.turns, sample.tool_calls = self._services.engines.parts(number)
             num_tokens += sample.num_sampled - num_known
         return num_tokens
 
@@ -154,8 +153,11 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
             f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )
-    sample.turns, sample.tool_calls = list(returned.parts), returned.tool_calls
-    sample.state, sample.finished, sample.engine = "ended", returned.finished, returned.engine
+    sample.turns = list(returned.parts)
+    sample.tool_calls = returned.tool_calls
+    sample.state = "ended"
+    sample.finished = returned.finished
+    sample.engine = returned.engine
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:

@@ -22,7 +22,9 @@ class Guards:
 
     def __init__(self, alerts: AlertsConfig, tracker: Tracker, stop: StopRequest) -> None:
         """``tracker`` gets the alerts; ``stop`` is asked to end the run."""
-        self._alerts, self._tracker, self._stop = alerts, tracker, stop
+        self._alerts = alerts
+        self._tracker = tracker
+        self._stop = stop
 
     def decide_update(
         self,

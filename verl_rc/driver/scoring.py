@@ -176,11 +176,11 @@ def _has_function(config: RewardConfig) -> bool:
 
 def reward_metrics(outputs: Sequence[RewardOutput]) -> list[Metric]:
     """``reward/failed_fraction``, and the spread of every numeric column over the rows that have it."""
-    failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
-    metrics = [Metric("reward/failed_fraction", Mean(failed, len(outputs)))]
+    num_failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
+    metrics = [Metric("reward/failed_fraction", Mean(num_failed, len(outputs)))]
     for column in sorted({name for output in outputs for name in output.extras}):
-        given = [output.extras[column] for output in outputs if column in output.extras]
-        values = [float(value) for value in given if isinstance(value, Real) and math.isfinite(value)]
+        cells = [output.extras[column] for output in outputs if column in output.extras]
+        values = [float(value) for value in cells if isinstance(value, Real) and math.isfinite(value)]
         if values:
             metrics += [
                 Metric(f"reward/{column}/mean", Mean(math.fsum(values), len(values))),

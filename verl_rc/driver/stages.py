@@ -86,7 +86,8 @@ def build_batch(
     record: StepRecord,
 ) -> ScoredStep:
     """Rollout correction and advantages; ``version`` is that of the trainer's weights."""
-    algorithm, asynchrony = services.config.algorithm, services.config.async_training
+    algorithm = services.config.algorithm
+    asynchrony = services.config.async_training
     with record.stage("adv"):
         return build_train_batch(samples, evaluations, algorithm, control, version, asynchrony)
 
@@ -163,7 +164,8 @@ def update_actor(
     beside: Beside | None = None,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
-    actor, correction = services.config.actor_rollout_ref.actor, services.config.algorithm.rollout_correction
+    actor = services.config.actor_rollout_ref.actor
+    correction = services.config.algorithm.rollout_correction
     options = MiniBatchOptions(
         rows_per_mini_batch=actor.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
@@ -172,8 +174,8 @@ def update_actor(
         denominator=correction.rejection_denominator,
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    judged = correction.bypass_mode and services.config.async_training.is_synchronous
-    limit = services.gap_limit.fault(state.rollout_gap_limit) if judged else None
+    is_limited = correction.bypass_mode and services.config.async_training.is_synchronous
+    limit = services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None
     request = UpdateRequest(
         control.correction(correction),
         policy_version=state.step,
@@ -187,9 +189,11 @@ def update_actor(
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)
-    planned = [mini.num_loss_tokens for mini in mini_batches]
+    planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(accounts_of_update(planned, report.kept_tokens, report.grad_norms, actor.ppo_epochs))
+    record.ledger.book(
+        accounts_of_update(planned_tokens, report.kept_tokens, report.grad_norms, actor.ppo_epochs)
+    )
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report

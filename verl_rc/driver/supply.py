@@ -274,17 +274,13 @@ class Supply:
 
     def _require_more(self, step: int) -> None:
         """Raise unless open requests can still complete a batch for ``step``."""
-        options, batch, num_kept = (
-            self._services.config.algorithm.filter_groups,
-            self._rule.batch,
-            self._progress.num_kept,
-        )
-        draw, sampled = (
-            self._services.config.data.prompts_per_draw,
-            self._progress.filtered_since_batch + num_kept,
-        )
-        if 0 < options.max_num_gen_batches * draw <= sampled and num_kept < batch:
-            raise too_few_informative(self._services.config, step, num_kept)
+        config = self._services.config
+        batch = self._rule.batch
+        num_kept = self._progress.num_kept
+        num_sampled = self._progress.filtered_since_batch + num_kept
+        limit = config.algorithm.filter_groups.max_num_gen_batches * config.data.prompts_per_draw
+        if 0 < limit <= num_sampled and num_kept < batch:
+            raise too_few_informative(config, step, num_kept)
         if not self._requests:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "

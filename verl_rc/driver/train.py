@@ -101,8 +101,10 @@ def update(
 
     Returns the statistics of rollout correction in the actor, None where the driver corrects.
     """
-    config, step = services.config, state.step + 1
-    correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
+    config = services.config
+    step = state.step + 1
+    correction = config.algorithm.rollout_correction
+    limit = config.trainer.max_nonfinite_updates
     norms = stages.update_critic(services, batch, evaluations, step, record, beside)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", norms, limit

@@ -141,7 +141,7 @@ def accounts_of_update(
     if (
         len(planned_tokens) != len(kept_tokens)
         or len(kept_tokens) % epochs
-        or len(norms) != sum(k > 0 for k in kept_tokens)
+        or len(norms) != sum(num_kept > 0 for num_kept in kept_tokens)
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
@@ -151,10 +151,10 @@ def accounts_of_update(
     accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0})
     remaining = iter(norms)
     first = len(kept_tokens) // epochs
-    for planned, kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
-        accounts["rejected"] += planned - kept
-        if kept:
-            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += kept
+    for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
+        accounts["rejected"] += num_planned - num_kept
+        if num_kept:
+            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += num_kept
     return dict(accounts)
 
 
@@ -217,7 +217,8 @@ class RunningLedger:
         """End groups that leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are
         not in flight."""
         ending = list(numbers)
-        ranges, remaining = NumberRanges.from_numbers(ending), set(self.in_flight) - set(ending)
+        ranges = NumberRanges.from_numbers(ending)
+        remaining = set(self.in_flight) - set(ending)
         unknown = [number for number in ranges if number not in self.in_flight]
         if fate not in FATES or unknown or len(ranges) != len(ending):
             raise LedgerError(
