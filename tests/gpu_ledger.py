@@ -393,15 +393,12 @@ class FakeActor:
         self._ledger, self._classes, self._dead = ledger, classes, False
         self._memory = Memory(name, gpus)
         ledger.processes.append(self._memory)
-        for method in ("identity", "prepare", "build", "call", "visible_devices", "listen", "gpu_bytes"):
-            setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
+        self.identity = SimpleNamespace(remote=lambda: Reference(self._memory))
+        self.run = SimpleNamespace(remote=lambda task, *arguments: getattr(self, f"_{task}")(*arguments))
 
     def kill(self) -> None:
         if self._memory in self._ledger.processes:
             self._ledger.processes.remove(self._memory)
-
-    def _identity(self) -> Reference:
-        return Reference(self._memory)
 
     def _gpu_bytes(self) -> Reference:
         return Reference(self._memory, int(CAPACITY * (1 << 30)))

@@ -61,7 +61,9 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
         assert all(tokens[i] in stops for i in ends)
     # The trainer computes them over prompt and response as they are: other tokens in any turn's prompt would
     # show.
-    scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config)).result
+    scores = run.actor.compute_log_probs(
+        rollouts.tokens, log_prob_limit(run.config.actor_rollout_ref.rollout)
+    ).result
     torch.testing.assert_close(scores.log_probs[mask], rollouts.rollout_log_probs[mask], rtol=0, atol=1e-4)
     assert rollouts.policy_versions[mask].unique().tolist() == [VERSION]
     assert rollouts.rollout_log_probs[~mask].unique().tolist() == [0.0]

@@ -48,7 +48,7 @@ class SupplyState:
     drawn: tuple[tuple[int, int], ...] = ()
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
     groups: dict[str, Any] = field(default_factory=dict)
-    """Open groups, packed (``data.groups.pack``): a file of its own holds them."""
+    """Open groups, packed (``data.groups.pack``): a separate file holds them."""
     filtered_since_batch: int = 0
     """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``.
     """
@@ -193,7 +193,7 @@ class SavedRun:
                 f"{sorted(plain.keys() - expected)}. Use another checkpoint."
             )
         try:
-            missing = {one.name for one in fields(RunState)} - plain["state"].keys() - {"prompts"}
+            missing = {member.name for member in fields(RunState)} - plain["state"].keys() - {"prompts"}
             if missing:
                 raise ValueError(f"missing: {sorted(missing)}")
             state = _STATE.validate_python(plain["state"])
@@ -212,7 +212,8 @@ def _in_one_line(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(
-        f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors()
+        f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {detail['input']!r}"
+        for detail in error.errors()
     )
 
 
@@ -224,9 +225,9 @@ def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any])
     """
     differences = []
     for key in FIXED_KEYS:
-        saved, given = _value_at(saved_config, key), _value_at(config, key)
-        if saved is not _ABSENT and given is not _ABSENT and saved != given:
-            differences.append(f"{key} was {saved!r}, now it is {given!r}")
+        saved, current = _value_at(saved_config, key), _value_at(config, key)
+        if saved is not _ABSENT and current is not _ABSENT and saved != current:
+            differences.append(f"{key} was {saved!r}, now it is {current!r}")
     if differences:
         raise CheckpointError(
             "a resumed run must keep the settings that its checkpoint was trained with: "

@@ -275,20 +275,20 @@ def _model_differences(
         for name in sorted(named.keys() & saved.keys())
         if saved[name].size != named[name].shape
     ]
-    found = {
+    differences = {
         "lacks": sorted(expected - saved.keys()),
         "has in addition": sorted(saved.keys() - named.keys()),
         "has in another shape": shapes,
     }
-    return [f"it {verb} {_some(names)}" for verb, names in found.items() if names]
+    return [f"it {verb} {_some(names)}" for verb, names in differences.items() if names]
 
 
 def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
     if header.optimizer_parameters is None:
         return ["it was saved without an optimizer"]
-    given, saved = set(optimized), set(header.optimizer_parameters)
-    found = {"does not step": sorted(given - saved), "steps in addition": sorted(saved - given)}
-    differences = [f"its optimizer {verb} {_some(names)}" for verb, names in found.items() if names]
+    expected, saved = set(optimized), set(header.optimizer_parameters)
+    names_by_verb = {"does not step": sorted(expected - saved), "steps in addition": sorted(saved - expected)}
+    differences = [f"its optimizer {verb} {_some(names)}" for verb, names in names_by_verb.items() if names]
     groups, saved_groups = len(optimizer.param_groups), len(header.learning_rates)
     if groups != saved_groups:
         differences.append(f"its optimizer has {saved_groups} parameter group(s) instead of {groups}")
@@ -313,9 +313,9 @@ def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None
     if dist.is_initialized():
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, problem, group=group)
-    found = {text for text in problems if text is not None}
-    if found:
-        raise CheckpointError(" ".join(sorted(found)))
+    messages = {text for text in problems if text is not None}
+    if messages:
+        raise CheckpointError(" ".join(sorted(messages)))
 
 
 def _rank() -> int:

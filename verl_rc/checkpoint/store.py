@@ -54,7 +54,7 @@ class CheckpointStore:
                 "trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got "
                 f"{keep}. trainer.save_freq=-1 writes none."
             )
-        self._run_folder = run_folder
+        self.run_folder = run_folder
         self._keep = keep
         self.begun: int | None = None
         """Step of the checkpoint in progress, begun but not committed; None without one."""
@@ -102,7 +102,7 @@ class CheckpointStore:
             os.rename(final, replaced)
         os.rename(partial, final)
         self.begun = None
-        sync(self._run_folder)
+        sync(self.run_folder)
         self._write_latest(step)
         shutil.rmtree(replaced, ignore_errors=True)
         self._delete_old()
@@ -110,11 +110,11 @@ class CheckpointStore:
 
     def newest_first(self) -> list[Path]:
         """Complete checkpoints, the last committed first."""
-        if not self._run_folder.is_dir():
+        if not self.run_folder.is_dir():
             return []
         folders = [
             path
-            for path in self._run_folder.iterdir()
+            for path in self.run_folder.iterdir()
             if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
         ]
         return sorted(folders, key=lambda folder: (_commit_number(folder), _step_of(folder)), reverse=True)
@@ -151,21 +151,21 @@ class CheckpointStore:
             return None, []
         listed = "; ".join(f"{folder.name}: {reason}" for folder, reason in reasons)
         raise CheckpointError(
-            f"trainer.resume_mode=auto needs a checkpoint that can be read in {self._run_folder}, but none "
+            f"trainer.resume_mode=auto needs a checkpoint that can be read in {self.run_folder}, but none "
             f"of {len(reasons)} can ({listed}). Repair one, give another folder with "
             "trainer.resume_mode=resume_path and trainer.resume_from_path, or start anew with "
             "trainer.resume_mode=disable."
         )
 
     def _folder(self, step: int, suffix: str = "") -> Path:
-        return self._run_folder / f"global_step_{step}{suffix}"
+        return self.run_folder / f"global_step_{step}{suffix}"
 
     def _write_latest(self, step: int) -> None:
-        beside = self._run_folder / f"{LATEST_FILE}{_PARTIAL}"
+        beside = self.run_folder / f"{LATEST_FILE}{_PARTIAL}"
         beside.write_text(f"{step}\n")
         sync(beside)
-        os.replace(beside, self._run_folder / LATEST_FILE)
-        sync(self._run_folder)
+        os.replace(beside, self.run_folder / LATEST_FILE)
+        sync(self.run_folder)
 
     def _delete_old(self) -> None:
         """Delete old checkpoints; each is renamed first, because a half-deleted folder must not look like a
@@ -179,19 +179,19 @@ class CheckpointStore:
 
     def _commit_sealed(self, is_readable: Callable[[Path], str | None]) -> None:
         """Commit a sealed checkpoint that was completely written before the run ended."""
-        for partial in self._run_folder.glob(f"global_step_*{_PARTIAL}"):
+        for partial in self.run_folder.glob(f"global_step_*{_PARTIAL}"):
             if _commit_number(partial) and is_readable(partial) is None:
                 self.commit(_step_of(partial.with_suffix("")))
 
     def _finish_interrupted_commit(self) -> None:
         """Restore the name of a checkpoint that was moved aside unless its successor has it; delete other
         leftovers."""
-        for replaced in self._run_folder.glob(f"global_step_*{_REPLACED}"):
+        for replaced in self.run_folder.glob(f"global_step_*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if not final.exists():
                 os.rename(replaced, final)
         for suffix in (_PARTIAL, _REPLACED, _DELETED):
-            for folder in self._run_folder.glob(f"global_step_*{suffix}"):
+            for folder in self.run_folder.glob(f"global_step_*{suffix}"):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

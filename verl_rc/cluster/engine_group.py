@@ -58,10 +58,10 @@ class EngineGroup:
         shares = placement.shares_devices and placement.device == "cuda"
         self._engines = []
         for index, place in enumerate(placement.engine_places):
-            beside = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
-            own = {**environment, "CUDA_VISIBLE_DEVICES": beside} if shares else environment
+            devices = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
+            process_environment = {**environment, "CUDA_VISIBLE_DEVICES": devices} if shares else environment
             slots = {"max_concurrency": _SLOTS, **place.options(reserve_gpu=not shares)}
-            self._engines.append(RemoteProcess(f"rollout engine {index}", own, **slots))
+            self._engines.append(RemoteProcess(f"rollout engine {index}", process_environment, **slots))
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Replaced engines that have not yet received the unfinished samples of their predecessors."""
@@ -81,7 +81,8 @@ class EngineGroup:
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
         call is lost."""
-        self._options, self._timeout_seconds = options, timeout_seconds
+        self._options = options
+        self._timeout_seconds = timeout_seconds
         if options.deterministic:
             self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(options.worker, options=options) for process in self._engines]
@@ -106,35 +107,43 @@ class EngineGroup:
         not the consequence of another.
         """
         calls = [*pending.values(), *beside]
-        answer_of = {
+        answer_by_call = {
             item.reference: answer
             for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
         }
-        of_engines = {engine: answer_of[item.reference] for engine, item in pending.items()}
+        answers_by_engine = {engine: answer_by_call[item.reference] for engine, item in pending.items()}
         died = {
-            engine: answer for engine, answer in of_engines.items() if isinstance(answer, ProcessLostError)
+            engine: answer
+            for engine, answer in answers_by_engine.items()
+            if isinstance(answer, ProcessLostError)
         }
         silent = {
-            engine: died.pop(engine) for engine, answer in of_engines.items() if isinstance(answer, HangError)
+            engine: died.pop(engine)
+            for engine, answer in answers_by_engine.items()
+            if isinstance(answer, HangError)
         }
         known = [*died.values(), *silent.values()]
         failures = [
-            answer for answer in answer_of.values() if isinstance(answer, RemoteError) and answer not in known
+            answer
+            for answer in answer_by_call.values()
+            if isinstance(answer, RemoteError) and answer not in known
         ]
         causes = [
             failure
             for failure in failures
-            if not isinstance(failure, HangError) and not _is_consequence(failure)
+            if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
         ]
         lost = died if causes else died | silent
         if lost:
             answered = {
-                engine: answer for engine, answer in of_engines.items() if not isinstance(answer, RemoteError)
+                engine: answer
+                for engine, answer in answers_by_engine.items()
+                if not isinstance(answer, RemoteError)
             }
             raise EnginesLostError(lost, answered)
         if failures:
             raise [*causes, *failures][0]
-        return of_engines, [answer_of[item.reference] for item in beside]
+        return answers_by_engine, [answer_by_call[item.reference] for item in beside]
 
     def facts(self) -> EngineFacts:
         """Properties of the first engine; all engines are alike."""
@@ -181,7 +190,7 @@ class EngineGroup:
 
     def device_keys(self) -> list[str]:
         """The devices that hold engine workers, as trainer ranks name theirs."""
-        return [key for of_engine in self._call_all("device_keys") for key in of_engine]
+        return [key for keys in self._call_all("device_keys") for key in keys]
 
     def begin_update(self) -> None:
         """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""
@@ -228,9 +237,9 @@ class EngineGroup:
         They are sampled with the engines' current weights, or those of an update in progress. With ``evenly``
         engines share the requests of one prompt where that balances their load.
         """
-        numbers, of_engines = self._work.add(requests, options, awaited=False, evenly=evenly)
+        numbers, samples_by_engine = self._work.add(requests, options, awaited=False, evenly=evenly)
         self._submitting.append(
-            self._hand_over(of_engines)
+            self._hand_over(samples_by_engine)
         )  # an engine that takes 256 requests in may not answer for 0.2 s
         return numbers
 
@@ -239,8 +248,8 @@ class EngineGroup:
     ) -> list[list[int]]:
         """Submit all requests to every engine, to begin before all that waits; returns their numbers by
         engine at once."""
-        numbers, of_engines = self._work.add_to_each(requests, options)
-        self._submitting.append(self._hand_over(of_engines))
+        numbers, samples_by_engine = self._work.add_to_each(requests, options)
+        self._submitting.append(self._hand_over(samples_by_engine))
         return numbers
 
     def _wait_for_submitted(self) -> None:
@@ -282,7 +291,8 @@ class EngineGroup:
             The numbers of samples that can be taken, in ascending order; and what each busy engine said of
             the update. ``parts`` gives what is known of the other samples.
         """
-        busy, interrupted = self._work.num_busy(), dict[int, Interrupted]()
+        busy = self._work.num_busy()
+        interrupted = dict[int, Interrupted]()
 
         def record(answers: Mapping[int, Interrupted]) -> None:
             self._work.record_parts(answers)
@@ -294,8 +304,8 @@ class EngineGroup:
         return self._work.finished(), interrupted
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with,
-        and the number of its calls that tools answered."""
+        """The known parts of an unfinished sample's response, after ``collect_parts``, and the number of its
+        calls that tools answered."""
         return self._work.parts(number)
 
     def begin_steps(self) -> None:
@@ -325,8 +335,8 @@ class EngineGroup:
         raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
         been collected. A sample depends only on its request's seed, so the result is the same.
         """
-        numbers, of_engines = self._work.add(requests, options, awaited=True, evenly=True)
-        self._hand_over(of_engines)
+        numbers, samples_by_engine = self._work.add(requests, options, awaited=True, evenly=True)
+        self._hand_over(samples_by_engine)
         return self.finish(numbers, on_loss)
 
     def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
@@ -349,17 +359,18 @@ class EngineGroup:
         Losses are dealt with as in ``collect``.
         """
         busy_seconds = 0.0
-        while missing := self._work.num_unfinished(numbers):
+        while unfinished := self._work.num_unfinished(numbers):
             self._go_on_after_losses()
             if self._options.deterministic:
                 self._tell_all("finish", numbers)
-            busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+            busy_seconds = max(busy_seconds, self._collect(unfinished, None, on_loss))
         return busy_seconds
 
-    def _hand_over(self, of_engines: Mapping[int, Sequence[QueuedSample]]) -> dict[int, Pending]:
+    def _hand_over(self, samples_by_engine: Mapping[int, Sequence[QueuedSample]]) -> dict[int, Pending]:
         """Submit samples; returns at once. The next ``collect`` reports a failure too."""
         return {
-            engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()
+            engine: self._engines[engine].call("submit", samples)
+            for engine, samples in samples_by_engine.items()
         }
 
     def _collect(
@@ -376,8 +387,8 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Let engines that replaced others do what those owed. To be called before samples are required: it
-        makes that void."""
+        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
+        Call it before samples are required from engines."""
         if self._replaced:
             self._hand_over_lost()
             self.begin_steps()
@@ -423,8 +434,3 @@ class EngineGroup:
             {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}
         )
         return list(answered.values())
-
-
-def _is_consequence(failure: RemoteError) -> bool:
-    """Whether a process failed because another one had died."""
-    return isinstance(failure.cause, TransferBrokenError)

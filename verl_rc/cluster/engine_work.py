@@ -27,16 +27,16 @@ def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: 
     """
     load = list(unfinished)
     limit = -(-(sum(load) + len(prompts)) // len(load)) if evenly else sum(load) + len(prompts)
-    placed: list[list[int]] = [[] for _ in load]
+    assignment: list[list[int]] = [[] for _ in load]
     for _, group in groupby(range(len(prompts)), key=prompts.__getitem__):
         positions = list(group)
         while positions:
             engine = load.index(min(load))
-            taken = positions[: limit - load[engine]]
-            placed[engine] += taken
-            load[engine] += len(taken)
-            positions = positions[len(taken) :]
-    return placed
+            head = positions[: limit - load[engine]]
+            assignment[engine] += head
+            load[engine] += len(head)
+            positions = positions[len(head) :]
+    return assignment
 
 
 class EngineWork:
@@ -66,21 +66,21 @@ class EngineWork:
         samples = [QueuedSample(next(self._numbers), request, options, awaited) for request in requests]
         if self._by_seed:
             engine_of = [request.seed % len(self._unfinished) for request in requests]
-            placed = [
-                [place for place, own in enumerate(engine_of) if own == engine]
+            assignment = [
+                [place for place, assigned in enumerate(engine_of) if assigned == engine]
                 for engine in range(len(self._unfinished))
             ]
         else:
             prompts = [request.prompt_token_ids for request in requests]
-            placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly)
-        of_engines = {
+            assignment = assign(prompts, [len(unfinished) for unfinished in self._unfinished], evenly)
+        samples_by_engine = {
             engine: [samples[position] for position in positions]
-            for engine, positions in enumerate(placed)
+            for engine, positions in enumerate(assignment)
             if positions
         }
-        for engine, mine in of_engines.items():
-            self._unfinished[engine] |= {sample.number: sample for sample in mine}
-        return [sample.number for sample in samples], of_engines
+        for engine, unfinished in samples_by_engine.items():
+            self._unfinished[engine] |= {sample.number: sample for sample in unfinished}
+        return [sample.number for sample in samples], samples_by_engine
 
     def add_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
@@ -89,13 +89,15 @@ class EngineWork:
 
         The numbers are below all others, so that these samples begin first.
         """
-        of_engines: dict[int, list[QueuedSample]] = {}
-        for engine, mine in enumerate(self._unfinished):
-            of_engines[engine] = [
+        samples_by_engine: dict[int, list[QueuedSample]] = {}
+        for engine, unfinished in enumerate(self._unfinished):
+            samples_by_engine[engine] = [
                 QueuedSample(-1 - next(self._numbers), request, options) for request in requests
             ]
-            mine |= {sample.number: sample for sample in of_engines[engine]}
-        return [[sample.number for sample in samples] for samples in of_engines.values()], of_engines
+            unfinished |= {sample.number: sample for sample in samples_by_engine[engine]}
+        return [
+            [sample.number for sample in samples] for samples in samples_by_engine.values()
+        ], samples_by_engine
 
     def unfinished(self, engine: int) -> list[QueuedSample]:
         """The unfinished samples of an engine, in the order of their numbers."""
@@ -108,9 +110,10 @@ class EngineWork:
     def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
         """The number of unfinished samples among ``numbers``, for each engine that has some."""
         counts = {
-            engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)
+            engine: sum(number in unfinished for number in numbers)
+            for engine, unfinished in enumerate(self._unfinished)
         }
-        return {engine: missing for engine, missing in counts.items() if missing}
+        return {engine: count for engine, count in counts.items() if count}
 
     def record(self, answers: Mapping[int, Collected]) -> None:
         """Store the finished samples of each engine, without discarded ones.
@@ -120,26 +123,28 @@ class EngineWork:
         """
         problems = []
         for engine, collected in answers.items():
-            mine = self._unfinished[engine]
-            outcomes: list[tuple[int, Sample | str]] = [(one.number, one) for one in collected.samples]
+            unfinished = self._unfinished[engine]
+            outcomes: list[tuple[int, Sample | str]] = [
+                (sample.number, sample) for sample in collected.samples
+            ]
             outcomes += collected.failures.items()
             for number, outcome in outcomes:
                 if number in self._discarded:
                     self._discarded.remove(number)
-                elif number not in mine:
+                elif number not in unfinished:
                     problems.append(
                         f"rollout engine {engine} must return each of its samples once, but sample {number} "
                         "is none of those that it still has"
                     )
                 elif isinstance(outcome, str):
                     self._failures[number] = outcome
-                    del mine[number]
+                    del unfinished[number]
                 elif problem := _problem(outcome, engine):
                     problems.append(problem)
                 else:
-                    several = len(self._unfinished) > 1
-                    self._ended[number] = replace(outcome, engine=engine) if several else outcome
-                    del mine[number]
+                    has_several = len(self._unfinished) > 1
+                    self._ended[number] = replace(outcome, engine=engine) if has_several else outcome
+                    del unfinished[number]
         if problems:
             raise RuntimeError(f"{problems[0]}. Its samples cannot be trained on.")
 
@@ -147,17 +152,17 @@ class EngineWork:
         """Note how far each engine had come with unfinished samples at its last update: another engine
         continues from there."""
         for engine, interrupted in answers.items():
-            mine = self._unfinished[engine]
+            unfinished = self._unfinished[engine]
             for sample in interrupted.samples:
-                if sample.number in mine:
-                    request = mine[sample.number].request
+                if sample.number in unfinished:
+                    request = unfinished[sample.number].request
                     request = replace(request, parts=sample.parts, tool_calls=sample.tool_calls)
-                    mine[sample.number] = replace(mine[sample.number], request=request)
+                    unfinished[sample.number] = replace(unfinished[sample.number], request=request)
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
         """Return what is known of an unfinished sample's response, and the number of its calls that tools
         answered."""
-        (sample,) = (mine[number] for mine in self._unfinished if number in mine)
+        (sample,) = (unfinished[number] for unfinished in self._unfinished if number in unfinished)
         return list(sample.request.parts), sample.request.tool_calls
 
     def finished(self) -> list[int]:
@@ -180,7 +185,7 @@ class EngineWork:
         self.take_failures(numbers)
         for number in numbers:
             self._ended.pop(number, None)
-            if any(mine.pop(number, None) is not None for mine in self._unfinished):
+            if any(unfinished.pop(number, None) is not None for unfinished in self._unfinished):
                 self._discarded.add(number)
 
 

@@ -22,8 +22,8 @@ from verl_rc.workers.updates import ActorReport, UpdateReport, UpdateRequest
 Report = TypeVar("Report", bound=UpdateReport)
 
 
-def _over_ranks(reports: Sequence[Report]) -> Report:
-    """One report: the metrics of all ranks, and what is the same on all of them."""
+def _merged(reports: Sequence[Report]) -> Report:
+    """Merge reports: the metrics of all ranks, and the fields that are equal on all ranks."""
     return replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
 
 
@@ -61,9 +61,9 @@ class ActorGroup(RankGroup):
         rows_to_train.returns = None  # of no meaning to the actor
         parts = self.split(rows_to_train, mini_batches, limit)
         answers = self.call_update(
-            [(rows, replace(request, mini_batches=own)) for rows, own in parts], beside
+            [(rows, replace(request, mini_batches=shares)) for rows, shares in parts], beside
         )
-        return Timed(_over_ranks(answers.result), answers.busy_seconds)
+        return Timed(_merged(answers.result), answers.busy_seconds)
 
     def manifest(self) -> Manifest:
         """The manifest of a weight update."""
@@ -120,7 +120,7 @@ class CriticGroup(RankGroup):
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
         answers = self.call_update(self.split(batch, mini_batches, limit), beside)
-        return Timed(_over_ranks(answers.result), answers.busy_seconds)
+        return Timed(_merged(answers.result), answers.busy_seconds)
 
 
 class ReferenceGroup(RankGroup):

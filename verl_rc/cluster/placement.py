@@ -95,9 +95,10 @@ def plan_placement(config: RunConfig) -> Placement:
 
 
 def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
-    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that
-    are theirs alone."""
-    cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
+    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else a share of
+    the cores each."""
+    cores = usable_cores()
+    ranks = config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if device == "cpu" and config.overlaps:
         share = max(1, cores // (ranks + workers))
@@ -107,7 +108,8 @@ def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int
 
 def _check_nodes(config: RunConfig, device: str) -> None:
     """Raise ``ConfigError`` unless there are enough nodes, each with enough GPUs."""
-    rollout, own_pool = config.actor_rollout_ref.rollout, not config.actor_rollout_ref.hybrid_engine
+    rollout = config.actor_rollout_ref.rollout
+    own_pool = not config.actor_rollout_ref.hybrid_engine
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     connect = "" if config.ray_kwargs.ray_init.address else f" and pass {_CONNECT}"
     if len(nodes) < config.trainer.nnodes:
@@ -124,25 +126,25 @@ def _check_nodes(config: RunConfig, device: str) -> None:
             "backend=auto."
         )
     gpus = [int(node.get("GPU", 0)) for node in nodes]
-    asked = _GpusPerNode.of_config(config)
-    if not asked.fit(gpus):
+    needs = _GpusPerNode.from_config(config)
+    if not needs.fit(gpus):
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed"
-            f"{asked.beside_ranks()}, {max(asked.ranks, asked.engines)} on a node; the cluster has "
+            f"{needs.beside_ranks()}, {max(needs.ranks, needs.engines)} on a node; the cluster has "
             f"{sum(gpus)} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. "
-            f"{_what_fits(config, asked, gpus)}"
+            f"{_what_fits(config, needs, gpus)}"
         )
     size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
     room = {
-        count: sum(of_node // count for of_node in gpus)
+        count: sum(num_gpus // count for num_gpus in gpus)
         for count in range(1, size + 1)
         if devices % count == 0
     }
     if config.num_engines > room[size]:
-        fits = max(count for count, engines in room.items() if engines >= devices // count)
+        largest = max(count for count, engines in room.items() if engines >= devices // count)
         raise ConfigError(
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
-            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
+            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {largest}."
         )
 
 
@@ -155,52 +157,52 @@ class _GpusPerNode:
 
     nodes: int
     ranks: int
-    """Of trainer ranks, on each node."""
+    """GPUs of trainer ranks on each node."""
     engine_nodes: int
     engines: int
-    """Of engines that do not share those of ranks, on each of their nodes."""
+    """GPUs of engines on each of their nodes; 0: engines share those of the ranks."""
     judge: int
-    """Of the reward model, on one node."""
+    """GPUs of the reward model, on one node."""
 
     @classmethod
-    def of_config(cls, config: RunConfig) -> "_GpusPerNode":
+    def from_config(cls, config: RunConfig) -> "_GpusPerNode":
         trainer, rollout, judge = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
-        own = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
-        of_judge = judge.n_gpus_per_node if judge.enable else 0
-        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, own, of_judge)
+        engine_gpus = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
+        judge_gpus = judge.n_gpus_per_node if judge.enable else 0
+        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, engine_gpus, judge_gpus)
 
     def fit(self, gpus: Sequence[int]) -> bool:
-        """Whether nodes with so many GPUs each have enough."""
+        """Whether nodes with these numbers of GPUs have enough."""
         needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.judge
-        large_enough = sum(of_node >= max(self.ranks, self.engines) for of_node in gpus)
+        large_enough = sum(count >= max(self.ranks, self.engines) for count in gpus)
         return needed <= sum(gpus) and large_enough >= self.nodes
 
     def beside_ranks(self) -> str:
-        """What is needed beside the ranks' GPUs, for a message."""
+        """The GPUs needed beside those of ranks, as a part of a message."""
         engines = f" and {self.engine_nodes * self.engines} for engines" if self.engines else ""
         return engines + (f" and {self.judge} for the reward model" if self.judge else "")
 
 
-def _what_fits(config: RunConfig, asked: _GpusPerNode, gpus: Sequence[int]) -> str:
+def _what_fits(config: RunConfig, needs: _GpusPerNode, gpus: Sequence[int]) -> str:
     """A sentence with the keys that would fit the cluster; parts of the number asked for keep batches
     divisible."""
     ways = [] if config.ray_kwargs.ray_init.address else [f"{_CONNECT} where a cluster of more nodes runs"]
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    for part in range(2, asked.ranks + 1):
-        smaller = replace(asked, ranks=asked.ranks // part, engines=asked.engines // part)
-        divides = asked.ranks % part == asked.engines % part == 0
+    for part in range(2, needs.ranks + 1):
+        smaller = replace(needs, ranks=needs.ranks // part, engines=needs.engines // part)
+        divides = needs.ranks % part == needs.engines % part == 0
         devices = smaller.engine_nodes * smaller.engines or smaller.nodes * smaller.ranks
         if divides and devices % size == 0 and smaller.fit(gpus):
-            of_engines = (
+            engine_key = (
                 f" actor_rollout_ref.rollout.n_gpus_per_node={smaller.engines}" if smaller.engines else ""
             )
-            ways.append(f"trainer.n_gpus_per_node={smaller.ranks}{of_engines}")
+            ways.append(f"trainer.n_gpus_per_node={smaller.ranks}{engine_key}")
             break
     return f"Pass {', or '.join([*ways, 'trainer.device=cpu to train on the CPU'])}."
 
 
 def _largest_share(gpus: Sequence[int], nodes: int) -> str:
-    """How many GPUs each of so many nodes has, for a message; nothing where that many have none."""
+    """The number of GPUs that each of the ``nodes`` largest has, for a message; empty when one has none."""
     share = sorted(gpus, reverse=True)[nodes - 1]
     return f", {share} on each of the {nodes} largest" if share else ""
 
@@ -208,7 +210,8 @@ def _largest_share(gpus: Sequence[int], nodes: int) -> str:
 def _check_cores(config: RunConfig) -> None:
     """Raise ``ConfigError`` unless each rank and each engine has a core: ranks compute at the same time, and
     so do engines."""
-    trainer, cores = config.trainer, usable_cores()
+    trainer = config.trainer
+    cores = usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: "
@@ -216,7 +219,8 @@ def _check_cores(config: RunConfig) -> None:
             f"for, this process may use {cores}. Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer "
             "ranks)."
         )
-    options, engines = config.async_training, config.num_engine_devices // trainer.nnodes
+    options = config.async_training
+    engines = config.num_engine_devices // trainer.nnodes
     if config.overlaps and trainer.n_gpus_per_node + engines > cores:
         synchronous = (
             "staleness_threshold=0"
@@ -234,9 +238,9 @@ def _check_cores(config: RunConfig) -> None:
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
     """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate
     ones."""
-    rollout = config.actor_rollout_ref.rollout
-    per_engine = rollout.tensor_model_parallel_size
-    shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
+    per_engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    shared = config.actor_rollout_ref.hybrid_engine
+    gpu = 1.0 if device == "cuda" else 0.0
     trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
     groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
     rank_places = [
@@ -247,15 +251,15 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
     if shared:
         engine_places = rank_places[:: config.num_ranks // config.num_engines]
     else:
-        own = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
-        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in own]
-        groups += own
+        engine_groups = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
+        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in engine_groups]
+        groups += engine_groups
     _wait_until_free(groups, config.trainer.ready_timeout_seconds)
     return rank_places, engine_places
 
 
 def _are_on_one_node(places: Sequence[Place]) -> bool:
-    """Engines of their own may have got another node than the ranks, also where one node was asked for."""
+    """Whether all places are on one node; engines with separate devices may be on another node than ranks."""
     groups = {place.group.id: place.group for place in places}.values()
     return (
         len(
@@ -267,16 +271,16 @@ def _are_on_one_node(places: Sequence[Place]) -> bool:
 
 def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
     """Bundles on one node."""
-    wanted = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([wanted] * count, strategy="STRICT_PACK")
+    resources = {name: amount for name, amount in bundle.items() if amount}
+    return placement_group([resources] * count, strategy="STRICT_PACK")
 
 
 def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:
     waiting = [group.ready() for group in groups]
-    _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
-    if missing:
+    _, unavailable = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
+    if unavailable:
         raise RemoteError(
-            f"{len(missing)} of {len(waiting)} groups of processes found no free place within "
+            f"{len(unavailable)} of {len(waiting)} groups of processes found no free place within "
             f"{timeout_seconds:.0f} s. The cluster has {_shown(ray.cluster_resources())} and "
             f"{_shown(ray.available_resources())} free: other jobs hold the rest. Stop them, ask for less, "
             "or raise trainer.ready_timeout_seconds."

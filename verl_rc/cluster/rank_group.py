@@ -93,9 +93,12 @@ class RankGroup:
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
         for number in range(self.num_shares):
-            own = [share[number] for share in shares]
-            place = _places([rows for share in own for rows in share.micro_batches])
-            local = [replace(share, micro_batches=_localised(share.micro_batches, place)) for share in own]
+            mini_batch_shares = [share[number] for share in shares]
+            place = _places([rows for share in mini_batch_shares for rows in share.micro_batches])
+            local = [
+                replace(share, micro_batches=_localised(share.micro_batches, place))
+                for share in mini_batch_shares
+            ]
             parts.append((Ragged.from_record(batch, list(place) or [0]), local))
         return parts
 
@@ -105,7 +108,9 @@ class RankGroup:
         """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
         in their order."""
         pending = [
-            rank.call("update", *own) for share, own in enumerate(arguments) for rank in self._ranks_of(share)
+            rank.call("update", *share_arguments)
+            for share, share_arguments in enumerate(arguments)
+            for rank in self._ranks_of(share)
         ]
         answers = wait_timed(pending, beside)
         return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)

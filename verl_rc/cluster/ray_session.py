@@ -71,7 +71,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     """
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
-    address, loopback_only = options.pop("address", None), options.pop("loopback_only")
+    address = options.pop("address", None)
+    loopback_only = options.pop("loopback_only")
     _listen_on_loopback(address is None and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
     if (
@@ -146,7 +147,7 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _listen_on_loopback(wanted: bool) -> None:
+def _listen_on_loopback(enabled: bool) -> None:
     """Choose whether the local Ray node uses the address 127.0.0.1, so that all its servers listen only
     there.
 
@@ -154,5 +155,5 @@ def _listen_on_loopback(wanted: bool) -> None:
     not help, because Ray resolves it to the machine's address; this switch, Ray's default on macOS and
     Windows, does (Ray 2.60).
     """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
-    ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not enabled))
+    ray_constants.ENABLE_RAY_CLUSTER = not enabled  # was read from the environment when Ray was imported

@@ -49,20 +49,21 @@ class _Process:
     def identity(self) -> ProcessIdentity:
         return self._identity
 
-    def prepare(self, target: str) -> _Answer:
-        return self._timed(self._import, target)
+    def run(self, task: str, *arguments: Any) -> _Answer:
+        """Time one of the methods below."""
+        begin = time.time()
+        started = time.perf_counter()
+        result = getattr(self, f"_{task}")(*arguments)
+        return result, begin, time.perf_counter() - started
 
-    def _import(self, target: str) -> None:
+    def _prepare(self, target: str) -> None:
         importlib.import_module(target.split(":")[0])
-
-    def build(self, target: str, arguments: Mapping[str, Any]) -> _Answer:
-        return self._timed(self._build, target, arguments)
 
     def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
         try:
             self._object = construct(target, arguments)
         except BaseException as error:
-            # Libraries say there what went wrong, in threads and in processes of their own, and Ray does not
+            # Libraries write the reason there, also from their threads and child processes, and Ray does not
             # show it.
             log = os.path.realpath("/proc/self/fd/2")
             if os.path.isfile(log):
@@ -72,14 +73,11 @@ class _Process:
             raise
         return os.getpid()
 
-    def call(self, method: str, arguments: Sequence[Any]) -> _Answer:
-        return self._timed(getattr(self._object, method), *arguments)
+    def _call(self, method: str, arguments: Sequence[Any]) -> Any:
+        return getattr(self._object, method)(*arguments)
 
-    def visible_devices(self) -> _Answer:
-        return self._timed(lambda: ",".join(str(gpu) for gpu in ray.get_gpu_ids()))
-
-    def gpu_bytes(self) -> _Answer:
-        return self._timed(self._gpu_bytes)
+    def _visible_devices(self) -> str:
+        return ",".join(str(gpu) for gpu in ray.get_gpu_ids())
 
     def _gpu_bytes(self) -> int:
         import torch  # noqa: PLC0415  (once its environment is set)
@@ -88,19 +86,11 @@ class _Process:
 
         return int(torch.cuda.get_device_properties(trainer_device("cuda")).total_memory)
 
-    def listen(self, host: str | None) -> _Answer:
-        return self._timed(self._listen, host)
-
     def _listen(self, host: str | None) -> tuple[str, int]:
         from verl_rc.distributed.network import listen  # noqa: PLC0415  (see the class)
 
         host = host or ray.util.get_node_ip_address()
         return host, listen(host)
-
-    def _timed(self, compute: Callable[..., Any], *arguments: Any) -> _Answer:
-        begin, started = time.time(), time.perf_counter()
-        result = compute(*arguments)
-        return result, begin, time.perf_counter() - started
 
 
 class RemoteProcess:
@@ -111,7 +101,8 @@ class RemoteProcess:
         self.name = name
         self.last_answer: tuple[str, float] | None = None
         """The last answered call and its ``time.monotonic`` in seconds; None before the first answer."""
-        self._environment, self._options = dict(environment), options
+        self._environment = dict(environment)
+        self._options = options
         self._start()
         WATCHDOG.add(self)
 
@@ -121,11 +112,12 @@ class RemoteProcess:
 
     def prepare(self, target: str) -> "Pending":
         """Import the module of ``module:Class`` in the process, for a later ``build``."""
-        return Pending(self, f"import {target.split(':')[0]}", self._actor.prepare.remote(target))
+        return Pending(self, f"import {target.split(':')[0]}", self._actor.run.remote("prepare", target))
 
     def build(self, target: str, **arguments: Any) -> "Pending":
         """Construct ``module:Class`` in the process."""
-        return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
+        reference = self._actor.run.remote("build", target, arguments)
+        return Pending(self, f"start {target.split(':')[1]}", reference)
 
     def call(
         self, method: str, *arguments: Any, what: str | None = None, who: str | None = None
@@ -135,20 +127,20 @@ class RemoteProcess:
         ``what``: description of the call for messages, default the method's name; ``who``: the part of the
         process that answers.
         """
-        return Pending(self, what or method, self._actor.call.remote(method, arguments), who)
+        return Pending(self, what or method, self._actor.run.remote("call", method, arguments), who)
 
     def listen(self, host: str | None = None) -> "Pending":
         """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node)
         and the port."""
-        return Pending(self, "listen on a port", self._actor.listen.remote(host))
+        return Pending(self, "listen on a port", self._actor.run.remote("listen", host))
 
     def visible_devices(self) -> "Pending":
         """The GPUs that Ray assigned to the process, in terms of ``CUDA_VISIBLE_DEVICES``."""
-        return Pending(self, "name its GPUs", self._actor.visible_devices.remote())
+        return Pending(self, "name its GPUs", self._actor.run.remote("visible_devices"))
 
     def gpu_bytes(self) -> "Pending":
         """Memory of the process's first GPU."""
-        return Pending(self, "measure its GPU", self._actor.gpu_bytes.remote())
+        return Pending(self, "measure its GPU", self._actor.run.remote("gpu_bytes"))
 
     def node_is_gone(self) -> bool:
         """Whether the process's node has left the cluster."""
@@ -212,10 +204,10 @@ def wait_for_all(
     limit = WATCHDOG.limit_seconds if timeout_seconds is None else timeout_seconds
     deadline = None if limit is None else time.monotonic() + limit
     while remaining:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        pause = left if beside is None else min(_SERVE_SECONDS, left or _SERVE_SECONDS)
+        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        pause = seconds_left if beside is None else min(_SERVE_SECONDS, seconds_left or _SERVE_SECONDS)
         ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause)
-        if not ready and beside is not None and left != 0.0:
+        if not ready and beside is not None and seconds_left != 0.0:
             beside()
             continue
         if not ready:
@@ -291,7 +283,7 @@ def _result_of(item: Pending) -> Any:
         return result
     except RayTaskError as error:
         item.process.last_answer = (item.call_of_process, time.monotonic())
-        # Ray raises a class of its own that inherits from the cause's; only its text and its cause are there.
+        # Ray raises a generated class that inherits from the cause's; it has only the text and the cause.
         raise RemoteError(f"{item.who} failed to {item.what}:\n{str(error).strip()}", error.cause) from None
     except (RayActorError, GetTimeoutError, RayError) as error:
         with_others = "" if item.who == item.process.name else f" (the process of {item.process.name})"

@@ -28,9 +28,8 @@ class RewardPool:
         """
         self._config = config
         self._start_timeout = start_timeout_seconds
-        self._failed_starts = self._tolerated_failures = (
-            0  # what has never started will not start the next time either
-        )
+        self._failed_starts = 0
+        self._tolerated_failures = 0  # before the first start succeeds, another attempt would fail too
         self._starting: list[ChildProcess] = []
         self._idle: list[ChildProcess] = []
         self._busy: dict[ChildProcess, int] = {}
@@ -108,15 +107,15 @@ class RewardPool:
                 if self._failed_starts > self._tolerated_failures:
                     function = self._config.custom_reward_function.path or "the built-in scorers"
                     raise ValueError(
-                        f"a reward process must load {function}, but it failed: {error}. What it printed "
-                        "stands above."
+                        f"a reward process must load {function}, but it failed: {error}. Its output is above."
                     ) from None
                 self._start()
                 continue
             if problem is not None:
                 process.kill()
                 raise ValueError(problem)
-            self._failed_starts, self._tolerated_failures = 0, _TOLERATED_FAILURES
+            self._failed_starts = 0
+            self._tolerated_failures = _TOLERATED_FAILURES
             self._idle.append(process)
 
     def _result(self, process: ChildProcess, sample: RewardSample) -> RewardOutput | RewardError:

@@ -97,11 +97,12 @@ def _dumped(identity: ProcessIdentity) -> str:
     path = Path(identity.stack_file)
     start = size = path.stat().st_size
     os.kill(identity.pid, signal.SIGUSR1)
-    deadline, grown = time.monotonic() + _DUMP_SECONDS, time.monotonic()
-    while time.monotonic() < deadline and (size == start or time.monotonic() - grown < _STABLE_SECONDS):
+    deadline = time.monotonic() + _DUMP_SECONDS
+    grew_at = time.monotonic()
+    while time.monotonic() < deadline and (size == start or time.monotonic() - grew_at < _STABLE_SECONDS):
         time.sleep(0.02)
         if path.stat().st_size != size:
-            size, grown = path.stat().st_size, time.monotonic()
+            size, grew_at = path.stat().st_size, time.monotonic()
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace").strip()
@@ -182,26 +183,16 @@ def full_report(wait: TimedOutWait) -> str:
 
 def _condition(process: AwaitedProcess) -> str:
     assert process.state is not None
-    frame = _innermost_frame(process.state.stacks)
-    if frame is None:
+    frames = _FRAME.findall(_serving_thread(process.state.stacks))
+    if not frames:
         return process.state.condition
-    waits = "waits in a collective for its peers, " if _in_collective(process.state.stacks) else ""
-    return f"{waits}at {frame}"
-
-
-def _innermost_frame(stacks: str) -> str | None:
-    """The innermost frame of the thread that serves the driver's call, or of any thread without such a
-    one."""
-    frame = _FRAME.search(_serving_thread(stacks))
-    return None if frame is None else f"{frame['function']} ({frame['file']}:{frame['line']})"
-
-
-def _in_collective(stacks: str) -> bool:
-    frames = _FRAME.findall(_serving_thread(stacks))
-    return any(_COLLECTIVE in file for file, _, _ in frames[:4])
+    file, line, function = frames[0]
+    in_collective = any(_COLLECTIVE in path for path, _, _ in frames[:4])
+    return f"{'waits in a collective for its peers, ' if in_collective else ''}at {function} ({file}:{line})"
 
 
 def _serving_thread(stacks: str) -> str:
+    """The stack of the thread that serves the driver's call, or of the first thread if none does."""
     threads = re.split(r"\n\s*\n|\n(?=(?:Current t|T)hread 0x)", stacks)
     return next((thread for mark in _SERVING for thread in threads if mark.search(thread)), threads[0])
 
@@ -227,7 +218,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._processes: WeakSet[Any] = WeakSet()
         self.limit_seconds: float | None = None
-        """Limit of waits without one of their own; None: unlimited."""
+        """Limit of waits that are given none; None: unlimited."""
         self._folder: Path | None = None
 
     @contextmanager
@@ -288,7 +279,7 @@ class Watchdog:
 
 
 WATCHDOG = Watchdog()
-"""That of this driver."""
+"""The watchdog of this process."""
 
 
 def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessState]:
@@ -302,7 +293,7 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
             states[id(process)] = inspect_process(identity)
         else:
             elsewhere[_on_node(inspect_process, identity)] = id(process)
-    ready, missing = (
+    ready, silent = (
         ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS)
         if elsewhere
         else ([], [])
@@ -313,7 +304,7 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
         except RayError as error:
             states[elsewhere[reference]] = ProcessState(f"could not be inspected ({type(error).__name__})")
     return states | {
-        elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing
+        elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in silent
     }
 
 

@@ -9,7 +9,7 @@ from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.run import RunConfig
+from verl_rc.config.rollout import RolloutConfig
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.sender import SendReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
@@ -32,7 +32,7 @@ class WeightTransport(Protocol):
     lost."""
 
     staged: Staged | None
-    """What was staged and not delivered since; its reader takes it away once it is proven."""
+    """The update that was staged last; None once its arrival is proven, or another update was delivered."""
 
     def open(self) -> None:
         """Prepare for updates; call again after engines have been replaced."""
@@ -48,15 +48,14 @@ class WeightTransport(Protocol):
         """
 
     def loaded(self) -> Receipts | None:
-        """The engines' receipts of what was staged last; None: one of them has not loaded it yet."""
+        """The engines' receipts of the update staged last; None: an engine has not loaded it yet."""
 
 
 class BroadcastTransport:
     """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
-    def __init__(self, actor: ActorGroup, engines: EngineGroup, config: RunConfig) -> None:
+    def __init__(self, actor: ActorGroup, engines: EngineGroup, rollout: RolloutConfig) -> None:
         """``open`` makes the group."""
-        rollout = config.actor_rollout_ref.rollout
         self._actor, self._engines = actor, engines
         self._workers_per_engine = rollout.tensor_model_parallel_size
         self._manifest = actor.manifest()
@@ -87,8 +86,8 @@ class BroadcastTransport:
 
     def loaded(self) -> Receipts | None:
         """See ``WeightTransport``."""
-        answers = [one for one in self._engines.loaded() if one is not None]
-        return answers if len(answers) == self._engines.num_engines else None
+        received = [receipts for receipts in self._engines.loaded() if receipts is not None]
+        return received if len(received) == self._engines.num_engines else None
 
 
 class IpcTransport:
@@ -137,15 +136,15 @@ class IpcTransport:
 
 
 def open_transport(
-    actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig
+    actor: ActorGroup, engines: EngineGroup, placement: Placement, rollout: RolloutConfig
 ) -> WeightTransport:
     """Open the transport of ``checkpoint_engine.backend``; ``auto`` is ipc when trainer and engines share
     GPUs."""
-    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    backend = rollout.checkpoint_engine.backend
     shares_gpus = placement.shares_devices and placement.device == "cuda"
     if backend == "ipc" or (backend == "auto" and shares_gpus):
         transport: WeightTransport = IpcTransport(actor, engines)
     else:
-        transport = BroadcastTransport(actor, engines, config)
+        transport = BroadcastTransport(actor, engines, rollout)
     transport.open()
     return transport

@@ -1,4 +1,4 @@
-"""What the driver tells the person who waits: one line per thing waited for."""
+"""The driver's log lines: one per thing that it waits for."""
 
 import logging
 import sys

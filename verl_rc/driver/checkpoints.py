@@ -1,4 +1,4 @@
-"""Writing a run down every so often, and going on with one."""
+"""Writing checkpoints of a run, and resuming one."""
 
 import errno
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from verl_rc.driver.step_record import StepRecord
 
 
 def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path | None, RunState]:
-    """The run's checkpoints, the one to go on from as ``trainer.resume_mode`` says (None: start anew), and
-    the run's state.
+    """The store of the run's checkpoints, the one to resume by ``trainer.resume_mode`` (None: start anew),
+    and the run's state.
 
     Raises ``ConfigError`` when there is none that fits this run.
     """
@@ -34,7 +34,9 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
     store = CheckpointStore(run_folder, trainer.max_actor_ckpt_to_keep)
     try:
         folder, messages = store.choose(
-            trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config)
+            trainer.resume_mode,
+            trainer.resume_from_path,
+            lambda folder: _problem(folder, config.needs_critic),
         )
         for message in messages:
             say("%s", message)
@@ -42,65 +44,63 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             return store, None, RunState()
         saved = SavedRun.load(folder)
         check_same_model(saved.config, config.model_dump(mode="json"))
-        _check_nothing_is_forgotten(saved, config)
+        supply = saved.state.supply
+        if supply is not None and supply.num_groups and config.async_training.is_synchronous:
+            raise CheckpointError(
+                f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a "
+                "synchronous run does not train on; resume with the async_training section it was written "
+                "with, or start anew with trainer.resume_mode=disable."
+            )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     say("going on from %s: %d steps are done", folder, saved.state.step)
     return store, folder, saved.state
 
 
-def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
-    """Raise ``CheckpointError`` when groups were sampled ahead that this run would not train on."""
-    supply = saved.state.supply
-    if supply is not None and supply.num_groups and config.async_training.is_synchronous:
-        raise CheckpointError(
-            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous "
-            "run does not train on; resume with the async_training section it was written with, or start "
-            "anew with trainer.resume_mode=disable."
-        )
-
-
-def _problem(folder: Path, config: RunConfig) -> str | None:
+def _problem(folder: Path, needs_critic: bool) -> str | None:
     """Why a checkpoint cannot be used, if it cannot."""
     try:
         SavedRun.load(folder)
     except CheckpointError as error:
         return str(error)
     problem = shards_problem(folder / "actor")
-    if problem is None and config.needs_critic:
+    if problem is None and needs_critic:
         problem = shards_problem(folder / "critic")
     return problem
 
 
 def write(services: Services, state: RunState, record: StepRecord) -> None:
-    """Write a checkpoint of ``state`` beside its place, if one is due; ``commit`` puts it there.
+    """Write a checkpoint of ``state`` into a partial folder, if one is due; ``commit`` gives it its name.
 
     One is due every ``trainer.save_freq`` steps (rounded up to steps that publish), at the end, and when the
-    run was asked to stop; never if that is <= 0, unless an alert ends the run. With ``checkpoint.async_save``
-    it is only copied here, once the one before is written.
+    run was asked to stop; with ``save_freq`` <= 0 only when an alert ends the run. With
+    ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
     step = state.step
-    wanted = services.stop.decide() and (
+    ends_saved = services.stop.decide() and (
         services.config.trainer.save_freq > 0 or services.stop.reason is not None
     )
-    if not services.saves_at(step) and not wanted:
+    if not services.saves_at(step) and not ends_saved:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)
-        with _explained(services, step):
+        with _explained(services.checkpoints, step):
             folder = services.checkpoints.begin(step).resolve()
             pending = [
-                pending for group in _learners(services) for pending in group.save(folder / group.role)
+                pending
+                for group in _learners(services.actor, services.critic)
+                for pending in group.save(folder / group.role)
             ]
             SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
 
 
 def commit(services: Services, step: int) -> None:
-    """Make what was written count, now that the step's metrics are written too: a crash before this repeats
-    the step.
+    """Commit the written checkpoint, once the step's metrics are written: after a crash before this, the step
+    is repeated.
 
-    What is still being written counts after a later step; after the last one it is waited for.
+    A checkpoint that is still being written is committed after a later step; after the last step it is
+    waited for.
     """
     if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
         services.stop.decide()
@@ -111,21 +111,29 @@ def _commit_begun(services: Services, wait: bool) -> None:
     step = services.checkpoints.begun
     if step is None:
         return
-    with _explained(services, step):
-        if all(wait_for_all([pending for group in _learners(services) for pending in group.has_saved(wait)])):
+    with _explained(services.checkpoints, step):
+        if all(
+            wait_for_all(
+                [
+                    pending
+                    for group in _learners(services.actor, services.critic)
+                    for pending in group.has_saved(wait)
+                ]
+            )
+        ):
             services.checkpoints.commit(step)
         else:
             services.checkpoints.seal(step)
 
 
-def _learners(services: Services) -> list[ActorGroup | CriticGroup]:
-    return [services.actor] if services.critic is None else [services.actor, services.critic]
+def _learners(actor: ActorGroup, critic: CriticGroup | None) -> list[ActorGroup | CriticGroup]:
+    return [actor] if critic is None else [actor, critic]
 
 
 @contextmanager
-def _explained(services: Services, step: int) -> Iterator[None]:
-    """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not
-    touch."""
+def _explained(store: CheckpointStore, step: int) -> Iterator[None]:
+    """Turn a failure of the disk into a ``CheckpointError`` that names the newest checkpoint, which it does
+    not touch."""
     try:
         yield
     except (OSError, CheckpointError, RemoteError) as error:
@@ -133,34 +141,33 @@ def _explained(services: Services, step: int) -> Iterator[None]:
         if not isinstance(cause, (OSError, CheckpointError)):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} must be written to {services.folder}, but: {cause} "
-            f"{_what_is_left(services)}"
+            f"the checkpoint of step {step} must be written to {store.run_folder}, but: {cause} "
+            f"{_remedy(store)}"
         ) from error
 
 
 @contextmanager
-def full_disk_explained(services: Services) -> Iterator[None]:
-    """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint
-    does."""
+def full_disk_explained(store: CheckpointStore) -> Iterator[None]:
+    """Turn the error of a full disk, met while writing metrics or samples, into a ``CheckpointError``."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CheckpointError(
-            f"the disk must have room for what the run writes to {services.folder}, but: {error}. "
-            f"{_what_is_left(services)}"
+            f"the disk must have room for what the run writes to {store.run_folder}, but: {error}. "
+            f"{_remedy(store)}"
         ) from error
 
 
-def _what_is_left(services: Services) -> str:
-    newest = next(iter(services.checkpoints.newest_first()), None)
-    left = (
+def _remedy(store: CheckpointStore) -> str:
+    newest = next(iter(store.newest_first()), None)
+    survivor = (
         "There is no earlier checkpoint"
         if newest is None
         else f"{newest} is still the newest one, whole and usable"
     )
     return (
-        f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command "
-        "again."
+        f"{survivor}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same "
+        "command again."
     )

@@ -4,19 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.advantage.reward_shaping import overlong_penalty
-from verl_rc.config.algorithm import REWARD_METRICS
+from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.samples import Samples
-from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics, with_accuracies
+from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, reward_metrics, with_accuracies
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardError, RewardOutput
@@ -29,13 +30,15 @@ _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
 # whole groups
 
 
-def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> Scores:
+def score(
+    tokenizer: Any, scorer: ResponseScorer, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]
+) -> Scores:
     """Decode responses without their special tokens and have them scored; ``rows`` are their prompts.
 
     Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``.
     """
-    texts: list[str] = services.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
-    outputs = services.scorer.score(rows, texts)
+    texts: list[str] = tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+    outputs = scorer.score(rows, texts)
     names = sorted({name for output in outputs for name in output.extras})
     extras = with_accuracies({name: [output.extras.get(name) for output in outputs] for name in names})
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
@@ -44,10 +47,12 @@ def score(services: Services, rows: Sequence[PromptRow], token_ids: Sequence[Seq
 def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
     """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
     score."""
+    options = services.config.algorithm.filter_groups
+    count = services.config.actor_rollout_ref.rollout.n
     return [
         scores
         if isinstance(scores, RewardError)
-        else group.scored(scores, "kept" if _is_informative(services, scores) else "filtered")
+        else group.scored(scores, "kept" if _is_informative(scores, count, options) else "filtered")
         for group, scores in zip(groups, _score_groups(services, groups), strict=True)
     ]
 
@@ -57,7 +62,7 @@ def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | 
     rows = [group.row for group in groups for _ in group.samples]
     token_ids = [sample.response for sample in samples]
     try:
-        scores = score(services, rows, token_ids)
+        scores = score(services.tokenizer, services.scorer, rows, token_ids)
     except RewardError as error:
         if len(groups) == 1:
             return [error]
@@ -85,9 +90,9 @@ def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
     return overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
 
 
-def _is_informative(services: Services, scores: Scores) -> bool:
-    """Whether a group is to be trained on: with ``algorithm.filter_groups`` its samples must differ."""
-    options, count = services.config.algorithm.filter_groups, services.config.actor_rollout_ref.rollout.n
+def _is_informative(scores: Scores, count: int, options: FilterGroupsConfig) -> bool:
+    """Whether a group is to be trained on: with ``algorithm.filter_groups`` its first ``count`` samples must
+    differ; a greedy one does not count."""
     if not options.enable:
         return True
     sampled = scores.part(0, count)
@@ -98,15 +103,15 @@ def _is_informative(services: Services, scores: Scores) -> bool:
     return bool(informative_groups(compared, [0] * len(compared)))
 
 
-def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
-    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found``
-    prompts."""
+def too_few_informative(config: RunConfig, step: int, num_informative: int) -> ValueError:
+    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only
+    ``num_informative`` prompts."""
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
         f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
-        f"batches of {data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; "
-        "raise the limit (0: none), or data.gen_batch_size."
+        f"batches of {data.prompts_per_draw} prompts gave {num_informative}. The prompts may be too easy or "
+        "too hard; raise the limit (0: none), or data.gen_batch_size."
     )
 
 
@@ -162,8 +167,12 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     # Whether others have an accuracy must not depend on which groups were scored together.
     joined = replace(joined, extras=with_accuracies(joined.extras))
     if config.algorithm.gdpo_reward_keys is not None:
-        columns = _component_scores(joined, config.algorithm.gdpo_reward_keys)
-        joined = replace(joined, component_scores=columns)
+        columns = [
+            _numbers(joined.scores, joined.extras, key, "algorithm.gdpo_reward_keys")
+            for key in config.algorithm.gdpo_reward_keys
+        ]
+        component_scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        joined = replace(joined, component_scores=component_scores)
     if not config.algorithm.estimator_reads("reward_baselines"):
         return joined, None
     scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
@@ -171,16 +180,10 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     return replace(joined, reward_baselines=scores[rollouts.group_ids]), Baselines(scores, tokens)
 
 
-def _component_scores(samples: Samples, keys: Sequence[str]) -> Tensor:
-    """float32 ``[B, K]``: the columns that ``gdpo`` normalises one by one."""
-    values = [_numbers(samples.scores, samples.extras, key, "algorithm.gdpo_reward_keys") for key in keys]
-    return torch.tensor(values, dtype=torch.float32).T.contiguous()
-
-
 def record_batch_of_groups(
     config: RunConfig, samples: Samples, baselines: Baselines | None, record: StepRecord
 ) -> None:
-    """Book and count the batch that a step trains on, and report what the reward function said of it."""
+    """Book and count the batch that a step trains on, and record its rewards."""
     tokens = samples.num_tokens
     record.ledger.sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
@@ -208,8 +211,8 @@ def _spread(values: Tensor) -> dict[str, float]:
 
 
 def _reward_outputs(samples: Samples) -> list[RewardOutput]:
-    """What the reward function said of every sample, from the columns that are kept of it; None is what it
-    did not say."""
+    """The reward function's output for every sample, from its columns; None in a column is a missing
+    value."""
     columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
     return [
         RewardOutput(

@@ -14,6 +14,7 @@ from verl_rc.driver.decide import score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
+from verl_rc.metrics.sinks import Tracker
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
@@ -27,7 +28,9 @@ def validate(services: Services, state: RunState, record: StepRecord, step: int)
     with record.stage("testing"):
         samples = _sample_in_batches(services, state, record, step)
     record.add(validation_metrics(samples, services.config.actor_rollout_ref.rollout.val_kwargs.n))
-    _show_samples(services, samples, step)
+    num_shown = services.config.trainer.log_val_generations
+    if num_shown:
+        _show_samples(services.tracker, samples, len(services.validation_rows), num_shown, step)
     if services.config.trainer.validation_data_dir is not None:
         stages.write_samples(services.config.trainer.validation_data_dir, samples, step)
     return math.fsum(samples.accuracies()) / len(samples)
@@ -78,7 +81,8 @@ def _is_finite(value: object) -> TypeGuard[Real]:
 def _sample_in_batches(services: Services, state: RunState, record: StepRecord, step: int) -> Samples:
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
-    data, options = services.config.data, services.config.actor_rollout_ref.rollout.val_kwargs
+    data = services.config.data
+    options = services.config.actor_rollout_ref.rollout.val_kwargs
     rows = [row for row in services.validation_rows for _ in range(options.n)]
     requests = [
         GenerationRequest(
@@ -109,20 +113,16 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
         check_versions(rollouts, expected_version=step)
         responses = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
         prompts = rows[start : start + size]
-        scores = score(services, prompts, responses)
+        scores = score(services.tokenizer, services.scorer, prompts, responses)
         parts.append(Samples(rollouts, scores.values, prompts, scores.texts, scores.extras))
     return Samples.concatenate(parts, services.tokenizer.pad_token_id)
 
 
-def _show_samples(services: Services, samples: Samples, step: int) -> None:
-    """``trainer.log_val_generations`` samples of the same prompts at every step, the samples of a prompt
-    together."""
-    count = services.config.trainer.log_val_generations
-    if count == 0:
-        return
-    samples_per_prompt = len(samples) // len(services.validation_rows)
-    num_prompts = min(math.ceil(count / samples_per_prompt), len(services.validation_rows))
-    prompts = sorted(random.Random(42).sample(range(len(services.validation_rows)), num_prompts))
+def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:
+    """Log ``count`` samples of the same prompts at every step, the samples of a prompt together."""
+    samples_per_prompt = len(samples) // num_prompts
+    num_shown_prompts = min(math.ceil(count / samples_per_prompt), num_prompts)
+    prompts = sorted(random.Random(42).sample(range(num_prompts), num_shown_prompts))
     chosen = [
         prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)
     ][:count]
@@ -131,4 +131,4 @@ def _show_samples(services: Services, samples: Samples, step: int) -> None:
         [rows[i].messages[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
         for i in chosen
     ]
-    services.tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)
+    tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

@@ -1,4 +1,4 @@
-"""The requests of groups to the engines, and what comes back into their samples."""
+"""The requests of groups to the engines, and the samples that they return."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request
 
 @dataclass(frozen=True)
 class Taken:
-    """What requests that have ended brought."""
+    """The results of requests that have ended."""
 
     groups: frozenset[int]
     """Numbers of the groups that they belong to."""
@@ -27,7 +27,8 @@ class GroupRequests:
 
     def __init__(self, services: Services, *, one_version: bool) -> None:
         """``one_version``: one version of the weights must sample all tokens of a response."""
-        self._services, self._one_version = services, one_version
+        self._services = services
+        self._one_version = one_version
         self._places: dict[int, tuple[int, int]] = {}
         """Number of the group and place of the sample there, by the engines' number of a request."""
         self._submitted_at: dict[int, float] = {}
@@ -41,21 +42,24 @@ class GroupRequests:
         """Whether a group was submitted and is not closed."""
         return number in self._submitted_at
 
-    def of_groups(self, numbers: Collection[int]) -> list[int]:
+    def requests_of(self, numbers: Collection[int]) -> list[int]:
         """The requests of these groups."""
-        return [request for request, (of_group, _) in self._places.items() if of_group in numbers]
+        return [request for request, (group, _) in self._places.items() if group in numbers]
 
     def submit(self, groups: Sequence[Group], *, evenly: bool) -> None:
-        """Have the samples of these groups that have not ended sampled, from where they stand.
+        """Request the unfinished samples of these groups, each from its known tokens on.
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
-        rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
+        rollout = self._services.config.actor_rollout_ref.rollout
+        services = self._services
         options = SamplingOptions.for_training(rollout, services.stop_token_ids)
-        missing = [(group, one) for group in groups for one in group.samples if one.state != "ended"]
-        sampled = [(group, one) for group, one in missing if one.index < rollout.n]
-        seeds = [sample_seed(services.config.trainer.seed, group, one.index) for group, one in sampled]
-        greedy = [(group, one) for group, one in missing if one.index >= rollout.n]
+        unfinished = [
+            (group, sample) for group in groups for sample in group.samples if sample.state != "ended"
+        ]
+        sampled = [(group, sample) for group, sample in unfinished if sample.index < rollout.n]
+        seeds = [sample_seed(services.config.trainer.seed, group, sample.index) for group, sample in sampled]
+        greedy = [(group, sample) for group, sample in unfinished if sample.index >= rollout.n]
         self._request(sampled, seeds, options, evenly)
         self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0), evenly)
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
@@ -70,19 +74,22 @@ class GroupRequests:
         if not samples:
             return
         requests = [
-            GenerationRequest(group.row.prompt_token_ids, seed, parts=one.turns, tool_calls=one.tool_calls)
-            for (group, one), seed in zip(samples, seeds, strict=True)
+            GenerationRequest(
+                group.row.prompt_token_ids, seed, parts=sample.turns, tool_calls=sample.tool_calls
+            )
+            for (group, sample), seed in zip(samples, seeds, strict=True)
         ]
         numbers = self._services.engines.submit(requests, options, evenly=evenly)
-        places = [(group.number, one.index) for group, one in samples]
+        places = [(group.number, sample.index) for group, sample in samples]
         self._places |= dict(zip(numbers, places, strict=True))
 
     def take(self, numbers: Sequence[int], groups: Mapping[int, Group]) -> Taken:
-        """Put what these requests gave into the samples of ``groups``, but for cancelled ones."""
+        """Store the results of these requests in the samples of ``groups``, except cancelled ones."""
         numbers = [number for number in numbers if number in self._places]
         failed = self._services.engines.take_failures(numbers)
         touched = frozenset(self._places[number][0] for number in numbers)
-        ended, num_tokens = [number for number in numbers if number not in failed], 0
+        ended = [number for number in numbers if number not in failed]
+        num_tokens = 0
         for number, returned in zip(ended, self._services.engines.take(ended), strict=True):
             sample = self._sample(number, groups)
             known = sample.num_sampled
@@ -96,24 +103,22 @@ class GroupRequests:
         return Taken(touched, num_tokens, failures)
 
     def take_parts(self, groups: Mapping[int, Group]) -> int:
-        """Put what a publication cut into the samples of ``groups``; returns the number of tokens that are
-        new."""
+        """Store the tokens so far of requests that a publication cut in the samples of ``groups``; returns
+        the number of new tokens."""
         num_tokens = 0
         for number in self._places:
             sample = self._sample(number, groups)
-            before, (sample.turns, sample.tool_calls) = (
-                sample.num_sampled,
-                self._services.engines.parts(number),
-            )
-            num_tokens += sample.num_sampled - before
+            num_known = sample.num_sampled
+            sample.turns, sample.tool_calls = self._services.engines.parts(number)
+            num_tokens += sample.num_sampled - num_known
         return num_tokens
 
     def _sample(self, number: int, groups: Mapping[int, Group]) -> GroupSample:
-        of_group, place = self._places[number]
-        return groups[of_group].samples[place]
+        group, place = self._places[number]
+        return groups[group].samples[place]
 
     def close(self, group: int) -> float:
-        """The group is whole; returns the seconds since it was submitted."""
+        """Close a group that is whole; returns the seconds since it was submitted."""
         return time.monotonic() - self._submitted_at.pop(group)
 
     def late_groups(self, limit: float) -> list[int]:
@@ -121,8 +126,8 @@ class GroupRequests:
         return [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
 
     def cancel(self, group: int) -> None:
-        """Take back what is under way of a group."""
-        requests = self.of_groups([group])
+        """Cancel the running requests of a group."""
+        requests = self.requests_of([group])
         for request in requests:
             del self._places[request]
         self._submitted_at.pop(group, None)
@@ -131,7 +136,7 @@ class GroupRequests:
 
 
 def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> None:
-    """Put what an engine returned into the group's sample: the whole response.
+    """Store the whole response that an engine returned in the group's sample.
 
     Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
     lacks and did not. It lacks none when an update came while its tools were at work, and their answers left
@@ -142,14 +147,17 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
     lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > sample.num_sampled}
     if (one_version and len(lacking) > 1) or not (lacking or returned.tool_calls):
         versions = sorted({part.version for part in parts})
-        wanted = "one version of the weights" if one_version else "the weights that the engine holds"
+        source = "one version of the weights" if one_version else "the weights that the engine holds"
         raise RuntimeError(
-            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has "
+            f"every response must come from {source}, but sample {sample.index} of group {sample.number} has "
             f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )
-    sample.turns, sample.tool_calls = list(returned.parts), returned.tool_calls
-    sample.state, sample.finished, sample.engine = "ended", returned.finished, returned.engine
+    sample.turns = list(returned.parts)
+    sample.tool_calls = returned.tool_calls
+    sample.state = "ended"
+    sample.finished = returned.finished
+    sample.engine = returned.engine
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:

@@ -1,4 +1,4 @@
-"""What stands between sampling and update: tokens are those sampled, mismatch is bearable, the reward has not
+"""Checks before an update: tokens are those sampled, the mismatch is within its limit, the reward has not
 collapsed."""
 
 import torch
@@ -18,11 +18,13 @@ _SKIPPED = "this step's updates are left out; the next publication empties the e
 
 
 class Guards:
-    """Act on what was found, as ``trainer.alerts`` says: alert, leave updates out, or end the run."""
+    """Act on findings as ``trainer.alerts`` says: alert, skip updates, or end the run."""
 
     def __init__(self, alerts: AlertsConfig, tracker: Tracker, stop: StopRequest) -> None:
         """``tracker`` gets the alerts; ``stop`` is asked to end the run."""
-        self._alerts, self._tracker, self._stop = alerts, tracker, stop
+        self._alerts = alerts
+        self._tracker = tracker
+        self._stop = stop
 
     def decide_update(
         self,
@@ -33,7 +35,7 @@ class Guards:
         record: StepRecord,
         step: int,
     ) -> bool:
-        """Judge the step and act on what is found; returns whether its updates are made. A batch that is not
+        """Judge the step and act on the findings; returns whether its updates are made. A batch that is not
         trained on is booked as withheld.
 
         Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and
@@ -48,19 +50,19 @@ class Guards:
             require_sampled_loss(batch.loss_mask, batch.response_mask, scored.keep_mask)
         collapse = rewards.collapse(self._alerts.reward_window, self._alerts.reward_drop)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
-        wanted = True
+        is_allowed = True
         if collapse is not None:
-            wanted = self._act(self._alerts.reward_collapse, "the reward has collapsed", collapse, step)
-        wanted = self.act(findings, record, step) and wanted
-        record.add({"alerts/withheld_updates": float(not wanted)})
-        if not wanted:
+            is_allowed = self._act(self._alerts.reward_collapse, "the reward has collapsed", collapse, step)
+        is_allowed = self.act(findings, record, step) and is_allowed
+        record.add({"alerts/withheld_updates": float(not is_allowed)})
+        if not is_allowed:
             withhold(batch, record)
-        return wanted
+        return is_allowed
 
     def act(self, findings: Findings, record: StepRecord, step: int) -> bool:
         """Act on mismatch, gap and cause; returns whether they allow an update.
 
-        Where the actor corrects, they are known after the update alone.
+        Where the actor corrects, they are known only after the update.
         """
         if findings.k3_kl is None:
             return True

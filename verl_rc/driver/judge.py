@@ -1,8 +1,9 @@
-"""What a step is judged by: the gap of trainer and engine, the mismatch, causes of it, and healthy ranges."""
+"""Judging a step by the gap of trainer and engine, the mismatch, its causes, and healthy ranges."""
 
 from dataclasses import replace
 
 from verl_rc.checkpoint import RunState
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.driver.services import Services
@@ -25,7 +26,7 @@ def judge(
 ) -> Findings:
     """Record what rollout correction measured in the step, and judge it.
 
-    ``statistics`` are None where the actor has still to correct: nothing is judged then. ``gap`` is that
+    ``statistics`` are None before the actor has corrected: nothing is judged then. ``gap`` is that
     before any update where the statistics were measured during updates; None: theirs.
 
     Raises ``SyncProofError`` when an engine cannot have held the trainer's weights, and
@@ -33,10 +34,12 @@ def judge(
     """
     if statistics is None:
         return Findings(state.rollout_gap_limit, state.health)
-    record_correction(services, statistics, control, record)
-    step, gap = state.step + 1, gap or LogProbGap.from_statistics(statistics)
+    record_correction(services.config.algorithm.rollout_correction, statistics, control, record)
+    step = state.step + 1
+    gap = gap or LogProbGap.from_statistics(statistics)
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    health, has_cause = _judge_causes(services, state.health, record, step)
+    temperature = services.config.actor_rollout_ref.rollout.temperature
+    health, has_cause = _judge_causes(services.tracker, state.health, record, step, temperature)
     findings = Findings(
         state.rollout_gap_limit, health, statistics.k3_kl, mean_gap=gap.mean, has_cause=has_cause
     )
@@ -51,16 +54,14 @@ def judge(
 
 
 def record_correction(
-    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
+    config: RolloutCorrectionConfig, statistics: CorrectionStatistics, control: Control, record: StepRecord
 ) -> None:
     """Record ``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
-    config = services.config.algorithm.rollout_correction
-    metrics = statistics.metrics(control.correction(config))
     require_finite(statistics.nonfinite_fraction, config)
-    record.add(metrics)
+    record.add(statistics.metrics(control.correction(config)))
     if config.diagnostics == "full":
         record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
     if control.threshold is not None:
@@ -68,18 +69,19 @@ def record_correction(
 
 
 def _judge_causes(
-    services: Services, history: HealthHistory, record: StepRecord, step: int
+    tracker: Tracker, history: HealthHistory, record: StepRecord, step: int, temperature: float
 ) -> tuple[HealthHistory, bool]:
-    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with
-    this step, and whether one is named."""
-    temperature = services.config.actor_rollout_ref.rollout.temperature
-    messages, further, cause_history = causes.judge_causes(record.values, step, history.causes, temperature)
-    record.add(further)
+    """Alert about the cause of the gap that the step's signatures name, and about its end; returns the
+    history with this step, and whether a cause is named."""
+    messages, cause_metrics, cause_history = causes.judge_causes(
+        record.values, step, history.causes, temperature
+    )
+    record.add(cause_metrics)
     for name, message in messages.items():
         if message.text:
             alert = AlertCause(name, message.since_step, message.evidence)
-            services.tracker.alert(f"gap: {name}", message.text, step, alert)
-    return replace(history, causes=cause_history), bool(further.get(causes.CAUSE))
+            tracker.alert(f"gap: {name}", message.text, step, alert)
+    return replace(history, causes=cause_history), bool(cause_metrics.get(causes.CAUSE))
 
 
 def judge_health(tracker: Tracker, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:

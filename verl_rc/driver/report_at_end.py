@@ -1,7 +1,6 @@
-"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no
-run.
+"""The report of a run that ended or failed. A separate process writes it, so that its failure fails no run.
 
-W&B gets it too, with the verdict: its run stays open until then.
+W&B gets the report and the verdict too: its run stays open until then.
 """
 
 import json
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import TrainerConfig
 from verl_rc.driver.announce import say
 from verl_rc.metrics.run_files import ENDING, REPORT
 from verl_rc.metrics.sinks import ExperimentSink, FinalReport, Tracker
@@ -27,7 +26,7 @@ _REASONS = {0: "all done", 130: "Ctrl-C", 143: "SIGTERM"}
 
 @dataclass
 class EndOfRun:
-    """What the end of a run needs of the run."""
+    """The part of a run that its end needs."""
 
     experiment: ExperimentSink | None = None
     """The run in W&B, where the report is published."""
@@ -40,13 +39,14 @@ class EndOfRun:
 
 
 @contextmanager
-def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
-    """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all
-    files are closed."""
-    folder = Path(str(config.trainer.default_local_dir))
+def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
+    """Record how the run ended, and write ``report.html`` into its folder. Enter it first, so that all files
+    are closed by then."""
+    folder = Path(str(trainer.default_local_dir))
     with suppress(OSError):
         (folder / ENDING).unlink(missing_ok=True)  # of an earlier life
-    status, reason, end = 1, "", EndOfRun()
+    end = EndOfRun()
+    status, reason = 1, ""
     try:
         yield end
         status, reason = 0, _REASONS[0]
@@ -63,14 +63,14 @@ def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
         raise
     finally:
         verdict = None
-        if config.trainer.report == "at_end" and folder.is_dir():
+        if trainer.report == "at_end" and folder.is_dir():
             verdict = _write(folder, status, reason)
         if end.experiment is not None:
-            _publish(end.experiment, folder, verdict, config.trainer.wandb_text, status)
+            _publish(end.experiment, folder, verdict, trainer.wandb_text, status)
 
 
 def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
-    """The verdict; lines say where the page is and what it says first, or why there is none (None)."""
+    """Write the page and log its path and first lines, or why there is none; returns the verdict or None."""
     try:
         (folder / ENDING).write_text(
             json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8"
@@ -95,7 +95,7 @@ class _NotWrittenError(RuntimeError):
 
 
 def _run_report(folder: Path, *options: str) -> dict[str, Any]:
-    """What ``verl-rc report --json`` says of the page that it wrote."""
+    """Write the page with ``verl-rc report --json``; returns its output."""
     written: dict[str, Any] = json.loads(_command("report", str(folder), "--json", *options))
     return written
 

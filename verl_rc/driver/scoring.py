@@ -1,5 +1,5 @@
-"""Who scores a response (a function of the user's own, the reward model, or the built-in scorer of its
-source) and what happens when that fails."""
+"""Scoring of responses by the user's function, the reward model or the built-in scorer of a data source, and
+handling of failures."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from verl_rc.rewards import (
 )
 
 FAILURE_COLUMN = "reward_failure"
-"""The extra that says why a sample has no score of its own; it is missing in samples that have one."""
+"""The extra with the reason why a sample was not scored; samples that were scored lack it."""
 
 
 class ResponseScorer:
@@ -45,12 +45,12 @@ class ResponseScorer:
         """
         outputs: dict[int, RewardOutput] = {}
         failures = []
-        samples, judged = self._samples(rows, texts)
-        for place, result in self._results(samples, judged):
+        samples, unjudged = self._samples(rows, texts)
+        for place, result in self._results(samples, unjudged):
             if isinstance(result, RewardError):
                 failures.append(result)
             outputs[place] = (
-                self._instead(samples[place], result) if isinstance(result, RewardError) else result
+                self._replacement(samples[place], result) if isinstance(result, RewardError) else result
             )
         if failures:
             say(
@@ -61,8 +61,8 @@ class ResponseScorer:
     def _samples(
         self, rows: Sequence[PromptRow], texts: Sequence[str]
     ) -> tuple[list[RewardSample], dict[int, RewardError]]:
-        """One sample per response, with the reward model's score if there is a model; and those it has none
-        for."""
+        """One sample per response, with the reward model's score if the run has a model; and the error of
+        each sample that the model did not score, by place."""
         if self._model is None:
             return [RewardSample.from_row(row, text) for row, text in zip(rows, texts, strict=True)], {}
         conversations = [
@@ -101,8 +101,8 @@ class ResponseScorer:
         except RewardError as error:
             return error
 
-    def _instead(self, sample: RewardSample, error: RewardError) -> RewardOutput:
-        """What a failed sample gets. Raises ``RewardError`` when the run is to stop."""
+    def _replacement(self, sample: RewardSample, error: RewardError) -> RewardOutput:
+        """The output of a failed sample. Raises ``RewardError`` when the run is to stop."""
         built_in = (
             None
             if _has_function(self._config) or self._model is not None
@@ -133,7 +133,7 @@ def with_accuracies(extras: Mapping[str, list[object]]) -> dict[str, list[object
 def open_scorer(
     config: RewardConfig, sources: Mapping[str, str], ready_timeout_seconds: float
 ) -> Iterator[ResponseScorer]:
-    """A scorer for prompts of ``sources`` (each with where it first stands), with the processes it needs.
+    """A scorer for prompts of ``sources`` (each with the place of its first row), with its processes.
 
     Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot
     be loaded.
@@ -159,25 +159,26 @@ def open_scorer(
 
 
 def may_hang(config: RewardConfig, data_source: str) -> bool:
-    """Whether samples of a source are scored by something that need not come to an end, and so in reward
-    processes."""
+    """Whether a call that scores samples of a source may never return, so that it must run in a reward
+    process."""
     if _has_function(config):
         return True
     return not config.reward_model.enable and score_on_timeout(data_source) is not None
 
 
 def _has_function(config: RewardConfig) -> bool:
-    """A function of the user's own decides, with the reward model's score in hand if there is one."""
+    """Whether a function of the user scores responses; it receives the reward model's score if there is
+    one."""
     return config.custom_reward_function.path is not None
 
 
 def reward_metrics(outputs: Sequence[RewardOutput]) -> list[Metric]:
     """``reward/failed_fraction``, and the spread of every numeric column over the rows that have it."""
-    failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
-    metrics = [Metric("reward/failed_fraction", Mean(failed, len(outputs)))]
+    num_failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
+    metrics = [Metric("reward/failed_fraction", Mean(num_failed, len(outputs)))]
     for column in sorted({name for output in outputs for name in output.extras}):
-        given = [output.extras[column] for output in outputs if column in output.extras]
-        values = [float(value) for value in given if isinstance(value, Real) and math.isfinite(value)]
+        cells = [output.extras[column] for output in outputs if column in output.extras]
+        values = [float(value) for value in cells if isinstance(value, Real) and math.isfinite(value)]
         if values:
             metrics += [
                 Metric(f"reward/{column}/mean", Mean(math.fsum(values), len(values))),

@@ -1,4 +1,4 @@
-"""The parts of a run that stay what they are while it lasts; what changes is ``RunState``."""
+"""The constant parts of a run; ``RunState`` holds the parts that change."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,7 @@ from verl_rc.weight_sync.proof import GapLimit
 
 @dataclass(frozen=True)
 class Services:
-    """What the stages of the loop work with: handles on processes and files, the configuration, and what
-    follows from it."""
+    """Handles of processes and files, the configuration, and what follows from it."""
 
     config: RunConfig
     folder: Path
@@ -57,12 +56,12 @@ class Services:
 
     @property
     def guards(self) -> Guards:
-        """What acts on mismatch, gaps, causes and collapse."""
+        """The guards of the run's updates."""
         return Guards(self.config.trainer.alerts, self.tracker, self.stop)
 
     def is_due(self, frequency: int, step: int) -> bool:
-        """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens
-        now."""
+        """Whether an action that is due every ``frequency`` steps (<= 0: never) and at the last step is due
+        at ``step``."""
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
 
     def saves_at(self, step: int) -> bool:

@@ -1,5 +1,4 @@
-"""From a configuration to a run that is ready: processes start and import first, then ranks load, then
-engines."""
+"""Setting up a run: processes start and import first, then ranks load their models, then engines start."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,8 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.run import RunConfig, remote_code_keys
+from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
@@ -56,7 +56,7 @@ from verl_rc.workers.language_model import unsupported_attention
 
 @contextmanager
 def _watched(config: RunConfig, folder: Path) -> Iterator[None]:
-    """Remote calls are limited in time, and traced if that is wanted."""
+    """Limit the time of remote calls, and trace them with ``async_training.trace``."""
     trace = folder / TRACE_FILE if config.async_training.trace else None
     with WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder), TRACE.writing(trace):
         yield
@@ -66,7 +66,7 @@ def _watched(config: RunConfig, folder: Path) -> Iterator[None]:
 def open_run(
     config: RunConfig, ray_started: "Future[None]", close_tracker: Callable[[Tracker], None] = Tracker.close
 ) -> Iterator[tuple[Services, RunState]]:
-    """Set a run up, or go on with one, and take it down again, also after an error."""
+    """Set up a new or a resumed run, and close it at the end, also after an error."""
     torch.set_num_threads(
         min(torch.get_num_threads(), usable_cores())
     )  # PyTorch knows no CPU limits of containers
@@ -91,19 +91,21 @@ def open_run(
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data = _with_tools(config, tokenizer)
+            data = _with_tools(config.data, config.actor_rollout_ref.rollout.multi_turn, tokenizer)
             loader = build_train_loader(data, tokenizer)
             validation_rows = build_validation_rows(data, tokenizer)
             prompts = PromptStream(loader)
             if resumed is not None:
                 prompts.load_state_dict(state.prompts)
             _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
-            sources = {row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows}
-            sources |= loader.dataset.data_sources()
+            sources = {
+                **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
+                **loader.dataset.data_sources(),
+            }
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
             )
-        total_steps = steps_of_run(config, len(loader))
+        total_steps = steps_of_run(config.trainer, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
         _build_ranks(processes, [*learners, *([] if reference is None else [reference])], config, total_steps)
@@ -112,9 +114,11 @@ def open_run(
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
         engine = _build_engines(engines, importing, config, placement.device)
-        _add_measurements(folder, engine)
+        for name, text in engine.measured.items():
+            say("%s on this machine: %s", name, text)
+            add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
         with announced("the transport of weights"):
-            transport = open_transport(actor, engines, placement, config)
+            transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
             [*config.trainer.logger, "file"],
             config.trainer.project_name,
@@ -142,7 +146,7 @@ def open_run(
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),
-            gap_limit=GapLimit.from_config(config),
+            gap_limit=GapLimit.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor),
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
@@ -153,7 +157,7 @@ def open_run(
 
 
 def _show_plan(config: RunConfig, folder: Path) -> None:
-    """What the run will do, in the log and with the resolved configuration in its folder."""
+    """Write the resolved configuration and the plan of the run into its folder, and log the plan."""
     save_resolved_config(config, folder)
     write_plan(config, folder)
     say("%s", plan_text(config))
@@ -161,22 +165,16 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
         say("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
-def _add_measurements(folder: Path, engine: EngineFacts) -> None:
-    """What the engine measured on this machine, in the log and in the plan."""
-    for name, text in engine.measured.items():
-        say("%s on this machine: %s", name, text)
-        add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
-
-
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
-    """How long the prompts are; raises ``ValueError`` when one of those looked at is too long for the run."""
+    """Log the lengths of the prompts; raises ``ValueError`` when one of those looked at is too long for the
+    run."""
     say("training: %s", training.describe_lengths())
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
 def _refuse_attention(config: RunConfig) -> None:
-    """Raise ``ConfigError``, before a model is loaded, when the trainer cannot compute the attention of
+    """Raise ``ConfigError``, before models are loaded, when the trainer cannot compute the attention of
     one."""
     for path, trusted in model_paths(config).items():
         problem = unsupported_attention(config, path, trusted)
@@ -184,36 +182,35 @@ def _refuse_attention(config: RunConfig) -> None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 
 
-def _with_tools(config: RunConfig, tokenizer: Any) -> DataConfig:
-    """How prompts are rendered: with ``multi_turn`` they may describe tools.
+def _with_tools(data: DataConfig, multi_turn: MultiTurnConfig, tokenizer: Any) -> DataConfig:
+    """Return ``data`` with the arguments of the chat template, which with ``multi_turn`` describe tools.
 
     Raises ``ValueError`` when engines could not hold conversations with the tools.
     """
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
-        return config.data
-    arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
+        return data
+    arguments = template_arguments(multi_turn, data.apply_chat_template_kwargs)
     Conversations(tokenizer, multi_turn, arguments)
-    return config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
+    return data.model_copy(update={"apply_chat_template_kwargs": arguments})
 
 
-def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
-    """What was asked for, at most what the prompts give."""
-    there = steps_of_epoch * config.trainer.total_epochs
-    asked = config.trainer.total_training_steps or there
-    if asked > there:
+def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
+    """The number of training steps: ``total_training_steps``, but not more than the prompts last for."""
+    available = steps_of_epoch * trainer.total_epochs
+    requested = trainer.total_training_steps or available
+    if requested > available:
         say(
             "the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise "
             "trainer.total_epochs",
-            there,
-            asked,
+            available,
+            requested,
         )
-    return min(asked, there)
+    return min(requested, available)
 
 
 def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str, folder: Path) -> RunConfig:
-    """``config`` with how gradients are added up, where it leaves that to the estimate of memory; says what
-    that decided."""
+    """Return ``config`` with a choice of how gradients are added up, which the estimate of memory makes where
+    the user made none; log the choice."""
     shapes, gpu_bytes = {}, None
     if device == "cuda" and config.num_ranks > 1:
         with _mistakes_are_the_users():
@@ -232,7 +229,7 @@ def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str
 def _build_ranks(
     processes: RankProcesses, groups: Sequence[RankGroup], config: RunConfig, total_steps: int
 ) -> None:
-    """Models of all roles, loaded and sharded."""
+    """Load and shard the models of all roles."""
     building = processes.build({group.role: group.worker for group in groups}, config, total_steps)
     roles = ", ".join(group.role for group in groups)
     with (
@@ -245,10 +242,10 @@ def _build_ranks(
 def _build_engines(
     engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str
 ) -> EngineFacts:
-    """Engines, asleep until the first weights come; returns what they say of themselves.
+    """Build the engines, which sleep until the first weights come; returns their properties.
 
-    To be called when the ranks hold all that they load: an engine on their GPU measures what is free, and
-    would take what they allocate or free meanwhile for its own.
+    Call it when the ranks have loaded everything: an engine on their GPU measures the free memory, and would
+    count as its own what they allocate or free meanwhile.
     """
     limit = config.trainer.ready_timeout_seconds
     with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
@@ -265,8 +262,7 @@ def _build_engines(
 
 @contextmanager
 def _closing(processes: RankProcesses) -> Iterator[None]:
-    """The ranks leave their process group in the end, but not after an error: the watchdog kills them
-    then."""
+    """Let the ranks leave their process group at the end; after an error the watchdog kills them instead."""
     try:
         yield
     except SystemExit:

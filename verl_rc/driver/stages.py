@@ -1,14 +1,13 @@
-"""The words of the loop, one short function each."""
+"""The stages of the training loop, one function each."""
 
 import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TokenScores, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -31,17 +30,23 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 def evaluate(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
 ) -> PolicyEvaluations:
-    """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as
-    far as needed."""
+    """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
+    far as the run needs them."""
     proximal = _proximal_policy(services, rollouts, step, record, beside)
     reference = values = None
     if services.config.needs_reference:
+        limit = reference_limit(services.config.actor_rollout_ref.ref)
         with record.stage("ref"):
-            reference = _reference_log_probs(services, rollouts, beside)
+            if services.reference is None:  # LoRA: the actor without its adapters
+                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
+            else:
+                reference = services.reference.compute_log_probs(rollouts.tokens, limit, beside)
         record.add_busy("ref", reference.busy_seconds)
     if services.critic is not None:
         with record.stage("values"):
-            values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config), beside)
+            values = services.critic.compute_values(
+                rollouts.tokens, critic_limit(services.config.critic), beside
+            )
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
         proximal_log_probs=proximal.log_probs,
@@ -57,24 +62,19 @@ def evaluate(
 def _proximal_policy(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
 ) -> TokenScores:
-    """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy
-    takes its place."""
+    """Log-probs of the proximal policy; where the actor corrects, those of the rollout policy take their
+    place, and nothing is computed."""
     correction = services.config.algorithm.rollout_correction
     if not recomputes_proximal(correction, step):
         return TokenScores(rollouts.rollout_log_probs, None)
     with record.stage("old_log_prob"):
-        answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config), beside)
+        answer = services.actor.compute_log_probs(
+            rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout), beside
+        )
     record.add_busy("old_log_prob", answer.busy_seconds)
     if correction.in_actor:  # for the actor to compare interpolated log-probs with
         return TokenScores(answer.result.log_probs, None)
     return answer.result
-
-
-def _reference_log_probs(services: Services, rollouts: RolloutBatch, beside: Beside | None) -> Timed[Tensor]:
-    limit = reference_limit(services.config)
-    if services.reference is None:  # LoRA: the actor without its adapters
-        return services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
-    return services.reference.compute_log_probs(rollouts.tokens, limit, beside)
 
 
 def build_batch(
@@ -86,7 +86,8 @@ def build_batch(
     record: StepRecord,
 ) -> ScoredStep:
     """Rollout correction and advantages; ``version`` is that of the trainer's weights."""
-    algorithm, asynchrony = services.config.algorithm, services.config.async_training
+    algorithm = services.config.algorithm
+    asynchrony = services.config.async_training
     with record.stage("adv"):
         return build_train_batch(samples, evaluations, algorithm, control, version, asynchrony)
 
@@ -100,9 +101,11 @@ def record_batch(
     record: StepRecord,
     step: int,
 ) -> None:
-    """Record everything there is to know about the batch before the update; its samples are written as JSON
-    lines to ``trainer.rollout_data_dir`` where that is set."""
-    data, rollouts, folder = services.config.data, samples.rollouts, services.config.trainer.rollout_data_dir
+    """Record the metrics of a batch before the update, and write its samples as JSON lines to
+    ``trainer.rollout_data_dir`` where that is set."""
+    data = services.config.data
+    rollouts = samples.rollouts
+    folder = services.config.trainer.rollout_data_dir
     record.add(
         batch_metrics(
             scored.batch,
@@ -135,7 +138,8 @@ def update_critic(
     """One optimizer step per mini-batch and epoch, none without a critic; returns their gradient norms."""
     if services.critic is None:
         return []
-    critic, rows = services.config.critic, critic_batch(batch, evaluations)
+    critic = services.config.critic
+    rows = critic_batch(batch, evaluations)
     record.add(critic_metrics(rows))
     options = MiniBatchOptions(
         rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
@@ -145,7 +149,7 @@ def update_critic(
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        answer = services.critic.update(rows, mini_batches, critic_limit(services.config), beside)
+        answer = services.critic.update(rows, mini_batches, critic_limit(services.config.critic), beside)
     record.add_busy("update_critic", answer.busy_seconds)
     record.add_records(answer.result.metrics)
     return answer.result.grad_norms
@@ -160,7 +164,8 @@ def update_actor(
     beside: Beside | None = None,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
-    actor, correction = services.config.actor_rollout_ref.actor, services.config.algorithm.rollout_correction
+    actor = services.config.actor_rollout_ref.actor
+    correction = services.config.algorithm.rollout_correction
     options = MiniBatchOptions(
         rows_per_mini_batch=actor.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
@@ -169,8 +174,8 @@ def update_actor(
         denominator=correction.rejection_denominator,
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    judged = correction.bypass_mode and services.config.async_training.is_synchronous
-    limit = services.gap_limit.fault(state.rollout_gap_limit) if judged else None
+    is_limited = correction.bypass_mode and services.config.async_training.is_synchronous
+    limit = services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None
     request = UpdateRequest(
         control.correction(correction),
         policy_version=state.step,
@@ -178,13 +183,17 @@ def update_actor(
         compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     with record.stage("update_actor"):
-        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request, beside)
+        answer = services.actor.update(
+            batch, mini_batches, actor_limit(services.config.actor_rollout_ref.actor), request, beside
+        )
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)
-    planned = [mini.num_loss_tokens for mini in mini_batches]
+    planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(accounts_of_update(planned, report.kept_tokens, report.grad_norms, actor.ppo_epochs))
+    record.ledger.book(
+        accounts_of_update(planned_tokens, report.kept_tokens, report.grad_norms, actor.ppo_epochs)
+    )
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report

@@ -1,5 +1,4 @@
-"""What one step has to tell: seconds per stage, busy seconds of the workers, metric records, and which stage
-got slow."""
+"""The measurements of one step: seconds per stage, busy seconds of the workers, metrics; and a slow stage."""
 
 import os
 import time
@@ -22,7 +21,7 @@ _PER_TOKEN_STAGES = ("gen", "ref", "values", "adv", "update_critic", "update_act
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What speeds are divided by."""
+    """The tokens and devices by which speeds are computed."""
 
     response: int
     total: int
@@ -85,20 +84,16 @@ class StepRecord:
         self._busy[name] += seconds
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take finished numbers in."""
+        """Add final numbers by metric name."""
         self._values.update(values)
 
     @property
     def values(self) -> Mapping[str, float]:
-        """The finished numbers that were taken in."""
+        """The final numbers by metric name."""
         return self._values
 
-    def value(self, name: str) -> float | None:
-        """A finished number that was taken in; None when there is none."""
-        return self._values.get(name)
-
     def add_records(self, records: Iterable[Metric]) -> None:
-        """Take records in that are still to be reduced over ranks and mini-batches."""
+        """Add records, which are reduced over ranks and mini-batches when the step is logged."""
         self._records.extend(records)
 
     def count_tokens(self, response: int, total: int, num_devices: int) -> None:
@@ -107,13 +102,13 @@ class StepRecord:
         self._tokens = StepTokens(response, total, num_devices)
 
     def add_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """Take a histogram in: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+        """Add a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         self._histograms[name] = (edges, counts)
 
-    def log(self, tracker: Tracker, step: int, further: Mapping[str, float] | None = None) -> None:
-        """Hand everything to the tracker, with ``further`` numbers. Raises ``LedgerError`` when the books do
+    def log(self, tracker: Tracker, step: int, values: Mapping[str, float] | None = None) -> None:
+        """Hand everything to the tracker, with finished ``values``. Raises ``LedgerError`` when the books do
         not balance."""
-        tracker.log({**self.metrics(), **self.ledger.close(), **(further or {})}, step=step)
+        tracker.log({**self.metrics(), **self.ledger.close(), **(values or {})}, step=step)
         for name, (edges, counts) in self._histograms.items():
             tracker.log_histogram(name, edges, counts, step)
         TRACE.span("driver", STEP, self._began, time.time(), step=step)
@@ -134,18 +129,10 @@ class StepRecord:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)
             metrics |= self._tokens.milliseconds_per_token(self._seconds)
-        metrics["perf/overhead_fraction"] = max(
-            0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step
-        )
+        # Stages without workers are work, not overhead.
+        driver = sum(self._seconds.get(name, 0.0) for name in ("reward", "testing", "save_checkpoint"))
+        metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + driver) / step)
         return metrics
-
-    def _untracked(self) -> float:
-        """Stages without workers (reward, validation, saving) are work, not overhead."""
-        return sum(
-            seconds
-            for name, seconds in self._seconds.items()
-            if name in {"reward", "testing", "save_checkpoint"}
-        )
 
 
 _TIMES_LONGER = 10.0
@@ -158,7 +145,7 @@ class Pace:
     """Seconds of every stage when it first ran in this process."""
 
     first_seconds: Mapping[str, float] = field(default_factory=dict)
-    told: bool = False
+    is_reported: bool = False
     """A slow stage was reported."""
 
     def observed(self, seconds: Mapping[str, float], step: int, placement: Placement) -> "Pace":
@@ -166,13 +153,13 @@ class Pace:
         with this step."""
         first = {**seconds, **self.first_seconds}
         slowdown = {
-            stage: taken / max(first[stage], 1e-9)
-            for stage, taken in seconds.items()
-            if taken >= _SHORTEST_SECONDS
+            stage: duration / max(first[stage], 1e-9)
+            for stage, duration in seconds.items()
+            if duration >= _SHORTEST_SECONDS
         }
         slowest = max(slowdown, key=lambda stage: slowdown[stage], default=None)
-        if self.told or slowest is None or slowdown[slowest] < _TIMES_LONGER:
-            return Pace(first, self.told)
+        if self.is_reported or slowest is None or slowdown[slowest] < _TIMES_LONGER:
+            return Pace(first, self.is_reported)
         say(
             "timing_s/%s took %.1f s in step %d and %.2f s when it first ran. %s",
             slowest,
@@ -181,7 +168,7 @@ class Pace:
             first[slowest],
             _likely_cause(os.getloadavg()[0], usable_cores(), placement),
         )
-        return Pace(first, told=True)
+        return Pace(first, is_reported=True)
 
 
 def _likely_cause(load: float, cores: int, placement: Placement) -> str:

@@ -18,7 +18,7 @@ class StoppedByAlertError(RuntimeError):
 class StopRequest:
     """Whether SIGTERM came, or the run itself wants to end.
 
-    The first SIGTERM is taken note of; a second one ends the process where it stands.
+    The first SIGTERM is recorded; a second one ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class StopRequest:
         return self.ending
 
     def end_if_decided(self) -> None:
-        """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to,
-        else ``SystemExit``."""
+        """End the run if that was decided: ``StoppedByAlertError`` when the run itself asked for it, else
+        ``SystemExit``."""
         if not self.ending:
             return
         if self.reason is not None:
@@ -47,12 +47,12 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """End the run after this step, saved."""
-        self.requested, self.reason = True, reason
+        self.requested = True
+        self.reason = reason
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM is ours inside. To be entered in the main thread, after Ray has set a handler of its
-        own."""
+        """Handle SIGTERM inside the context. Enter it in the main thread, after Ray has set its handler."""
         previous = signal.signal(signal.SIGTERM, self._take)
         try:
             yield

@@ -48,8 +48,11 @@ class Supply:
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
         config = services.config
-        options, batch = config.async_training, config.data.train_batch_size
-        self._services, self._state, self._options = services, state, options
+        options = config.async_training
+        batch = config.data.train_batch_size
+        self._services = services
+        self._state = state
+        self._options = options
         self._takes_turns = options.is_synchronous
         """Whether engines and trainer work in turns: a step waits for all that it samples."""
         admission = Admission(
@@ -59,29 +62,30 @@ class Supply:
             services.total_steps * batch,
             config.data.prompts_per_draw if self._draws else None,
         )
-        self._now = SupplyProgress.resumed(admission, services, state)
-        self._now.admission = self._now.admission.publish(
+        self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
+        self._progress.admission = self._progress.admission.publish(
             state.step
         )  # by ``train.start``, before anything is admitted
-        late, oldest = options.max_off_policy_strategy, options.oldest
-        if late == "wait":
-            oldest = max([oldest, *ages_to_come(self._now.groups.values(), state.step, batch)])
+        strategy = options.max_off_policy_strategy
+        oldest = options.oldest
+        if strategy == "wait":
+            oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
         if oldest > options.oldest:
             say(
                 "groups of the checkpoint are trained on first, up to %d steps old, the bound is %d",
                 oldest,
                 options.oldest,
             )
-        self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
+        self._rule = ReplayRule(options.resolved_order, batch, oldest, strategy)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
         self._requests = GroupRequests(services, one_version=not options.cuts)
         self._stepped: int | None = None
-        """The version with which engines were last told to make steps."""
+        """The version of the weights at the last ``begin_steps``."""
         self._canaries: list[list[int]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
-        self._since = StepTotals()
+        self._totals = StepTotals()
         self._step_began = self._arrived_at = time.perf_counter()
         """When the step began, and when its last samples arrived."""
 
@@ -100,42 +104,45 @@ class Supply:
     def _admit(self) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be
         sampled."""
-        now = self._now
-        count = now.admission.allowance()
-        for number in range(now.admission.admitted, now.admission.admitted + count):
-            now.groups[number] = self._new_group(number, *self._next_prompt())
-        now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
-        self._since.draws += bool(count)
+        progress = self._progress
+        count = progress.admission.allowance()
+        for number in range(progress.admission.admitted, progress.admission.admitted + count):
+            progress.groups[number] = self._new_group(number, *self._next_prompt())
+        progress.admission, progress.ledger = progress.admission.admit(count), progress.ledger.admit(count)
+        self._totals.draws += bool(count)
         self._requests.submit(
             [
                 group
-                for number, group in now.groups.items()
+                for number, group in progress.groups.items()
                 if not (group.is_whole or self._requests.has_group(number))
             ],
             evenly=self._takes_turns,
         )
-        if self._stepped != now.admission.published:
+        if self._stepped != progress.admission.published:
             self._services.engines.begin_steps()
-            self._stepped = now.admission.published
+            self._stepped = progress.admission.published
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
-        step, now = self._state.step + 1, self._now
+        step = self._state.step + 1
+        progress = self._progress
         self._step_began = time.perf_counter()
         with record.stage("admit"):
             self._admit()
         if self._services.config.actor_rollout_ref.hybrid_engine:
             self._empty_shared_devices(step, record)
-        groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
-        now.ledger = now.ledger.end("trained", [group.number for group in groups])
+        groups = [progress.groups.pop(number) for number in self._next_batch(step, record)]
+        progress.ledger = progress.ledger.end("trained", [group.number for group in groups])
         if self._draws:
-            self._leave(list(now.groups.values()), "surplus")
-        self._judge_canaries(record)
+            self._leave(list(progress.groups.values()), "surplus")
+        if self._canaries:  # the trainer still holds the weights of their publication
+            weights.collect_canary(self._services, self._state, self._canaries, record)
+            self._canaries = []
         samples, baselines = join(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
-        now.trained = now.trained.add(sum(group.num_sampled for group in groups), len(groups))
+        progress.trained = progress.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record_batch_of_groups(self._services.config, samples, baselines, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._takes_turns:
@@ -150,20 +157,20 @@ class Supply:
             self._receive(record, version=step)
         if self._publishes_beside(step):
             weights.publish_beside(self._services, self._state, step, record)
-            self._now.admission = self._now.admission.publish(step)
+            self._progress.admission = self._progress.admission.publish(step)
             return self._state.canary_gap_limit
         while self._requests and not self._cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
         # come with. Engines that take turns with the trainer have nothing to do beside them.
-        waits = self._takes_turns or self._options.deterministic_steps is not None
-        rides = not waits and step < self._services.total_steps
+        is_alone = self._takes_turns or self._options.deterministic_steps is not None
+        canaries_ride = not is_alone and step < self._services.total_steps
         limit = weights.publish(
-            self._services, self._state, step, record, canary="never" if rides else "if due"
+            self._services, self._state, step, record, canary="never" if canaries_ride else "if due"
         )
-        if rides and weights.canary_is_due(self._services, step):
+        if canaries_ride and weights.canary_is_due(self._services, step):
             self._canaries = weights.submit_canary(self._services)
-        self._now.admission = self._now.admission.publish(step)
+        self._progress.admission = self._progress.admission.publish(step)
         if self._cuts:
             self._note_parts(record, version=step)
         return limit
@@ -175,9 +182,8 @@ class Supply:
         After the last step none goes on.
         """
         services = self._services
-        stages = services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
         ends = step == services.total_steps
-        return stages and not (
+        return services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates and not (
             self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step)
         )
 
@@ -186,66 +192,65 @@ class Supply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
-        now, since, step = self._now, self._since, self._state.step + 1
-        self._since = StepTotals()
+        progress = self._progress
+        totals = self._totals
+        step = self._state.step + 1
+        self._totals = StepTotals()
         for fate in ("filtered", "surplus"):
-            record.ledger.sampled(since.tokens[fate], prompts=since.groups[fate])
-            record.ledger.book({fate: since.tokens[fate]})
-            record.ledger.book_prompts({fate: since.groups[fate]})
+            record.ledger.sampled(totals.tokens[fate], prompts=totals.groups[fate])
+            record.ledger.book({fate: totals.tokens[fate]})
+            record.ledger.book_prompts({fate: totals.groups[fate]})
         accounts = {
             **record.ledger.accounts,
-            "failed": since.tokens["failed"],
-            "stale": since.tokens["stale"],
+            "failed": totals.tokens["failed"],
+            "stale": totals.tokens["stale"],
         }
-        open_tokens = {number: group.num_sampled for number, group in now.groups.items()}
-        now.ledger = now.ledger.close_step(since.arrived, accounts, open_tokens)
-        if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (
-            now.admission.total or 0
+        open_tokens = {number: group.num_sampled for number, group in progress.groups.items()}
+        progress.ledger = progress.ledger.close_step(totals.arrived, accounts, open_tokens)
+        if (
+            step == self._services.total_steps
+            and progress.admission.admitted == progress.admission.replaced + (progress.admission.total or 0)
         ):
-            now.ledger.close_run()
+            progress.ledger.close_run()
         if self._services.config.algorithm.filter_groups.enable:
             samples = self._services.config.actor_rollout_ref.rollout.n
-            record.add(since.filter_metrics(samples, in_draws=self._draws))
+            record.add(totals.filter_metrics(samples, in_draws=self._draws))
         if self._takes_turns:
             seconds = self._arrived_at - self._step_began
-            record.add({"perf/rollout_tokens_per_second": since.arrived / seconds})
+            record.add({"perf/rollout_tokens_per_second": totals.arrived / seconds})
         else:
-            self._record_lead(since, record, step)
-        return now.state()
+            self._record_lead(totals, record, step)
+        return progress.state()
 
-    def _record_lead(self, since: StepTotals, record: StepRecord, step: int) -> None:
+    def _record_lead(self, totals: StepTotals, record: StepRecord, step: int) -> None:
         """Report what is open and what was waited for in a run that samples ahead."""
-        now = self._now
+        progress = self._progress
         record.waits_in = "gen"
-        record.add({**now.open_metrics(), **since.metrics()})
+        record.add({**progress.open_metrics(), **totals.metrics()})
         self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
-        now.waits = now.waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
+        progress.waits = progress.waits.with_step(
+            elapsed, record.seconds.get("gen", 0.0), totals.longest_group
+        )
         if step == self._services.total_steps:
-            say("%s", advice(now.waits, self._options))
+            say("%s", advice(progress.waits, self._options))
 
     # groups on their way to the engines
 
     def _next_prompt(self) -> tuple[int, PromptRow]:
-        if not self._now.drawn:
+        if not self._progress.drawn:
             epoch, rows = self._services.prompts.draw()
-            self._now.drawn.extend((epoch, row) for row in rows)
-        return self._now.drawn.popleft()
+            self._progress.drawn.extend((epoch, row) for row in rows)
+        return self._progress.drawn.popleft()
 
     def _new_group(self, number: int, epoch: int, row: PromptRow, attempt: int = 0) -> Group:
-        config, version = self._services.config, self._now.admission.published
+        config = self._services.config
+        version = self._progress.admission.published
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
         samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
         step = version + 1 if self._takes_turns else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
-
-    def _judge_canaries(self, record: StepRecord) -> None:
-        """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still
-        holds its weights."""
-        if self._canaries:
-            weights.collect_canary(self._services, self._state, self._canaries, record)
-            self._canaries = []
 
     # groups on their way back
 
@@ -253,34 +258,35 @@ class Supply:
         """The numbers of the groups that ``step`` trains on, waited for."""
         while True:
             open_groups = [
-                OpenGroup(one.number, one.version, one.fate == "kept") for one in self._now.groups.values()
+                OpenGroup(group.number, group.version, group.fate == "kept")
+                for group in self._progress.groups.values()
             ]
             decision = next_batch(open_groups, step, self._rule)
             if decision.dropped:
-                self._leave([self._now.groups[number] for number in decision.dropped], "stale")
+                self._leave([self._progress.groups[number] for number in decision.dropped], "stale")
                 self._admit()
             if decision.numbers:
-                self._now.filtered_since_batch = 0
+                self._progress.filtered_since_batch = 0
                 return decision.numbers
             self._require_more(step)
-            is_enough, began = self._now.num_kept >= self._rule.batch, time.perf_counter()
+            is_enough = self._progress.num_kept >= self._rule.batch
+            began = time.perf_counter()
             self._receive(record, self._state.step, decision.awaited)
-            self._since.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
+            self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
     def _require_more(self, step: int) -> None:
-        """Raise unless something can come that makes a batch for ``step``."""
-        options, batch, found = (
-            self._services.config.algorithm.filter_groups,
-            self._rule.batch,
-            self._now.num_kept,
-        )
-        draw, sampled = self._services.config.data.prompts_per_draw, self._now.filtered_since_batch + found
-        if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
-            raise too_few_informative(self._services.config, step, found)
+        """Raise unless open requests can still complete a batch for ``step``."""
+        config = self._services.config
+        batch = self._rule.batch
+        num_kept = self._progress.num_kept
+        num_sampled = self._progress.filtered_since_batch + num_kept
+        limit = config.algorithm.filter_groups.max_num_gen_batches * config.data.prompts_per_draw
+        if 0 < limit <= num_sampled and num_kept < batch:
+            raise too_few_informative(config, step, num_kept)
         if not self._requests:
             raise RuntimeError(
-                f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all "
-                "of them have ended."
+                f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "
+                "all of them have ended."
             )
 
     def _empty_shared_devices(self, step: int, record: StepRecord) -> None:
@@ -306,7 +312,7 @@ class Supply:
             if self._options.deterministic_steps is None:
                 ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
             else:
-                ended = self._requests.of_groups(awaited)
+                ended = self._requests.requests_of(awaited)
                 weights.wait_for(self._services, self._state, ended, version, record)
             whole = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
@@ -316,7 +322,7 @@ class Supply:
             self._replace_missing()
 
     def beside(self) -> None:
-        """Decide what has ended while the trainer works, so that what replaces it begins at once."""
+        """Decide groups that ended while the trainer works, so that their replacements begin at once."""
         if not self._requests or self._options.deterministic_steps is not None:
             return
         try:
@@ -330,15 +336,15 @@ class Supply:
 
     def _replace_missing(self) -> None:
         self._fail_late_groups()
-        if self._now.admission.allowance():
+        if self._progress.admission.allowance():
             self._admit()
 
     def _note_parts(self, record: StepRecord, version: int) -> None:
-        """Take over what ended before a publication, and the tokens so far of what it cut."""
+        """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
             whole = self._file(ended)
-            self._since.arrived += self._requests.take_parts(self._now.groups)
+            self._totals.arrived += self._requests.take_parts(self._progress.groups)
         with record.stage("reward"):
             self._decide(whole)
 
@@ -347,56 +353,62 @@ class Supply:
 
         The group of a sample that failed fails with it.
         """
-        taken = self._requests.take(numbers, self._now.groups)
-        self._since.arrived, self._arrived_at = self._since.arrived + taken.num_tokens, time.perf_counter()
+        taken = self._requests.take(numbers, self._progress.groups)
+        self._totals.arrived += taken.num_tokens
+        self._arrived_at = time.perf_counter()
         for number, why in taken.failures.items():
-            self._fail(self._now.groups[number], ToolFailedError(why))
+            self._fail(self._progress.groups[number], ToolFailedError(why))
         return [
-            group for number, group in self._now.groups.items() if number in taken.groups and group.is_whole
+            group
+            for number, group in self._progress.groups.items()
+            if number in taken.groups and group.is_whole
         ]
 
     def _decide(self, groups: Sequence[Group]) -> None:
         """Score whole groups, and keep them for a batch, filter them, or let them fail."""
         if not groups:
             return
-        now, since, filtered = self._now, self._since, list[Group]()
-        for group, decided in zip(groups, decide(self._services, groups), strict=True):
-            since.longest_group = max(since.longest_group, self._requests.close(group.number))
-            if isinstance(decided, RewardError):
-                self._fail(group, decided)
+        progress = self._progress
+        totals = self._totals
+        filtered = list[Group]()
+        for group, outcome in zip(groups, decide(self._services, groups), strict=True):
+            totals.longest_group = max(totals.longest_group, self._requests.close(group.number))
+            if isinstance(outcome, RewardError):
+                self._fail(group, outcome)
                 continue
-            assert decided.scores is not None
+            assert outcome.scores is not None
             count = self._services.config.actor_rollout_ref.rollout.n
-            since.scores.append(float(decided.scores.values[:count].double().mean()))
-            now.groups[group.number] = decided
-            if decided.fate == "filtered":
-                filtered.append(decided)
+            totals.scores.append(float(outcome.scores.values[:count].double().mean()))
+            progress.groups[group.number] = outcome
+            if outcome.fate == "filtered":
+                filtered.append(outcome)
             else:
-                now.admission = now.admission.keep([group.number])
-                since.groups["kept"] += 1
-        now.filtered_since_batch += len(filtered)
+                progress.admission = progress.admission.keep([group.number])
+                totals.groups["kept"] += 1
+        progress.filtered_since_batch += len(filtered)
         self._leave(filtered, "filtered")
 
     def _leave(
         self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale", "surplus"]
     ) -> None:
-        """These will not be trained on; each frees a place."""
+        """Remove groups that will not be trained on; each frees a place."""
         if not groups:
             return
-        now, numbers = self._now, [group.number for group in groups]
+        progress = self._progress
+        numbers = [group.number for group in groups]
         tokens = sum(group.num_sampled for group in groups)
-        now.ledger = now.ledger.end(fate, numbers)
+        progress.ledger = progress.ledger.end(fate, numbers)
         if fate in ("stale", "surplus"):  # these may have been decided
-            now.admission = now.admission.drop(numbers)
+            progress.admission = progress.admission.drop(numbers)
         else:
-            now.admission = now.admission.free(numbers)
+            progress.admission = progress.admission.free(numbers)
         if fate == "stale":
-            now.dropped = now.dropped.add(tokens, len(groups))
-        self._since.tokens[fate] += tokens
-        self._since.groups[fate] += len(groups)
+            progress.dropped = progress.dropped.add(tokens, len(groups))
+        self._totals.tokens[fate] += tokens
+        self._totals.groups[fate] += len(groups)
         for number in numbers:
             self._requests.cancel(number)
-            del now.groups[number]
+            del progress.groups[number]
 
     def _fail_late_groups(self) -> None:
         limit = self._options.group_timeout_seconds
@@ -405,7 +417,7 @@ class Supply:
         for number in self._requests.late_groups(limit):
             key = f"async_training.group_timeout_seconds={limit:g}"
             late = TimeoutError(f"group {number} must end within {key}, but it did not.")
-            self._fail(self._now.groups[number], late)
+            self._fail(self._progress.groups[number], late)
 
     def _fail(self, group: Group, error: Exception) -> None:
         """Sample a group once more, under its number and with other seeds; one that fails again is
@@ -413,35 +425,35 @@ class Supply:
 
         A synchronous run ends with the first failure.
         """
-        now = self._now
+        progress = self._progress
         if self._takes_turns:
             raise error
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
-            self._since.tokens["failed"] += group.num_sampled
-            again = now.groups[group.number] = self._new_group(
+            self._totals.tokens["failed"] += group.num_sampled
+            second_attempt = progress.groups[group.number] = self._new_group(
                 group.number, group.epoch, group.row, attempt=1
             )
-            self._requests.submit([again], evenly=self._takes_turns)
+            self._requests.submit([second_attempt], evenly=self._takes_turns)
             return
         say("group %d failed again and is replaced: %s", group.number, error)
-        num_decided = len(now.admission.decided)
+        num_decided = len(progress.admission.decided)
         self._leave([group], "failed")
-        now.failed = now.failed.with_failure(num_decided, str(error))
+        progress.failed = progress.failed.with_failure(num_decided, str(error))
 
     # what a step reports
 
     def _alert_about_lengths(self, step: int) -> None:
-        """Alert once when what is trained on is longer or shorter than what is sampled."""
-        ratio = self._now.length_ratio
+        """Alert once when trained groups are longer or shorter than sampled ones."""
+        ratio = self._progress.length_ratio
         if (
-            self._now.is_length_alert_sent
+            self._progress.is_length_alert_sent
             or step < _LENGTH_RATIO_STEPS
             or abs(ratio - 1) <= _LENGTH_RATIO_ERROR
         ):
             return
-        self._now.is_length_alert_sent = True
+        self._progress.is_length_alert_sent = True
         self._services.tracker.alert(
             "lengths trained on are not those sampled",
             f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} "

@@ -1,17 +1,15 @@
-"""What a supply counts: all that a checkpoint holds of it, what happened in one step, and the
-metrics of both."""
+"""The progress of the supply, which a checkpoint holds, its totals in one step, and the metrics of both."""
 
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
+from verl_rc.checkpoint import LengthTotals, SupplyState
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
-from verl_rc.data.dataset import PromptRow
+from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.groups import Group, pack, unpack
-from verl_rc.driver.services import Services
 from verl_rc.health.guards import FailedGroups
 from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.ledger import RunningLedger
@@ -36,17 +34,18 @@ class SupplyProgress:
     is_length_alert_sent: bool = False
 
     @classmethod
-    def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
-        """Return where the supply of ``state`` stood.
+    def resumed(
+        cls, admission: Admission, prompts: PromptStream, saved: SupplyState | None
+    ) -> "SupplyProgress":
+        """Return the progress of a ``saved`` supply, or that of a new run (None).
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
-        saved = state.supply
-        if saved is None:  # a new run
+        if saved is None:
             return cls(admission, RunningLedger())
         try:
-            groups = {group.number: group for group in unpack(saved.groups, services.prompts.row)}
-            drawn = deque((epoch, services.prompts.row(index)) for epoch, index in saved.drawn)
+            groups = {group.number: group for group in unpack(saved.groups, prompts.row)}
+            drawn = deque((epoch, prompts.row(index)) for epoch, index in saved.drawn)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         ledger = RunningLedger.from_state(saved.ledger)
@@ -110,7 +109,7 @@ def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]
 
 @dataclass
 class StepTotals:
-    """What happened since the last step was closed."""
+    """Totals since the last step was closed."""
 
     arrived: int = 0
     """Tokens that came from the engines."""

@@ -28,7 +28,7 @@ MOST_FILES = 512
 _KEPT = ("first", "checkpoint", "alert")
 """Records that are the last to be removed when all of them take too much room."""
 _FIRST_STEPS = 2
-"""They tell how large the gap is before anything was learned."""
+"""The first steps show the gap before anything was learned."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class ChosenRows:
     """Probability with which each of the others was taken."""
 
     @classmethod
-    def some(cls, squares: Tensor, wanted: int, seed: int) -> "ChosenRows":
-        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``wanted``
+    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "ChosenRows":
+        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``num_rows``
         is not below B."""
-        count = len(squares)
-        if wanted >= count:
-            return cls(list(range(count)), [False] * count, 1.0)
-        at_random = wanted - wanted // 2
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        drawn = sorted(order[:at_random])
+        num_available = len(squares)
+        if num_rows >= num_available:
+            return cls(list(range(num_available)), [False] * num_available, 1.0)
+        num_random = num_rows - num_rows // 2
+        order = torch.randperm(num_available, generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = sorted(order[:num_random])
         ranked = squares.nan_to_num(torch.inf).argsort(descending=True, stable=True).tolist()
-        worst = [row for row in ranked if row not in set(drawn)][: wanted - at_random]
-        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), at_random / count)
+        worst = [row for row in ranked if row not in set(drawn)][: num_rows - num_random]
+        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), num_random / num_available)
 
 
 class TokenRecorder:
@@ -64,7 +64,7 @@ class TokenRecorder:
         self._settings = services.config.trainer.token_records
         self._folder = services.folder / FOLDER
         self._classes: dict[int, int] = {}
-        """Of the token ids whose pieces are written."""
+        """The class of each token id whose text is written."""
         set_aside_later(self._folder, steps_done)
 
     def write(
@@ -87,7 +87,8 @@ class TokenRecorder:
 
     def _why(self, step: int) -> str | None:
         """Why a record of the step is written; None: none is."""
-        settings, last_alert = self._settings, self._services.tracker.last_alert
+        settings = self._settings
+        last_alert = self._services.tracker.last_alert
         if not settings.enable:
             return None
         reasons = {
@@ -108,12 +109,13 @@ class TokenRecorder:
         step: int,
         why: str,
     ) -> TokenRecord:
-        config, rollouts = self._services.config, samples.rollouts
+        config = self._services.config
+        rollouts = samples.rollouts
         in_actor = config.algorithm.rollout_correction.in_actor
         squares = _squares(evaluations.proximal_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
-        wanted = len(samples) if why == "full" else self._settings.rows_per_step
-        chosen = ChosenRows.some(squares, wanted, seed)
+        num_rows = len(samples) if why == "full" else self._settings.rows_per_step
+        chosen = ChosenRows.choose(squares, num_rows, seed)
         lengths = rollouts.tokens.response_lengths[chosen.rows]
         written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
 
@@ -138,7 +140,8 @@ class TokenRecorder:
                 "step": step,
                 "why": why,
                 "current_version": step - 1,
-                **_of_the_batch(samples),
+                "rows_of_batch": len(samples),
+                "tokens_of_batch": samples.num_tokens,
             },
             _row_columns(samples, chosen),
             lengths.numpy(),
@@ -148,8 +151,9 @@ class TokenRecorder:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What is the same for all steps."""
-        config, public = self._services.config, public_values(self._services.config)
+        """The facts of the run that are the same in all records."""
+        config = self._services.config
+        public = public_values(self._services.config)
         rollout = config.actor_rollout_ref.rollout
         return {
             "trainer": "verl_rc",
@@ -166,8 +170,8 @@ class TokenRecorder:
         """The class of each id; the text of ids that come for the first time is written beside the
         records."""
         distinct, places = np.unique(ids, return_inverse=True)
-        seen = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
-        if new := sorted(seen - self._classes.keys()):
+        present = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
+        if new := sorted(present - self._classes.keys()):
             texts = self._services.tokenizer.batch_decode(
                 [[token] for token in new], skip_special_tokens=False
             )
@@ -175,14 +179,12 @@ class TokenRecorder:
             classes = [class_of(text, token in special) for token, text in zip(new, texts, strict=True)]
             self._classes |= dict(zip(new, classes, strict=True))
             if keeps_text:
-                self._append_pieces(list(zip(new, texts, classes, strict=True)), step)
+                path = self._folder / PIECES
+                path.touch(mode=0o600)
+                pieces = list(zip(new, texts, classes, strict=True))
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
         return np.array([self._classes[int(token)] for token in distinct], "int8")[places.reshape(-1)]
-
-    def _append_pieces(self, pieces: Sequence[tuple[int, str, int]], step: int) -> None:
-        path = self._folder / PIECES
-        path.touch(mode=0o600)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
 
 
 def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
@@ -218,13 +220,14 @@ def _token_columns(
 
 
 def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
-    rows, prompts, engines = chosen.rows, samples.rows, samples.rollouts.engines
+    rows = chosen.rows
+    engines = samples.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
         **numbers,
         "row": np.array(rows),
         "group": samples.rollouts.group_ids[rows].numpy(),
-        "source": np.array([str(prompts[row].data_source) for row in rows], dtype=object),
+        "source": np.array([str(samples.rows[row].data_source) for row in rows], dtype=object),
         "chosen_by": np.array(["worst" if worst else "random" for worst in chosen.is_worst], dtype=object),
         "inclusion": np.array([0.0 if worst else chosen.inclusion for worst in chosen.is_worst]),
         "score": samples.scores[rows].numpy(),
@@ -235,7 +238,3 @@ def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
 def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
     tokens = samples.rollouts.tokens
     return [row[::-1] for row in unpadded(tokens.prompts[rows].flip(-1), tokens.prompt_lengths[rows])]
-
-
-def _of_the_batch(samples: Samples) -> dict[str, int]:
-    return {"rows_of_batch": len(samples), "tokens_of_batch": samples.num_tokens}

@@ -22,28 +22,31 @@ from verl_rc.ppo.control import Control
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
-    """Set a run up, train, and leave nothing behind but its folder."""
+    """Set up a run, train, and release its processes; its folder remains."""
     with (
-        report_at_end(config) as end,
+        report_at_end(config.trainer) as end,
         open_run(config, ray_started, end.close) as (services, state),
         services.stop.listening(),
-        checkpoints.full_disk_explained(services),
+        checkpoints.full_disk_explained(services.checkpoints),
     ):
         train(services, state)
 
 
 def train(services: Services, state: RunState) -> None:
-    """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its
-    left."""
+    """The training loop: one pass per step, one stage per line. A line that changes ``state`` assigns to
+    it."""
     config, trainer = services.config, services.config.trainer
-    supply, recorder, pace = Supply(services, state), TokenRecorder(services, state.step), Pace()
+    supply = Supply(services, state)
+    recorder = TokenRecorder(services, state.step)
+    pace = Pace()
     first = last = start(services, state)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
-        step, record = state.step + 1, StepRecord()
+        step = state.step + 1
+        record = StepRecord()
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
         control = Control.from_config(config.algorithm, state.control)
@@ -69,7 +72,8 @@ def train(services: Services, state: RunState) -> None:
         supply.admit(record)
         state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
-        state.supply, state.prompts = supply.close_step(record), services.prompts.state_dict()
+        state.supply = supply.close_step(record)
+        state.prompts = services.prompts.state_dict()
         state.step = step
         finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
@@ -93,9 +97,14 @@ def update(
     beside: Beside | None = None,
 ) -> CorrectionStatistics | None:
     """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
-    compute; returns what the actor corrected, None where the driver did."""
-    config, step = services.config, state.step + 1
-    correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
+    compute.
+
+    Returns the statistics of rollout correction in the actor, None where the driver corrects.
+    """
+    config = services.config
+    step = state.step + 1
+    correction = config.algorithm.rollout_correction
+    limit = config.trainer.max_nonfinite_updates
     norms = stages.update_critic(services, batch, evaluations, step, record, beside)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", norms, limit
@@ -119,8 +128,8 @@ def update(
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
-    """Save if that is due, and log: a step that is saved counts once its metrics are written. End the run if
-    that is wanted."""
+    """Write a checkpoint if one is due, log the step, and commit the checkpoint, in this order: a committed
+    step has metrics. End the run if that was decided."""
     checkpoints.write(services, state, record)
     record.log(services.tracker, state.step, {"training/global_step": state.step})
     checkpoints.commit(services, state.step)
@@ -128,12 +137,16 @@ def finish_step(services: Services, state: RunState, record: StepRecord) -> None
 
 
 def start(services: Services, state: RunState) -> float | None:
-    """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed
-    run goes right on."""
-    trainer, record, step = services.config.trainer, StepRecord(), state.step
+    """Publish the first weights; returns the accuracy of the first validation, None without one.
+
+    A resumed run validates only with ``val_only``.
+    """
+    trainer = services.config.trainer
+    record = StepRecord()
+    step = state.step
     state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
-    wanted = trainer.val_only or (trainer.val_before_train and step == 0)
-    accuracy = validate(services, state, record, step) if wanted else None
-    if wanted or step == 0:
+    validates = trainer.val_only or (trainer.val_before_train and step == 0)
+    accuracy = validate(services, state, record, step) if validates else None
+    if validates or step == 0:
         record.log(services.tracker, step)
     return accuracy

@@ -19,6 +19,7 @@ from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.engine import Interrupted
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
 
@@ -69,15 +70,15 @@ def publish(
     except EnginesLostError as lost:
         with record.stage("update_weights"):
             limit = _replace_and_deliver(services, state, version, record, lost)
-    _add_size(services, record)
+    _add_size(services.manifest, record)
     return limit
 
 
-def _add_size(services: Services, record: StepRecord) -> None:
+def _add_size(manifest: Manifest, record: StepRecord) -> None:
     record.add(
         {
-            "sync/bytes": float(services.manifest.num_bytes),
-            "sync/tensors": float(len(services.manifest.tensors)),
+            "sync/bytes": float(manifest.num_bytes),
+            "sync/tensors": float(len(manifest.tensors)),
         }
     )
 
@@ -94,7 +95,7 @@ def publish_beside(services: Services, state: RunState, version: int, record: St
             services.transport.stage(version)
     except EnginesLostError as lost:
         _replace_and_deliver(services, state, version, record, lost)
-    _add_size(services, record)
+    _add_size(services.manifest, record)
 
 
 def is_settled(services: Services, state: RunState, version: int, record: StepRecord) -> bool:
@@ -174,11 +175,11 @@ def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
     """What an update cost the engines that were at work; nothing where none was."""
     if not interrupted:
         return {}
-    pauses = [one.pause_seconds for one in interrupted]
+    pauses = [interruption.pause_seconds for interruption in interrupted]
     return {
         "async/pause_seconds/mean": sum(pauses) / len(pauses),
         "async/pause_seconds/max": max(pauses),
-        "async/recomputed_tokens": float(sum(one.recomputed_tokens for one in interrupted)),
+        "async/recomputed_tokens": float(sum(interruption.recomputed_tokens for interruption in interrupted)),
     }
 
 
@@ -193,20 +194,20 @@ def _replacing(services: Services, state: RunState, version: int, record: StepRe
 def _replace_and_deliver(
     services: Services, state: RunState, version: int, record: StepRecord, lost: EnginesLostError
 ) -> float | None:
-    """Until all engines live and hold ``version``, or the step's budget of replacements is used up.
+    """Replace engines and deliver ``version`` until all engines hold it or the step's budget is used up.
 
     Returns the limit of the canary tokens' gap.
     """
     limit = state.canary_gap_limit
-    missing: EnginesLostError | None = lost
-    while missing is not None:
+    remaining: EnginesLostError | None = lost
+    while remaining is not None:
         try:
-            replace_engines(services, missing, record)
+            replace_engines(services, remaining, record)
             _deliver(services, version)
             limit = judge_canary(services, state.canary_gap_limit, version, record)
-            missing = None
+            remaining = None
         except EnginesLostError as error:
-            missing = error
+            remaining = error
     return limit
 
 
@@ -236,7 +237,7 @@ def collect_canary(
     version = state.step
     with record.stage("sync_canary"):
         on_loss = _replacing(services, state, version, record)
-        answers = [services.engines.finish(of_engine, on_loss).result for of_engine in numbers]
+        answers = [services.engines.finish(engine_numbers, on_loss).result for engine_numbers in numbers]
         _judge_answers(services, answers, state.canary_gap_limit, version, record)
 
 
@@ -261,11 +262,14 @@ def _judge_answers(
     ``limit``, the calibrated one, or that which the first gap calibrates.
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
-    gaps, calibrated = [], limit
+    gaps = []
+    calibrated = limit
     for engine, samples in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
-        scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
+        scores = services.actor.compute_log_probs(
+            rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout)
+        ).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         where = f"canary tokens of rollout engine {engine} at weight version {version}"
         # The largest of the first gaps sets the limit of all engines.

@@ -23,8 +23,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import Literal
 
+_first = itemgetter(0)
+_end = itemgetter(1)
 PlainRanges = tuple[tuple[int, int], ...]
 """Ranges [first, end) of numbers as a checkpoint holds them."""
 
@@ -50,7 +53,7 @@ class NumberRanges:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> "NumberRanges":
-        """What ``plain`` gave. Raises ``ValueError`` for ranges that are empty, out of order or not
+        """The inverse of ``plain``. Raises ``ValueError`` for ranges that are empty, out of order or not
         merged."""
         ends = [int(end) for pair in plain for end in pair]
         is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
@@ -89,14 +92,6 @@ class NumberRanges:
         stops = [*map(_first, self.ranges), end]
         gaps = ((start, min(stop, end)) for start, stop in zip(starts, stops, strict=True))
         return NumberRanges(tuple((start, stop) for start, stop in gaps if start < stop))
-
-
-def _first(pair: tuple[int, int]) -> int:
-    return pair[0]
-
-
-def _end(pair: tuple[int, int]) -> int:
-    return pair[1]
 
 
 class AdmissionError(RuntimeError):
@@ -186,26 +181,27 @@ class Admission:
         return replace(self, published=version)
 
     def keep(self, numbers: Iterable[int]) -> "Admission":
-        """These are whole and will be trained on. Raises ``AdmissionError`` unless each was undecided."""
+        """Decide that these groups, which are whole, are trained on. Raises ``AdmissionError`` unless each
+        was undecided."""
         return self._decide(NumberRanges.from_numbers(numbers))
 
     def free(self, numbers: Iterable[int]) -> "Admission":
-        """These will never be trained on; each frees one place. Raises ``AdmissionError`` unless each was
-        undecided."""
-        given = NumberRanges.from_numbers(numbers)
-        return replace(self._decide(given), replaced=self.replaced + len(given))
+        """Decide that these groups are not trained on; each frees one place. Raises ``AdmissionError`` unless
+        each was undecided."""
+        freed = NumberRanges.from_numbers(numbers)
+        return replace(self._decide(freed), replaced=self.replaced + len(freed))
 
     def drop(self, numbers: Iterable[int]) -> "Admission":
-        """These were undecided or kept, and will not be trained on; each frees one place.
+        """Decide that these groups, undecided or kept, are not trained on; each frees one place.
 
-        Raises ``AdmissionError`` for a number that was not admitted. That nothing is dropped twice is seen by
-        the running ledger.
+        Raises ``AdmissionError`` for a number that was not admitted. The running ledger refuses a number
+        that is dropped twice.
         """
-        given = NumberRanges.from_numbers(numbers)
+        dropped = NumberRanges.from_numbers(numbers)
         undecided = self._decide(
-            NumberRanges.from_numbers(number for number in given if number not in self.decided)
+            NumberRanges.from_numbers(number for number in dropped if number not in self.decided)
         )
-        return replace(undecided, replaced=self.replaced + len(given))
+        return replace(undecided, replaced=self.replaced + len(dropped))
 
     def state(self) -> AdmissionState:
         """Return the progress for a checkpoint."""
@@ -216,7 +212,8 @@ class Admission:
 
         Raises ``ValueError`` when the state's numbers contradict each other.
         """
-        decided, admitted = NumberRanges.from_plain(state.decided), state.admitted
+        decided = NumberRanges.from_plain(state.decided)
+        admitted = state.admitted
         if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
                 f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, "
@@ -226,14 +223,14 @@ class Admission:
             self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided
         )
 
-    def _decide(self, given: NumberRanges) -> "Admission":
-        wrong = [number for number in given if number >= self.admitted or number in self.decided]
-        if wrong:
+    def _decide(self, numbers: NumberRanges) -> "Admission":
+        refused = [number for number in numbers if number >= self.admitted or number in self.decided]
+        if refused:
             raise AdmissionError(
-                f"a group is decided once, after its admission: {wrong[:5]} are not below {self.admitted} or "
-                "were decided before."
+                f"a group is decided once, after its admission: {refused[:5]} are not below {self.admitted} "
+                "or were decided before."
             )
-        return replace(self, decided=self.decided.union(given))
+        return replace(self, decided=self.decided.union(numbers))
 
 
 @dataclass(frozen=True)
@@ -281,23 +278,23 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
 
     A token of version v is (``step`` - 1) - v steps old when ``step`` trains on it.
     """
-    given = sorted(groups, key=lambda group: group.number)
+    in_order = sorted(groups, key=lambda group: group.number)
     if rule.order == "admitted":
-        return _lowest_numbers(given, rule)
+        return _lowest_numbers(in_order, rule)
     trained = step - 1
     too_old = {
-        group.number for group in given if rule.late == "drop" and trained - group.version > rule.oldest
+        group.number for group in in_order if rule.late == "drop" and trained - group.version > rule.oldest
     }
-    left = [group for group in given if group.number not in too_old]
+    young = [group for group in in_order if group.number not in too_old]
     decided = sorted(
-        (group for group in left if group.decided), key=lambda group: (group.version, group.number)
+        (group for group in young if group.decided), key=lambda group: (group.version, group.number)
     )
-    batch, later = decided[: rule.batch], decided[rule.batch :]
+    batch, rest = decided[: rule.batch], decided[rule.batch :]
     dropped = tuple(sorted(too_old))
     if len(batch) < rule.batch:
         return NextBatch(dropped=dropped)
-    undecided = [group for group in left if not group.decided]
-    newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
+    undecided = [group for group in young if not group.decided]
+    newest = _newest_that_does_not_fit([*undecided, *rest], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
     # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
     return (
@@ -315,10 +312,12 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
     return NextBatch(awaited=undecided)
 
 
-def _newest_that_does_not_fit(left: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
-    """The newest version up to which there are more groups ``left`` than can be trained on in time; None: all
+def _newest_that_does_not_fit(groups: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
+    """The newest version up to which there are more ``groups`` than can be trained on in time; None: all
     fit."""
-    by_version, total, newest = Counter(group.version for group in left), 0, None
+    by_version = Counter(group.version for group in groups)
+    total = 0
+    newest = None
     for version in sorted(by_version):
         total += by_version[version]
         # This step trains others; the last that may train on this version is step version + oldest + 1.

@@ -9,9 +9,9 @@ from verl_rc.config.run import RunConfig
 from verl_rc.ppo.step_time import MeasuredStep, WaitTotals
 
 _SMALL_GAIN = 1.1
-"""A step that is at most so many times as short is not worth devices of its own for both sides."""
+"""The smallest speed-up of a step for which separate devices of engines and trainer are worth their cost."""
 _BUSY_SHARE = 0.02
-"""A trainer that waits for no larger share of its time counts as busy."""
+"""The largest share of waiting with which a trainer counts as busy."""
 
 Row = tuple[str, str]
 """A name or symbol, and its meaning."""
@@ -20,11 +20,9 @@ Row = tuple[str, str]
 def rule_of_ages(config: RunConfig) -> Iterator[Row]:
     """How old samples may be, in which order they are trained on, and how many are held; names and
     meanings."""
-    options, rollout, oldest = (
-        config.async_training,
-        config.actor_rollout_ref.rollout,
-        config.async_training.oldest,
-    )
+    options = config.async_training
+    rollout = config.actor_rollout_ref.rollout
+    oldest = options.oldest
     versions = "may have several versions" if options.cuts else "has one version"
     yield (
         "ages",
@@ -47,13 +45,16 @@ def rule_of_ages(config: RunConfig) -> Iterator[Row]:
         )
     yield "order", f"that {order}"
     count = options.groups_in_memory(config.data.train_batch_size)
-    greedy = " and a greedy one" if config.algorithm.estimator_reads("reward_baselines") else ""
-    yield "in memory", f"at most {count} prompts, {rollout.n} samples{greedy} each, are sampled or wait"
+    greedy_sample = " and a greedy one" if config.algorithm.estimator_reads("reward_baselines") else ""
+    yield (
+        "in memory",
+        f"at most {count} prompts, {rollout.n} samples{greedy_sample} each, are sampled or wait",
+    )
     if options.max_concurrent_rollouts is not None:
-        most = options.max_concurrent_rollouts
+        limit = options.max_concurrent_rollouts
         yield (
             "at once",
-            f"an engine works on at most {most} samples, those that wait for tools included; the oldest "
+            f"an engine works on at most {limit} samples, those that wait for tools included; the oldest "
             "begin first",
         )
     if options.max_token_age is not None:
@@ -62,39 +63,38 @@ def rule_of_ages(config: RunConfig) -> Iterator[Row]:
             f"tokens older than {options.max_token_age} step(s) leave the loss; the baseline keeps their "
             "samples",
         )
-    late = options.group_timeout_seconds
-    if late is not None:
+    timeout = options.group_timeout_seconds
+    if timeout is not None:
         yield (
             "time limit",
-            f"a prompt whose samples take longer than {late:g} s is sampled once more, then replaced",
+            f"a prompt whose samples take longer than {timeout:g} s is sampled once more, then replaced",
         )
 
 
 def publications(config: RunConfig) -> Iterator[Row]:
     """When weights are published, what that does to running responses, and what proves their arrival; names
     and meanings."""
-    options, trainer = config.async_training, config.trainer
-    every, canaries = (
-        options.trigger_parameter_sync_step,
-        config.actor_rollout_ref.rollout.sync_proof.canary_freq,
-    )
-    when = "after every step" if every == 1 else f"after every {every} steps and the last one"
-    behind = {
+    options = config.async_training
+    trainer = config.trainer
+    interval = options.trigger_parameter_sync_step
+    canaries = config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    times = "after every step" if interval == 1 else f"after every {interval} steps and the last one"
+    running_responses = {
         "finish": "engines finish what they have first",
         "recompute": "the weights change under running responses, whose tokens so far the engines compute "
         "again",
         "keep": "the weights change under running responses, which go on behind the keys and values of the "
         "old ones",
     }
-    yield "publishing", f"{when}; {behind[options.on_update]}"
-    stages = config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
-    if stages:
+    yield "publishing", f"{times}; {running_responses[options.on_update]}"
+    is_staged = config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
+    if is_staged:
         yield (
             "",
             "engines receive them beside running responses, into a second copy of the weights, and pause "
             "only to load them",
         )
-    if stages and not options.cuts:
+    if is_staged and not options.cuts:
         yield (
             "",
             "the trainer waits for that at the next publication, at one that canaries prove, and where it "
@@ -112,9 +112,9 @@ def publications(config: RunConfig) -> Iterator[Row]:
             "engines share the trainer's devices: all that a version admits is sampled before its first step "
             "is trained",
         )
-    elif not (options.cuts or stages):
+    elif not (options.cuts or is_staged):
         yield "", "so the steps from one publication to the next take as long as the slower of both sides"
-    if every > 1:
+    if interval > 1:
         yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)
     frequency = f"every {canaries} publications and at the start" if canaries > 0 else "at the start"
     yield (
@@ -124,7 +124,7 @@ def publications(config: RunConfig) -> Iterator[Row]:
     )
     if canaries > 0 and options.deterministic_steps is None:
         yield "", "they are sampled beside the next batch and judged with it; nothing waits for them"
-    if options.staleness > 1 and not (options.partial_rollout or stages):
+    if options.staleness > 1 and not (options.partial_rollout or is_staged):
         yield (
             "",
             (
@@ -141,8 +141,8 @@ def _rounded(frequency: int, options: AsyncTrainingConfig) -> str:
 
 def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator[str]:
     """What a step takes, and what another bound would change; in sentences."""
-    low, high = measured.fastest(options), measured.slowest(options)
-    seconds = f"{low:.3g} s" if math.isclose(low, high) else f"{low:.3g} to {high:.3g} s"
+    fastest, slowest = measured.fastest(options), measured.slowest(options)
+    seconds = f"{fastest:.3g} s" if math.isclose(fastest, slowest) else f"{fastest:.3g} to {slowest:.3g} s"
     yield (
         f"a step takes {seconds}, in turns {measured.in_turns:.3g} s (sampling {measured.sampling:.3g} s, "
         f"training {measured.training:.3g} s, one side alone; publishing not counted)"
@@ -171,19 +171,20 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
 def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
     """How long the trainer waited, and the smallest bound that would have kept it busy; ``waits.steps`` must
     be > 0."""
-    share, bound = waits.waited_share, f"staleness_threshold={options.staleness_threshold:g}"
-    waited = f"the trainer waited for samples {share:.0%} of the time with {bound}"
-    needed, needs = (
-        waits.smallest_useful_staleness(options),
-        "whole responses need more only with stage_updates",
-    )
+    share = waits.waited_share
+    bound = f"staleness_threshold={options.staleness_threshold:g}"
+    summary = f"the trainer waited for samples {share:.0%} of the time with {bound}"
+    useful = waits.smallest_useful_staleness(options)
+    reason = "whole responses need more only with stage_updates"
     if options.partial_rollout:
-        alone = waits.step_without_waiting
-        needs = f"the slowest prompt took {waits.longest_group:.3g} s, a step without waiting {alone:.3g} s"
-    if options.staleness < needed and share > _BUSY_SHARE:
-        return f"{waited}; {needed} would have kept it busy: {needs}"
+        reason = (
+            f"the slowest prompt took {waits.longest_group:.3g} s, a step without waiting "
+            f"{waits.step_without_waiting:.3g} s"
+        )
+    if options.staleness < useful and share > _BUSY_SHARE:
+        return f"{summary}; {useful} would have kept it busy: {reason}"
     if share > _BUSY_SHARE:
-        return f"{waited}; engines are the slower side: more devices for them help, a larger bound does not"
-    if options.staleness > needed:
-        return f"{waited}; {needed} would have kept it busy too, with younger tokens: {needs}"
-    return waited
+        return f"{summary}; engines are the slower side: more devices for them help, a larger bound does not"
+    if options.staleness > useful:
+        return f"{summary}; {useful} would have kept it busy too, with younger tokens: {reason}"
+    return summary

@@ -1,4 +1,4 @@
-"""What a step's batch looks like, under the names verl's dashboards use."""
+"""Metrics of a step's batch, under the names of verl's dashboards."""
 
 from collections.abc import Mapping
 

@@ -1,10 +1,10 @@
-"""What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds.
-No torch."""
+"""Choices of an update that follow from the configuration: its loss, the evaluations before it, the limits of
+micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.config.models import ActorConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 
 
@@ -38,9 +38,8 @@ def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
 
 
-def log_prob_limit(config: RunConfig) -> MicroBatchLimit:
-    """The actor without gradient."""
-    rollout = config.actor_rollout_ref.rollout
+def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
+    """The limit of the actor's forward passes without gradient."""
     return _limit(
         rollout.log_prob_use_dynamic_bsz,
         rollout.log_prob_max_token_len_per_gpu,
@@ -48,25 +47,22 @@ def log_prob_limit(config: RunConfig) -> MicroBatchLimit:
     )
 
 
-def reference_limit(config: RunConfig) -> MicroBatchLimit:
-    """The reference policy."""
-    ref = config.actor_rollout_ref.ref
+def reference_limit(reference: ReferenceConfig) -> MicroBatchLimit:
+    """The limit of the reference policy's forward passes."""
     return _limit(
-        ref.log_prob_use_dynamic_bsz,
-        ref.log_prob_max_token_len_per_gpu,
-        ref.log_prob_micro_batch_size_per_gpu,
+        reference.log_prob_use_dynamic_bsz,
+        reference.log_prob_max_token_len_per_gpu,
+        reference.log_prob_micro_batch_size_per_gpu,
     )
 
 
-def actor_limit(config: RunConfig) -> MicroBatchLimit:
-    """The actor's update."""
-    actor = config.actor_rollout_ref.actor
+def actor_limit(actor: ActorConfig) -> MicroBatchLimit:
+    """The limit of the actor's passes with gradient."""
     return _limit(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
 
 
-def critic_limit(config: RunConfig) -> MicroBatchLimit:
-    """The critic, with gradient or without."""
-    critic = config.critic
+def critic_limit(critic: CriticConfig) -> MicroBatchLimit:
+    """The limit of the critic's passes, with gradient and without."""
     return _limit(
         critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
     )

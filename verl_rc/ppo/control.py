@@ -83,11 +83,11 @@ class AdaptiveThreshold:
     def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
         """The threshold after a batch with these ``statistics``, which need the histograms of full
         diagnostics."""
-        wanted = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
-        if math.isnan(wanted):
+        bound = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
+        if math.isnan(bound):
             return self
         return replace(
-            self, threshold=math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(wanted))
+            self, threshold=math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(bound))
         )
 
 
@@ -113,8 +113,11 @@ class Control:
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":
         """The configured control with the numbers that a run ``saved``; fixed ones stay as configured."""
-        given, saved = algorithm.kl_ctrl, saved or ControlState()
-        kl = KLController(given.kl_coef, given.target_kl if given.type == "adaptive" else None, given.horizon)
+        options = algorithm.kl_ctrl
+        saved = saved or ControlState()
+        kl = KLController(
+            options.kl_coef, options.target_kl if options.type == "adaptive" else None, options.horizon
+        )
         if kl.target_kl is not None and saved.kl_coef is not None:
             kl = replace(kl, kl_coef=saved.kl_coef)
         threshold = AdaptiveThreshold.from_config(algorithm.rollout_correction)

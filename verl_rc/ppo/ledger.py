@@ -56,7 +56,7 @@ class Ledger:
         self._prompts: Counter[str] = Counter()
 
     def sampled(self, tokens: int, prompts: int = 0) -> None:
-        """Add what came from the engines."""
+        """Add sampled tokens, and the prompts that they belong to."""
         self._sampled.update(tokens=tokens, prompts=prompts)
 
     def book(self, tokens: Mapping[str, int]) -> None:
@@ -130,7 +130,7 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
 def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
-    """What an update did with the tokens it was given: ``trained``, ``rejected`` (by the actor) and
+    """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor) and
     ``nonfinite``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
@@ -141,19 +141,20 @@ def accounts_of_update(
     if (
         len(planned_tokens) != len(kept_tokens)
         or len(kept_tokens) % epochs
-        or len(norms) != sum(k > 0 for k in kept_tokens)
+        or len(norms) != sum(num_kept > 0 for num_kept in kept_tokens)
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
             f"kept tokens, and a gradient norm for every one that kept any; got {len(norms)} norms and the "
             f"counts {list(kept_tokens)}."
         )
-    accounts, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
+    accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0})
+    remaining = iter(norms)
     first = len(kept_tokens) // epochs
-    for planned, kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
-        accounts["rejected"] += planned - kept
-        if kept:
-            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += kept
+    for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
+        accounts["rejected"] += num_planned - num_kept
+        if num_kept:
+            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += num_kept
     return dict(accounts)
 
 
@@ -208,29 +209,30 @@ class RunningLedger:
         return sum(len(self.ended[fate]) for fate in fates if fate in self.ended)
 
     def admit(self, count: int) -> "RunningLedger":
-        """The next ``count`` numbers are in flight."""
+        """Put the next ``count`` numbers in flight."""
         new = NumberRanges.from_numbers(range(self.admitted, self.admitted + count))
         return replace(self, admitted=self.admitted + count, in_flight=self.in_flight.union(new))
 
     def end(self, fate: str, numbers: Iterable[int]) -> "RunningLedger":
-        """These leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are not in
-        flight."""
-        given = list(numbers)
-        new, left = NumberRanges.from_numbers(given), set(self.in_flight) - set(given)
-        wrong = [number for number in new if number not in self.in_flight]
-        if fate not in FATES or wrong or len(new) != len(given):
+        """End groups that leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are
+        not in flight."""
+        ending = list(numbers)
+        ranges = NumberRanges.from_numbers(ending)
+        remaining = set(self.in_flight) - set(ending)
+        unknown = [number for number in ranges if number not in self.in_flight]
+        if fate not in FATES or unknown or len(ranges) != len(ending):
             raise LedgerError(
                 f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for "
-                f"{len(given)} numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
+                f"{len(ending)} numbers, {len(ranges)} of them different; not in flight are {unknown[:5]}."
             )
-        ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(new)}
-        return replace(self, in_flight=NumberRanges.from_numbers(left), ended=ended)
+        ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(ranges)}
+        return replace(self, in_flight=NumberRanges.from_numbers(remaining), ended=ended)
 
     def close_step(
         self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]
     ) -> "RunningLedger":
-        """The books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became of
-        tokens.
+        """Close the books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became
+        of tokens.
 
         ``open_tokens`` are the sampled tokens of every group that is open now, by number, as the driver holds
         them. Raises ``LedgerError`` when a group is in flight here and not there (or the other way round), or
@@ -272,7 +274,7 @@ class RunningLedger:
 
     @classmethod
     def from_state(cls, state: LedgerState) -> "RunningLedger":
-        """What ``state`` gave. Raises ``LedgerError`` when a number has two fates, or one that does not
+        """The inverse of ``state``. Raises ``LedgerError`` when a number has two fates, or one that does not
         exist."""
         admitted = state.admitted
         ended = {fate: NumberRanges.from_plain(plain) for fate, plain in state.ended.items()}

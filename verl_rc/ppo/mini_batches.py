@@ -54,23 +54,23 @@ def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBat
     Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a
     loss is divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
     """
-    num_rows, size = response_mask.shape[0], options.rows_per_mini_batch
+    num_rows = response_mask.shape[0]
+    size = options.rows_per_mini_batch
     if num_rows % size:
         raise ValueError(
             f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}."
         )
     denominator_mask = loss_mask if options.denominator == "kept" else response_mask
-    counted, kept = denominator_mask.sum(-1), loss_mask.sum(-1)
+    denominator_tokens, loss_tokens = denominator_mask.sum(-1), loss_mask.sum(-1)
     order = random.Random(options.seed)
     plan = []
     for _ in range(options.epochs):
         rows = list(range(num_rows))
         if options.shuffle:
             order.shuffle(rows)
-        plan += [_mini_batch(rows[start : start + size], counted, kept) for start in range(0, num_rows, size)]
+        for start in range(0, num_rows, size):
+            chosen = sorted(rows[start : start + size])
+            tokens = denominator_tokens[chosen]
+            num_loss_tokens = int(loss_tokens[chosen].sum())
+            plan.append(MiniBatch(chosen, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
     return plan
-
-
-def _mini_batch(rows: list[int], counted: Tensor, kept: Tensor) -> MiniBatch:
-    tokens = counted[rows]
-    return MiniBatch(sorted(rows), int(tokens.sum()), int((tokens > 0).sum()), int(kept[rows].sum()))

@@ -43,7 +43,7 @@ class Objective:
     loss: Tensor
     """Scalar with a gradient; shares of all micro-batches and ranks add up to the mini-batch's loss."""
     terms: Mapping[str, Tensor]
-    """Detached shares by metric name (``actor/pg_loss``, …); they add up likewise."""
+    """Detached shares by metric name (``actor/pg_loss``, …); they add up as the loss does."""
     averages: Mapping[str, Mean[Tensor]]
     """By metric name; those of all micro-batches and ranks merge."""
 
@@ -61,7 +61,7 @@ def policy_objective(
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``covariance`` likewise, for the losses ``clip_cov`` and ``kl_cov``.
+    ``covariance`` too, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     proximal = batch.proximal_log_probs
@@ -80,7 +80,9 @@ def policy_objective(
         aggregation=totals,
         covariance_statistics=covariance,
     )
-    loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
+    loss = policy_loss
+    terms = {"actor/pg_loss": policy_loss.detach()}
+    averages = dict(averages)
     if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
@@ -147,7 +149,7 @@ def covariance_statistics(
 
     Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
     the score of the last one that is selected is found among the best of every rank. So neither micro-batches
-    nor ranks change who is selected.
+    nor ranks change which tokens are selected.
     """
     parts = zip(*map(covariance_means, micro_batches), strict=True)
     advantages, log_probs = (reduce(operator.add, means) for means in parts)
@@ -162,8 +164,8 @@ def covariance_statistics(
         [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
     )
     best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
-    found = scores.topk(min(int(size), scores.numel())).values
-    best[: found.numel()] = found
+    own_best = scores.topk(min(int(size), scores.numel())).values
+    best[: own_best.numel()] = own_best
     threshold = selection_threshold(from_ranks(best), size)
     counts = over_ranks(selection_counts(scores, threshold))
     return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))
@@ -171,7 +173,7 @@ def covariance_statistics(
 
 @dataclass(frozen=True)
 class MiniBatchCounts:
-    """What a loss of a whole mini-batch is divided by."""
+    """The denominators of the losses of a whole mini-batch."""
 
     num_tokens: int
     num_sequences: int

@@ -17,7 +17,7 @@ from verl_rc.ppo.control import Control
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """Everything the updates of a step are computed from."""
+    """The inputs of a step's updates, and what they were computed from."""
 
     batch: TrainBatch
     """The batch for the actor."""
@@ -57,10 +57,8 @@ def build_train_batch(
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
-    full, asynchronous = (
-        config.diagnostics == "full",
-        asynchrony is not None and not asynchrony.is_synchronous,
-    )
+    full = config.diagnostics == "full"
+    asynchronous = asynchrony is not None and not asynchrony.is_synchronous
     versions = rollouts.policy_versions if full or asynchronous else None
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 

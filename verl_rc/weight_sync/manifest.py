@@ -1,4 +1,4 @@
-"""What a weight update consists of: names, shapes, wire dtypes, buckets and digests of the bytes."""
+"""The tensors of a weight update: names, shapes, wire dtypes, buckets and digests of the bytes."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -94,7 +94,7 @@ def tensor_digest(tensor: Tensor) -> int:
     if bytes_missing:
         data = torch.cat([data, data.new_zeros(bytes_missing)])
     # view(int32) needs memory that starts at a multiple of 4 bytes; a slice of a bucket starts at any
-    # element. A clone starts at an allocation of its own, which is aligned.
+    # element. A clone starts at a new allocation, which is aligned.
     words = data.view(torch.int32) if data.data_ptr() % 4 == 0 else data.clone().view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     # In chunks: the positions of all words would take as much memory as the tensor itself.

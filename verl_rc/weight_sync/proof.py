@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_rc.config.errors import listed
-from verl_rc.config.models import torch_name
+from verl_rc.config.models import ActorConfig, torch_name
+from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics, measure
 from verl_rc.metrics.bounds import BOUNDS, least_precise
 from verl_rc.weight_sync.manifest import Manifest
@@ -129,11 +129,10 @@ class GapLimit:
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed, 1.0 if precision == "float32" else _FAULT_FACTOR)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "GapLimit":
+    def from_config(cls, rollout: RolloutConfig, actor: ActorConfig) -> "GapLimit":
         """The limit of a run's engine and trainer."""
-        rollout = config.actor_rollout_ref.rollout
-        trainer = torch_name(config.actor_rollout_ref.actor.fsdp_config.dtype)
-        precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer)
+        trainer_dtype = torch_name(actor.fsdp_config.dtype)
+        precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer_dtype)
         return cls.for_precision(precision, rollout.sync_proof.gap_limit)
 
     def limit(self, calibrated: float | None) -> float:

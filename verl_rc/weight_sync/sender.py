@@ -86,7 +86,7 @@ class WeightSender:
         self._group: TransferGroup | None = None
         self._lent: SharedBucket | None = None
         self._memory: Tensor | None = None
-        """Of a GPU, that buckets are lent in."""
+        """Memory of a GPU in which buckets are lent."""
         self._keeps_memory = False
         self._digests: dict[str, int] = {}
         self.manifest = Manifest(
@@ -106,7 +106,8 @@ class WeightSender:
         another group.
         """
         self._digests = {}
-        broken, memory = None, None if self._group is None else self._memory_of_a_bucket()
+        broken = None
+        memory = None if self._group is None else self._memory_of_a_bucket()
         for bucket in self._buckets():
             # Rank 0 goes on gathering after a failure: that is a collective which the other ranks wait in.
             if self._group is None or memory is None:
@@ -185,9 +186,9 @@ class WeightSender:
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
         """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their
         digests."""
-        for together in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
-            weights = self._weights.gather([spec.name for spec in together], bucket[0].torch_dtype)
-            for spec, weight in zip(together, weights, strict=True):
+        for specs in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
+            weights = self._weights.gather([spec.name for spec in specs], bucket[0].torch_dtype)
+            for spec, weight in zip(specs, weights, strict=True):
                 wire = weight.reshape(-1)
                 # Of what is sent: the engine can only digest what it receives.
                 if self._rank == 0:

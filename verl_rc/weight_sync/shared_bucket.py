@@ -229,12 +229,12 @@ def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[
 
     Raises ``ValueError`` when an engine worker's device holds no trainer rank.
     """
-    wanted = set(engine_devices)
-    if missing := wanted - set(rank_devices):
+    needed = set(engine_devices)
+    if without_rank := needed - set(rank_devices):
         raise ValueError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device "
-            f"of a trainer rank; without a rank: {sorted(missing)}."
+            f"of a trainer rank; without a rank: {sorted(without_rank)}."
         )
     return [
-        device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)
+        device in needed and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)
     ]

@@ -15,7 +15,7 @@ from verl_rc.distributed.process_group import open_store
 _POLL_SECONDS = 0.001
 TRANSFER_TIMEOUT_SECONDS = 120.0
 """How long a member waits for the others to join, and for one broadcast: members join when all of them are
-built, and a bucket takes seconds, so that whoever takes longer is gone."""
+built, and a bucket takes seconds, so a member that takes longer is gone."""
 
 
 class TransferBrokenError(RuntimeError):
@@ -47,8 +47,8 @@ class TransferGroup:
 def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> TransferGroup:
     """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
 
-    Built by hand on its own store, because the engine's process has a default group of its own that must not
-    be touched. ``backend`` is ``gloo`` or ``nccl``.
+    Built by hand on its own store, because the engine's process has a default group that must not be
+    touched. ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)
@@ -59,7 +59,10 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         options = gloo._Options()
         options._timeout = timeout
         # init_process_group would add the device; a group built by hand without one is refused.
-        options._devices = _gloo_devices(gloo)
+        # As init_process_group takes them; the default device is that of the hostname alone.
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        interfaces = [gloo.create_device(interface=name) for name in names]
+        options._devices = interfaces or [gloo.create_default_device()]
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options()
@@ -73,13 +76,6 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         return group
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
-
-
-def _gloo_devices(gloo: Any) -> list[Any]:
-    """Those of ``GLOO_SOCKET_IFNAME``, as init_process_group takes them; the default device is that of the
-    hostname alone."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:

@@ -38,13 +38,14 @@ class ActorCorrection:
         self._mesh = mesh
         self._policy_version = request.policy_version
         self._measured_before: CorrectionStatistics | None = None
-        """Of the mini-batch over all ranks, where its loss needs them before its first micro-batch."""
+        """Statistics of the mini-batch over all ranks, where the loss needs them before its first
+        micro-batch."""
         self._corrected: CorrectionStatistics | None = None
-        """Of this rank's micro-batches that were corrected, of the mini-batch."""
-        self._of_step: CorrectionStatistics | None = None
-        """Of the mini-batches that have ended, over all ranks."""
+        """Statistics of this rank's micro-batches of the mini-batch that were corrected so far."""
+        self._step_statistics: CorrectionStatistics | None = None
+        """Statistics of the mini-batches that have ended, over all ranks."""
         self._signatures: CorrectionStatistics | None = None
-        """Of this rank's micro-batches of the first mini-batch."""
+        """Signatures of this rank's micro-batches of the first mini-batch."""
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
@@ -74,15 +75,15 @@ class ActorCorrection:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
         # Weights and masks are constants of the loss.
         batch, log_probs = self._against_rollout(batch, log_probs.detach())
-        found = measure_current(batch, log_probs, self._config, self._policy_version)
-        self._corrected = _merged(self._corrected, found)
-        return correct_current(batch, log_probs, self._config, self._measured_before or found)
+        statistics = measure_current(batch, log_probs, self._config, self._policy_version)
+        self._corrected = _merged(self._corrected, statistics)
+        return correct_current(batch, log_probs, self._config, self._measured_before or statistics)
 
     @property
     def measures_signatures(self) -> bool:
         """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies
         differ by design."""
-        return self._of_step is None and self._config.diagnostics == "full"
+        return self._step_statistics is None and self._config.diagnostics == "full"
 
     def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
         """Measure the signatures of a micro-batch, if they are wanted."""
@@ -91,8 +92,10 @@ class ActorCorrection:
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
-        found = self._measured_before or measure_current(batch, log_probs, self._config, self._policy_version)
-        return correct_current(batch, log_probs, self._config, found)
+        statistics = self._measured_before or measure_current(
+            batch, log_probs, self._config, self._policy_version
+        )
+        return correct_current(batch, log_probs, self._config, statistics)
 
     def _against_rollout(self, batch: TrainBatch, log_probs: Tensor) -> tuple[TrainBatch, Tensor]:
         """The batch, and the log-probs compared with the rollout policy's: current ones, or interpolated
@@ -114,18 +117,18 @@ class ActorCorrection:
         # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
         # the next collective.
         require_finite(mini_batch.nonfinite_fraction, self._config)
-        self._of_step = _merged(self._of_step, mini_batch)
+        self._step_statistics = _merged(self._step_statistics, mini_batch)
         return kept_counts(mini_batch).num_tokens
 
     def gap(self) -> LogProbGap:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks."""
-        assert self._of_step is not None
-        return LogProbGap.from_statistics(self._of_step)
+        assert self._step_statistics is not None
+        return LogProbGap.from_statistics(self._step_statistics)
 
     def statistics(self) -> CorrectionStatistics:
         """Return the statistics of all mini-batches and ranks, on the CPU."""
-        assert self._of_step is not None
-        return _on_cpu(self._of_step)
+        assert self._step_statistics is not None
+        return _on_cpu(self._step_statistics)
 
     def signatures(self) -> CorrectionStatistics | None:
         """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics.
@@ -139,8 +142,8 @@ class ActorCorrection:
         )
 
 
-def _merged(parts: CorrectionStatistics | None, further: CorrectionStatistics) -> CorrectionStatistics:
-    return further if parts is None else parts.merge(further)
+def _merged(total: CorrectionStatistics | None, part: CorrectionStatistics) -> CorrectionStatistics:
+    return part if total is None else total.merge(part)
 
 
 def _on_cpu(statistics: CorrectionStatistics) -> CorrectionStatistics:

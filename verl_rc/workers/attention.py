@@ -89,7 +89,8 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return output.transpose(1, 2).contiguous(), None
-    ranks, count = packed_layout.ranks, packed_layout.grid_index.numel()
+    ranks = packed_layout.ranks
+    count = packed_layout.grid_index.numel()
     if ranks is not None:
         query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
     if runs_flash_kernels(query) and not dropout:
@@ -112,7 +113,9 @@ def _in_one_kernel(
 ) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` without any padding."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    begins, longest, grouped = layout.boundaries, layout.max_length, key.shape[1] != query.shape[1]
+    begins = layout.boundaries
+    longest = layout.max_length
+    grouped = key.shape[1] != query.shape[1]
     # A token's window is everything to its left and nothing to its right.
     attended = varlen_attn(
         query,

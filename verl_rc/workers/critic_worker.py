@@ -32,7 +32,8 @@ class CriticWorker(Learner):
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
         schedule."""
-        self._config, model = config.critic, config.critic.model
+        self._config = config.critic
+        model = config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
         mesh = sharding_mesh(join_trainer_group(address, self._device), self._config.fsdp_config.fsdp_size)

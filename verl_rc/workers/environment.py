@@ -19,7 +19,7 @@ _VLLM = {
     "VLLM_PLUGINS": "",
     "VLLM_BATCH_INVARIANT": "0",
 }
-"""Of engines on every node; the values of the user, where the driver runs, take precedence."""
+"""Variables of engines on every node; values that the user sets for the driver take precedence."""
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
 """vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it

@@ -170,18 +170,17 @@ def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch
         _fill(adapted, tensors, torch.float32, source)
         return adapted.merge_and_unload().to(dtype)
     # No memory for the model twice: the saved tensors take the place of the meta tensors (assign=True).
+    arguments = {"trust_remote_code": source.model.trust_remote_code}
     with torch.device("meta"):
-        empty = _empty_model(part, source)
+        if part == "critic":
+            source.model_config.num_labels = 1
+            source.model_config.classifier_dropout = 0.0
+            empty = AutoModelForTokenClassification.from_config(source.model_config, **arguments)
+        else:
+            causal_lm = AutoModelForCausalLM.from_config(source.model_config, **arguments)
+            empty = add_adapters(causal_lm, source.model)
     _fill(empty, tensors, dtype, source)
     return empty
-
-
-def _empty_model(part: Part, source: _Source) -> Any:
-    config, arguments = source.model_config, {"trust_remote_code": source.model.trust_remote_code}
-    if part == "critic":
-        config.num_labels, config.classifier_dropout = 1, 0.0
-        return AutoModelForTokenClassification.from_config(config, **arguments)
-    return add_adapters(AutoModelForCausalLM.from_config(config, **arguments), source.model)
 
 
 def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source: _Source) -> None:

@@ -74,8 +74,8 @@ class ForwardOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient; without one they are only looked at."""
     ranks: SequenceParallel | None = None
-    """The ranks that share the tokens of a micro-batch, which must be packed; None: every rank has
-    micro-batches of its own."""
+    """The ranks that share the tokens of a micro-batch, which must be packed; None: ranks have
+    different micro-batches."""
 
 
 def score_tokens(
@@ -91,15 +91,17 @@ def score_tokens(
     inputs, predictors = packed.model_inputs(options)
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
-    wanted = ScoreOptions(options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared)
-    predicted = PredictedTokens(predictors.positions, predictors.select(targets), wanted)
-    log_probs, *further = score_predicted(model, predicted, **inputs)
+    score_options = ScoreOptions(
+        options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared
+    )
+    predicted = PredictedTokens(predictors.positions, predictors.select(targets), score_options)
+    log_probs, *statistics = score_predicted(model, predicted, **inputs)
 
-    def everywhere(own: Tensor) -> Tensor:
-        return packed.to_grid(predictors.gather(own))
+    def everywhere(outputs: Tensor) -> Tensor:
+        return packed.to_grid(predictors.gather(outputs))
 
     return TokenScores(
-        everywhere(log_probs), *(None if values is None else everywhere(values) for values in further)
+        everywhere(log_probs), *(None if values is None else everywhere(values) for values in statistics)
     )
 
 

@@ -64,8 +64,8 @@ def _cgroups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
-            own = root / path.lstrip("/")
-            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+            cgroup = root / path.lstrip("/")
+            yield from (folder for folder in (cgroup, *cgroup.parents) if folder.is_relative_to(root))
 
 
 def _numbers(folder: Path, *files: str) -> list[int]:

@@ -103,7 +103,8 @@ class MergedWeights:
 
     def _merged(self, name: str, first: Tensor) -> Tensor:
         weight, second = (
-            self._model.get_parameter(own) for own in (self._weights[name], self._adapters[name][1])
+            self._model.get_parameter(parameter)
+            for parameter in (self._weights[name], self._adapters[name][1])
         )
         return add_product(weight, second, first, self._scale)
 

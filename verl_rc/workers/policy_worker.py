@@ -72,7 +72,8 @@ class PolicyWorker(Learner):
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
         schedule."""
-        model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+        model_config = config.actor_rollout_ref.model
+        self._actor = config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
         self._needs_sum_pi_squared = (
@@ -139,8 +140,8 @@ class PolicyWorker(Learner):
         scores = score_tokens(
             self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares
         )
-        further = (scores.entropies, scores.sum_pi_squared, scores.varentropies)
-        return [scores.log_probs, *(values for values in further if values is not None)]
+        optional = (scores.entropies, scores.sum_pi_squared, scores.varentropies)
+        return [scores.log_probs, *(values for values in optional if values is not None)]
 
     def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         """One optimizer step per mini-batch.
@@ -149,7 +150,9 @@ class PolicyWorker(Learner):
         corrects: the current log-probs are the first that can be compared with the engine's).
         """
         correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
-        totals, kept_tokens, gap = ObjectiveTotals("actor"), [], None
+        totals = ObjectiveTotals("actor")
+        kept_tokens = []
+        gap = None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
@@ -158,7 +161,7 @@ class PolicyWorker(Learner):
                 if share.num_loss_tokens == 0:
                     kept_tokens.append(0)
                     continue
-                kept = self.accumulate(batch, share, totals, correction)
+                num_kept = self.accumulate(batch, share, totals, correction)
                 if correction is not None and gap is None:
                     # Of the first mini-batch only: after an update the two policies differ by design.
                     gap = correction.gap()
@@ -166,8 +169,8 @@ class PolicyWorker(Learner):
                         # Before the optimizer step: weights that were trained on rollouts of other weights
                         # are lost.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
-                kept_tokens.append(kept)
-                if kept:
+                kept_tokens.append(num_kept)
+                if num_kept:
                     totals.add_grad_norm(self.model.step())
                 else:
                     # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
@@ -178,7 +181,7 @@ class PolicyWorker(Learner):
         records += memory_metrics(self._device)
         if self._address.rank == 0:
             # The counts are global: summed over ranks, each skip would count once a rank.
-            skipped = sum(kept == 0 for kept in kept_tokens)
+            skipped = sum(num_kept == 0 for num_kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
         if correction is not None or covariance_loss_name(self._actor, self._correction) is not None:
@@ -200,11 +203,11 @@ class PolicyWorker(Learner):
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
             correction.updates = totals.num_updates
-            kept = correction.measure_mini_batch(
+            counts = correction.measure_mini_batch(
                 share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
             )
-            if kept is not None:
-                num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
+            if counts is not None:
+                num_tokens, num_sequences = counts.num_tokens, counts.num_sequences
         # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
         covariance = self._covariance(batch, share, correction)
         aggregation = Aggregation(
@@ -215,7 +218,7 @@ class PolicyWorker(Learner):
         )
 
         def compute_objective(rows: Sequence[int]) -> Objective:
-            given = part = select_sequences(batch, rows, self._device)
+            uncorrected = part = select_sequences(batch, rows, self._device)
             current = self.score(
                 part, with_sum_pi_squared=correction is not None and correction.measures_signatures
             )
@@ -227,7 +230,7 @@ class PolicyWorker(Learner):
             )
             if correction is None or not correction.compares:
                 return objective
-            return replace(objective, averages={**objective.averages, **interpolation_gap(part, given)})
+            return replace(objective, averages={**objective.averages, **interpolation_gap(part, uncorrected)})
 
         accumulate_gradients(
             self.model, share.micro_batches, compute_objective, self._address.world_size, totals
@@ -243,21 +246,23 @@ class PolicyWorker(Learner):
     def _covariance(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
     ) -> CovarianceStatistics | None:
-        """What ``clip_cov`` and ``kl_cov`` must know of the whole mini-batch, by a pass without gradient.
-        Collective."""
+        """The statistics of the whole mini-batch for ``clip_cov`` and ``kl_cov``, by a pass without gradient;
+        None for other losses. Collective."""
         name = covariance_loss_name(self._actor, self._correction)
         if name is None:
             return None
         started = time.perf_counter()
-        seen = []
+        inputs = []
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
-            seen.append(covariance_inputs(corrected, log_probs, self._actor))
-        over_ranks, from_ranks = (
-            partial(how, mesh=self._data_parallel) for how in (all_reduce_sum, all_gather_vector)
+            inputs.append(covariance_inputs(corrected, log_probs, self._actor))
+        statistics = covariance_statistics(
+            name,
+            inputs,
+            partial(all_reduce_sum, mesh=self._data_parallel),
+            partial(all_gather_vector, mesh=self._data_parallel),
         )
-        statistics = covariance_statistics(name, seen, over_ranks, from_ranks)
         self._statistics_seconds += time.perf_counter() - started
         return statistics
 
@@ -267,7 +272,7 @@ class PolicyWorker(Learner):
             return part, self.score(part).log_probs
 
     def manifest(self) -> Manifest:
-        """What every weight update consists of."""
+        """The tensors of every weight update."""
         return self._sender.manifest
 
     def join_transfer(self, address: TransferAddress) -> None:

@@ -1,4 +1,4 @@
-"""The reward model: judges whole conversations, in a process of its own."""
+"""The reward model: judges whole conversations, in a separate process."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ class RewardModelWorker:
         Raises ``ValueError`` when the model has not exactly one output, when the folder lacks its trained
         head, or when its tokenizer lacks a chat template.
         """
-        self._config, path = config, str(config.model_path)
+        self._config = config
+        path = str(config.model_path)
         self._tokenizer = load_tokenizer(path, config.trust_remote_code)
         self._device = trainer_device("cuda" if config.n_gpus_per_node else "cpu")
         self._model = (

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,9 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
     optimizer = torch.optim.AdamW(
         setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
     )
-    batches = _endless(setup.order)
-    steps, result = trainer.total_training_steps, None
+    batches = chain.from_iterable(repeat(setup.order))
+    steps = trainer.total_training_steps
+    result = None
     with _progress(console) as progress:
         bar = progress.add_task("SFT", total=steps)
         for step in range(1, steps + 1):
@@ -197,11 +199,6 @@ def _micro_batches(examples: Sequence[WorkedExample], max_tokens: int) -> Iterat
     (parts,) = assign_rows(lengths, num_ranks=1, limit=MicroBatchLimit(max_tokens=max_tokens))
     for rows in parts:
         yield [examples[row] for row in rows]
-
-
-def _endless(order: EpochBatches) -> Iterator[list[int]]:
-    while True:
-        yield from order
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -39,17 +39,14 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfi
     )
 
 
-def warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Warm-up length in training steps: ``lr_warmup_steps`` when >= 0, else the ratio of all steps."""
-    if config.lr_warmup_steps >= 0:
-        return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * total_steps)
-
-
 def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> LambdaLR:
     """Linear warm-up, then constant, linear decay or cosine decay to ``min_lr_ratio`` of the peak at
     ``total_steps``."""
-    warmup = warmup_steps(config, total_steps)
+    warmup = (
+        config.lr_warmup_steps
+        if config.lr_warmup_steps >= 0
+        else int(config.lr_warmup_steps_ratio * total_steps)
+    )
 
     def factor(step: int) -> float:
         if step < warmup:

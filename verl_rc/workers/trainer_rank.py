@@ -18,8 +18,8 @@ class TrainerRank:
     """The workers of all roles on one rank: they share the imports, the process group and, on a GPU, CUDA's
     context.
 
-    Each has random numbers of its own, as in a process of its own: what one draws (dropout, adapters) changes
-    no other's, and a checkpoint holds the generator's state for each.
+    Each role has a separate random generator: what one draws (dropout, adapters) does not change the numbers
+    of another, and a checkpoint holds the generator's state of each.
     """
 
     def __init__(self, workers: Mapping[str, str], config: RunConfig, **arguments: Any) -> None:

@@ -316,7 +316,9 @@ def test_schedules_have_the_steps_of_the_synchronous_run(tmp_path: Path, mode: d
     section = config.async_training.model_copy(update=mode)
     asynchronous = config.model_copy(update={"async_training": section})
     for steps_of_epoch in (2, 3, 9):
-        assert steps_of_run(asynchronous, steps_of_epoch) == steps_of_run(config, steps_of_epoch)
+        assert steps_of_run(asynchronous.trainer, steps_of_epoch) == steps_of_run(
+            config.trainer, steps_of_epoch
+        )
 
 
 def test_only_published_weights_are_validated(tmp_path: Path) -> None:
@@ -774,8 +776,7 @@ def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Pa
     state = SavedRun.load(checkpoint).state
     assert state.supply is not None
     counted = dataclasses.replace(state, supply=dataclasses.replace(state.supply, filtered_since_batch=6))
-    services: Any = SimpleNamespace(prompts=prompt_stream())
-    saved = SupplyProgress.resumed(Admission(2), services, counted).state()
+    saved = SupplyProgress.resumed(Admission(2), prompt_stream(), counted.supply).state()
     assert (saved.filtered_since_batch, saved.waits.steps) == (6, 2)
     limit = "algorithm.filter_groups.max_num_gen_batches=3"
     with pytest.raises(ValueError, match="max_num_gen_batches=3 batches of 2 prompts gave 0"):

@@ -216,8 +216,8 @@ def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Service
 
 def test_a_disk_that_is_full_of_other_things_is_told_the_same_way(run: Services) -> None:
     said = r"must have room .* No space left.*global_step_1 is still the newest one, whole"
-    with pytest.raises(CheckpointError, match=said), checkpoints.full_disk_explained(run):
+    with pytest.raises(CheckpointError, match=said), checkpoints.full_disk_explained(run.checkpoints):
         raise FULL
     missing = FileNotFoundError(errno.ENOENT, "no such file")
-    with pytest.raises(FileNotFoundError), checkpoints.full_disk_explained(run):
+    with pytest.raises(FileNotFoundError), checkpoints.full_disk_explained(run.checkpoints):
         raise missing

@@ -188,36 +188,56 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
         True,
     ),
     ("actor_rollout_ref.ref.model.path=org/ref", lambda c: c.actor_rollout_ref.ref.model_path, "org/ref"),
-    (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: actor_limit(c).max_tokens, 5000),
-    (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: log_prob_limit(c).max_tokens, 5000),
-    (f"{A}.ppo_max_token_len_per_gpu=5000", lambda c: reference_limit(c).max_tokens, 5000),
-    (f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3", lambda c: actor_limit(c).max_rows, 3),
+    (
+        f"{A}.ppo_max_token_len_per_gpu=5000",
+        lambda c: actor_limit(c.actor_rollout_ref.actor).max_tokens,
+        5000,
+    ),
+    (
+        f"{A}.ppo_max_token_len_per_gpu=5000",
+        lambda c: log_prob_limit(c.actor_rollout_ref.rollout).max_tokens,
+        5000,
+    ),
+    (
+        f"{A}.ppo_max_token_len_per_gpu=5000",
+        lambda c: reference_limit(c.actor_rollout_ref.ref).max_tokens,
+        5000,
+    ),
     (
         f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3",
-        lambda c: log_prob_limit(c).max_rows,
+        lambda c: actor_limit(c.actor_rollout_ref.actor).max_rows,
         3,
     ),
-    (f"{R}.log_prob_max_token_len_per_gpu=6000", lambda c: log_prob_limit(c).max_tokens, 6000),
+    (
+        f"{A}.use_dynamic_bsz=False {A}.ppo_micro_batch_size_per_gpu=3",
+        lambda c: log_prob_limit(c.actor_rollout_ref.rollout).max_rows,
+        3,
+    ),
+    (
+        f"{R}.log_prob_max_token_len_per_gpu=6000",
+        lambda c: log_prob_limit(c.actor_rollout_ref.rollout).max_tokens,
+        6000,
+    ),
     (
         f"{R}.log_prob_use_dynamic_bsz=False {R}.log_prob_micro_batch_size_per_gpu=5",
-        lambda c: log_prob_limit(c).max_rows,
+        lambda c: log_prob_limit(c.actor_rollout_ref.rollout).max_rows,
         5,
     ),
     (
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=7000",
-        lambda c: reference_limit(c).max_tokens,
+        lambda c: reference_limit(c.actor_rollout_ref.ref).max_tokens,
         7000,
     ),
     (
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False "
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6",
-        lambda c: reference_limit(c).max_rows,
+        lambda c: reference_limit(c.actor_rollout_ref.ref).max_rows,
         6,
     ),
-    ("critic.ppo_max_token_len_per_gpu=8000", lambda c: critic_limit(c).max_tokens, 8000),
+    ("critic.ppo_max_token_len_per_gpu=8000", lambda c: critic_limit(c.critic).max_tokens, 8000),
     (
         "critic.use_dynamic_bsz=False critic.ppo_micro_batch_size_per_gpu=9",
-        lambda c: critic_limit(c).max_rows,
+        lambda c: critic_limit(c.critic).max_rows,
         9,
     ),
     (f"{A}.clip_ratio=0.3", lambda c: losses(c).clip_ratio_low, 0.3),
@@ -342,7 +362,7 @@ from verl_rc.ppo.choices import critic_limit
 from verl_rc.rollout.sampling import SamplingOptions
 config = load_run_config(sys.argv[1:])
 if config.data.shuffle:  # by none of the package's modules
-    critic_limit(pickle.loads(pickle.dumps(config)))
+    critic_limit(pickle.loads(pickle.dumps(config.critic)))
     SamplingOptions.for_validation(pickle.loads(pickle.dumps(config.actor_rollout_ref.rollout.val_kwargs)), 9, ())
 """  # noqa: E501
 

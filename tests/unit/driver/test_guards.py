@@ -102,7 +102,7 @@ def test_a_healthy_step_trains() -> None:
     wanted, record = look(run, make_batch(), [1.0, 1.0, 1.0])
     assert wanted
     assert [
-        record.value(f"alerts/{name}") for name in ("mismatch", "reward_collapse", "withheld_updates")
+        record.values.get(f"alerts/{name}") for name in ("mismatch", "reward_collapse", "withheld_updates")
     ] == [0, 0, 0]
     assert run.tracker.alerts == []
 
@@ -126,8 +126,8 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
     scores = [1.0] * 3 if is_mismatch else [0.0] * 3
     wanted, record = look(run, make_batch(), scores, findings(k3_kl=0.3 if is_mismatch else 0.1))
     assert wanted is trains
-    assert record.value(f"alerts/{cause}") == 1
-    assert record.value("alerts/withheld_updates") == (not trains)
+    assert record.values.get(f"alerts/{cause}") == 1
+    assert record.values.get("alerts/withheld_updates") == (not trains)
     assert [step for _, step in run.tracker.alerts] == [3]
     assert run.stop.decide() is stops
     if stops:
@@ -148,7 +148,7 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
     run = make_run(f"trainer.alerts.gap={action}")
     for found, is_unusual in ((0.19, False), (0.21, True)):
         wanted, record = look(run, make_batch(), [1.0] * 3, findings(mean_gap=found, gap_limit=0.2))
-        assert record.value("alerts/gap") == is_unusual
+        assert record.values.get("alerts/gap") == is_unusual
         assert wanted is (trains or not is_unusual)
     assert [title for title, _ in run.tracker.alerts] == ["the engines' log-probs are unusually far off"]
     assert run.stop.decide() is stops
@@ -157,9 +157,9 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
 def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
     run, record = make_run("trainer.alerts.gap=save_and_stop"), StepRecord()
     run.guards.act_on_canary_gap(0.1, 0.2, record, step=3)
-    assert (record.value("alerts/gap"), run.stop.decide()) == (None, False)
+    assert (record.values.get("alerts/gap"), run.stop.decide()) == (None, False)
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
-    assert (record.value("alerts/gap"), run.stop.decide()) == (1, True)
+    assert (record.values.get("alerts/gap"), run.stop.decide()) == (1, True)
     run = make_run("trainer.alerts.gap=skip")
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
     assert run.tracker.texts[-1].endswith("the updates were made before, so none is left out")
@@ -208,16 +208,16 @@ def test_of_signatures_the_table_of_causes_speaks() -> None:
 def test_limits_and_numbers_that_are_none(limit: str, k3_kl: float, alarm: bool) -> None:
     run = make_run(f"trainer.alerts.mismatch_limit={limit}")
     record = look(run, make_batch(), [1.0] * 3, findings(k3_kl=k3_kl))[1]
-    assert record.value("alerts/mismatch") == alarm
+    assert record.values.get("alerts/mismatch") == alarm
 
 
 def test_where_the_actor_corrects_the_mismatch_is_judged_after_the_update() -> None:
     run = make_run(BYPASS, "trainer.alerts.mismatch=save_and_stop", "trainer.alerts.mismatch_limit=0.2")
     wanted, record = look(run, make_batch(), [1.0] * 3, findings(k3_kl=None))
     assert wanted
-    assert record.value("alerts/mismatch") is None
+    assert record.values.get("alerts/mismatch") is None
     run.guards.act(findings(k3_kl=0.5), record, step=3)
-    assert record.value("alerts/mismatch") == 1
+    assert record.values.get("alerts/mismatch") == 1
     assert run.stop.requested
 
 

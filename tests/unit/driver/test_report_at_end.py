@@ -22,10 +22,8 @@ WRITTEN = SimpleNamespace(
 )
 
 
-def config_of(folder, report: str = "at_end", wandb_text: bool = False):
-    return SimpleNamespace(
-        trainer=SimpleNamespace(default_local_dir=str(folder), report=report, wandb_text=wandb_text)
-    )
+def trainer_of(folder, report: str = "at_end", wandb_text: bool = False):
+    return SimpleNamespace(default_local_dir=str(folder), report=report, wandb_text=wandb_text)
 
 
 class PlannedError(RuntimeError):
@@ -46,7 +44,7 @@ ENDINGS = [
 def end(folder, error, **further) -> BaseException | None:
     """What comes out of a run that ends with ``error``."""
     try:
-        with report_at_end(config_of(folder, **further)):
+        with report_at_end(trainer_of(folder, **further)):
             if error is not None:
                 raise error
     except BaseException as came:  # noqa: BLE001  (Ctrl-C and exits are what is tested)
@@ -145,7 +143,7 @@ def test_an_earlier_life_is_forgotten_when_a_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: WRITTEN)
     folder = write_run(tmp_path / "run", healthy(steps=3))
     (folder / "ending.json").write_text(json.dumps({"status": 143, "reason": "SIGTERM"}))
-    with report_at_end(config_of(folder)):
+    with report_at_end(trainer_of(folder)):
         assert read_run(folder).ending is None
 
 
@@ -178,7 +176,7 @@ def end_with(experiment, folder, error, **further) -> BaseException | None:
 
     Tracker.experiment = experiment
     try:
-        with report_at_end(config_of(folder, **further)) as ending:
+        with report_at_end(trainer_of(folder, **further)) as ending:
             try:
                 if error is not None:
                     raise error

@@ -122,7 +122,7 @@ def test_a_run_is_no_longer_than_its_prompts_and_says_so(
     lines: list[str] = []
     monkeypatch.setattr("verl_rc.driver.setup.say", lambda message, *values: lines.append(message % values))
     config = small_run_config(tmp_path, "trainer.total_epochs=2", f"trainer.total_training_steps={asked}")
-    assert steps_of_run(config, steps_of_epoch=7) == steps
+    assert steps_of_run(config.trainer, steps_of_epoch=7) == steps
     said = [
         "the prompts last for 14 steps, fewer than trainer.total_training_steps=15: raise "
         "trainer.total_epochs"

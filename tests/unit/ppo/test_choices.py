@@ -8,6 +8,7 @@ from small_models import small_run_config
 
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
     actor_limit,
@@ -63,7 +64,16 @@ def test_who_needs_the_whole_mini_batch_first(fields: dict[str, object], expecte
 
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-LIMITS = [actor_limit, log_prob_limit, reference_limit, critic_limit]
+
+
+def limits(config: RunConfig) -> list[MicroBatchLimit]:
+    policy = config.actor_rollout_ref
+    return [
+        actor_limit(policy.actor),
+        log_prob_limit(policy.rollout),
+        reference_limit(policy.ref),
+        critic_limit(config.critic),
+    ]
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])
@@ -76,7 +86,7 @@ def test_every_role_follows_the_actor(by_tokens: bool) -> None:
         "critic.ppo_max_token_len_per_gpu=70",
     )
     expected = MicroBatchLimit(max_tokens=70) if by_tokens else MicroBatchLimit(max_rows=3)
-    assert [limit(config) for limit in LIMITS] == [expected] * 4
+    assert limits(config) == [expected] * 4
 
 
 def test_roles_may_differ() -> None:
@@ -87,7 +97,7 @@ def test_roles_may_differ() -> None:
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",
         "critic.ppo_micro_batch_size_per_gpu=7",
     )
-    found = [limit(config) for limit in LIMITS]
+    found = limits(config)
     rows = {0: 2, 1: 5, 3: 7}
     assert found == [
         MicroBatchLimit(max_tokens=40) if i == 2 else MicroBatchLimit(max_rows=rows[i]) for i in range(4)

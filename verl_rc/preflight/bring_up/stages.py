@@ -232,7 +232,8 @@ class Stages:
                 f"computes {computing:.1f} ms",
             )
         )
-        limit = GapLimit.from_config(config).limit(None)
+        policy = config.actor_rollout_ref
+        limit = GapLimit.from_config(policy.rollout, policy.actor).limit(None)
         for numbers, gap in rounds:
             report.findings.append(
                 Finding.from_condition(
@@ -399,7 +400,10 @@ _MICRO_BATCHES = 2
 
 def _full_micro_batches(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[list[int]]]:
     """Random tokens, and micro-batches: each of as many sequences of the greatest length as one may hold."""
-    limit, data = actor_limit(config).shared_by(config.sequence_parallel_sizes["actor"]), config.data
+    limit, data = (
+        actor_limit(config.actor_rollout_ref.actor).shared_by(config.sequence_parallel_sizes["actor"]),
+        config.data,
+    )
     size = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
     rows = _MICRO_BATCHES * size
     generator = torch.Generator().manual_seed(0)

@@ -143,9 +143,9 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         critic_only_steps=warmup
         if trainer.total_training_steps is None
         else min(warmup, trainer.total_training_steps),
-        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config), actor.fsdp_config),
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(actor), actor.fsdp_config),
         critic=arithmetic(
-            critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(config), critic.fsdp_config
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(critic), critic.fsdp_config
         )
         if config.needs_critic
         else None,

@@ -637,10 +637,9 @@ def the_histogram_and_a_threshold_that_follows():
     fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
     config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
     statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
-    services = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(rollout_correction=config)))
     control = SimpleNamespace(correction=lambda config: config, threshold=SimpleNamespace(threshold=1.25))
     record, tracker = StepRecord(), Mock()
-    record_correction(services, statistics_of_step, control, record)
+    record_correction(config, statistics_of_step, control, record)
     record.log(tracker, step=1)
     name, edges, counts, _ = tracker.log_histogram.call_args.args
     inside = sum(
