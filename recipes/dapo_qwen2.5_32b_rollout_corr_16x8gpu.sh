@@ -3,7 +3,7 @@
 #
 # Hardware: 16 x 8 GPUs of 80 GB with bf16 and fast links between nodes, 256 GiB of memory a node, a file system that all
 # nodes see. A Ray cluster first: docs/cluster.md. There is no sequence parallelism here: a GPU holds a whole row of 22,528
-# tokens in a micro-batch. Estimated: 38 GiB a GPU in an update, 70 GiB while engines sample; gradients are reduced after every
+# tokens in a micro-batch. Estimated: 39 GiB a GPU in an update, 70 GiB while engines sample; gradients are reduced after every
 # micro-batch, as whole ones would make it 157 GiB. Never run here.
 # Method: DAPO (arXiv:2503.14476): dynamic sampling, clip-higher, token-mean, overlong penalty. Its correction is that of
 # verl's recipe (run_dapo_qwen2.5_32b_rollout_corr.sh): normalised sequence weights cut at 2, rows outside a geometric mean

@@ -2,7 +2,7 @@
 # MATH with Qwen2.5-7B on one node of 8 GPUs: GRPO with token-level truncated importance sampling. The recipes named math_*
 # change one thing about this one each.
 #
-# Hardware: 8 GPUs of 80 GB with bf16 (trainer and engines share them), 128 GiB of memory. Estimated: 54 GiB a GPU in an
+# Hardware: 8 GPUs of 80 GB with bf16 (trainer and engines share them), 128 GiB of memory. Estimated: 55 GiB a GPU in an
 # update, 28 of them whole gradients, 63 GiB while engines sample. Never run here. With 40 GB a GPU pass
 # actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144 actor_rollout_ref.rollout.gpu_memory_utilization=0.5.
 # Method: GRPO (arXiv:2402.03300); weights min(train/rollout, 2) of every token, which Yao et al. 2025 introduced as
