@@ -16,7 +16,7 @@ _LATER_WINS = ("global", "install", ":env:")
 
 
 def read_pip_settings(listing: str) -> dict[str, str]:
-    """Reads the output of `pip config list`: setting to value, the environment winning over the files."""
+    """Reads the output of ``pip config list``: setting to value, the environment winning over the files."""
     settings: dict[str, tuple[int, str]] = {}
     for line in listing.splitlines():
         name, _, literal = line.partition("=")

@@ -1,6 +1,7 @@
 """Habits that a linter does not know: what code of this project does not do."""
 
 import ast
+import re
 from collections.abc import Callable
 
 import pytest
@@ -101,7 +102,25 @@ def missing_docstrings(tree: ast.AST, source: str, path: str) -> list[str]:
     return violations
 
 
+def other_dialects(tree: ast.AST, source: str, path: str) -> list[str]:
+    """Docstrings have one dialect: double backticks, and a field's words below the field."""
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    single = re.compile(r"(?<!`)`[^`\n]+`(?!`)")
+    return [
+        f"{path}:{text.lineno} a docstring in another dialect"
+        for text in texts
+        if single.search(text.value) or re.search(r"^ *Attributes:$", text.value, re.MULTILINE)
+    ]
+
+
 EVERYWHERE: list[Check] = [
+    other_dialects,
     prints,
     blind_excepts,
     config_lookups,
@@ -124,6 +143,9 @@ def test_no_package_is_a_drawer():
 
 
 PLANTED = [
+    (other_dialects, '"""Of `one`."""', 1),
+    (other_dialects, '"""M.\n\n    Attributes:\n        x: a number.\n"""', 1),
+    (other_dialects, '"""Of ``one``."""\nclass A:\n    x: int\n    """A number."""', 0),
     (prints, "print('x')", 1),
     (prints, "console.print('x')", 0),
     (blind_excepts, "try:\n    f()\nexcept Exception as error:\n    log(error)", 1),

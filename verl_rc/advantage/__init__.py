@@ -1,4 +1,4 @@
-"""Advantage estimators as pure functions, one family per file; `compute_advantages` is the entry point."""
+"""Advantage estimators as pure functions, one family per file; ``compute_advantages`` is the entry point."""
 
 from verl_rc.advantage.estimators import compute_advantages
 from verl_rc.advantage.inputs import (

@@ -36,7 +36,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     before it. Rows without a response token (padding) are ignored.
 
     Args:
-        name: a registered estimator (`advantage_estimator_names`) or ``module:function``.
+        name: a registered estimator (``advantage_estimator_names``) or ``module:function``.
         token_level_rewards: [B, T], in units of reward.
         response_mask: [B, T], bool or 0/1; tokens the policy produced, before any rejection.
         group_ids: the prompt of each row; B strings or integers, or an integer tensor [B].

@@ -40,7 +40,8 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
 
     A = (s − mean_g) / (std_g + 1e-6) on every response token, with n − 1 in the standard deviation; without
-    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s, because it has no baseline.
+    ``norm_adv_by_std_in_grpo``, A = s − mean_g. The only row of a group has A = s, because it has no
+    baseline.
 
     Returns:
         Advantages and returns, equal, [B, T].
@@ -56,7 +57,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     arXiv:2503.19595).
 
     A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without
-    `norm_adv_by_std_in_grpo`; 0 on all others. Equal best scores have no lead, and the only row of a group
+    ``norm_adv_by_std_in_grpo``; 0 on all others. Equal best scores have no lead, and the only row of a group
     has no second: both give 0.
 
     Returns:
@@ -87,7 +88,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("rloo_vectorized")
 def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Compute what `rloo` does, but the only row of a group has A = 0: verl has both rules, under these
+    """Compute what ``rloo`` does, but the only row of a group has A = 0: verl has both rules, under these
     names.
 
     Returns:
@@ -156,7 +157,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, dimensionless, [B, T].
 
     Raises:
-        ValueError: when `component_scores` is missing, or scores and weights do not fit the rows and each
+        ValueError: when ``component_scores`` is missing, or scores and weights do not fit the rows and each
             other.
     """
     groups = required_groups(inputs, "gdpo")
@@ -176,7 +177,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _leave_one_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
-    """Scores minus the mean of the other scores of their group; `alone` for the only row of a group."""
+    """Scores minus the mean of the other scores of their group; ``alone`` for the only row of a group."""
     sizes = groups.sizes(scores.dtype)
     left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
     return left_out.where(sizes > 1, alone)
@@ -234,7 +235,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`optimal_token_baseline` on response tokens lined up across turns, for answers with tool output in
+    """``optimal_token_baseline`` on response tokens lined up across turns, for answers with tool output in
     between.
 
     Rows of one prompt are compared at equal numbers of response tokens rather than at equal positions.

@@ -16,20 +16,17 @@ from verl_rc.tensor_ops.masked import group_numbers
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each row, and which rows count.
-
-    Attributes:
-        index: [B], int64, in [0, num_groups).
-        counted: [B], bool; rows without it neither enter a sum nor add to a size.
-        num_groups: an upper bound of the number of groups; the length of every per-group tensor.
-    """
+    """The group of each row, and which rows count."""
 
     index: Tensor
+    """[B], int64, in [0, num_groups)."""
     counted: Tensor
+    """[B], bool; rows without it neither enter a sum nor add to a size."""
     num_groups: int
+    """An upper bound of the number of groups; the length of every per-group tensor."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up the counted rows of `values` [B, ...] per group: [num_groups, ...]."""
+        """Add up the counted rows of ``values`` [B, ...] per group: [num_groups, ...]."""
         counted = self.counted.view(-1, *(1,) * (values.ndim - 1))
         sums = values.new_zeros((self.num_groups, *values.shape[1:]))
         return sums.index_add(0, self.index, values.where(counted, 0))
@@ -80,37 +77,34 @@ def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Grou
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The inputs of an estimator.
-
-    Attributes:
-        token_level_rewards: [B, T], in units of reward; finite wherever it is not padding.
-        response_mask: [B, T], bool; tokens that get an advantage. Rows left out of the baseline have none.
-        groups: rows of the same prompt, or None when the caller gave none.
-        values: [B, T], in units of reward; the critic's estimate before each token.
-        reward_baselines: [B], in units of reward; the score of each prompt's greedy answer.
-        component_scores: [B, K], in units of reward; the parts of a reward that is normalised part by part.
-        component_weights: K dimensionless factors of these parts; None means 1 each.
-        old_log_probs: [B, T], nats; of the policy before the update.
-        sum_pi_squared: [B, T], dimensionless; Σ_v π(v)² over the vocabulary at each position.
-        rollout_is_weights: [B, T], dimensionless; importance weights of the correction.
-        gamma: discount per response token, in [0, 1].
-        lam: decay of GAE per response token, in [0, 1].
-        norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation.
-    """
+    """The inputs of an estimator."""
 
     token_level_rewards: Tensor
+    """[B, T], in units of reward; finite wherever it is not padding."""
     response_mask: Tensor
+    """[B, T], bool; tokens that get an advantage. Rows left out of the baseline have none."""
     groups: Groups | None = None
+    """Rows of the same prompt, or None when the caller gave none."""
     values: Tensor | None = None
+    """[B, T], in units of reward; the critic's estimate before each token."""
     reward_baselines: Tensor | None = None
+    """[B], in units of reward; the score of each prompt's greedy answer."""
     component_scores: Tensor | None = None
+    """[B, K], in units of reward; the parts of a reward that is normalised part by part."""
     component_weights: Sequence[float] | None = None
+    """K dimensionless factors of these parts; None means 1 each."""
     old_log_probs: Tensor | None = None
+    """[B, T], nats; of the policy before the update."""
     sum_pi_squared: Tensor | None = None
+    """[B, T], dimensionless; Σ_v π(v)² over the vocabulary at each position."""
     rollout_is_weights: Tensor | None = None
+    """[B, T], dimensionless; importance weights of the correction."""
     gamma: float = 1.0
+    """Discount per response token, in [0, 1]."""
     lam: float = 1.0
+    """Decay of GAE per response token, in [0, 1]."""
     norm_adv_by_std_in_grpo: bool = True
+    """Whether ``grpo`` divides by the group's standard deviation."""
 
 
 AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -124,7 +118,7 @@ _FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
 
 
 def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Make a function known as an advantage estimator under `name`, for use as a decorator.
+    """Make a function known as an advantage estimator under ``name``, for use as a decorator.
 
     Raises:
         ValueError: when the name is taken by another function.

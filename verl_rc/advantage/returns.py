@@ -19,14 +19,12 @@ class ResponseOrder:
 
     A position outside the mask (tool output, padding) maps to the response token before it, or to the first
     one when there is none before it: that token is credited with its reward.
-
-    Attributes:
-        mask: [B, T], bool; the response tokens.
-        slot: [B, T], int64; number of the response token within the row.
     """
 
     mask: Tensor
+    """[B, T], bool; the response tokens."""
     slot: Tensor
+    """[B, T], int64; number of the response token within the row."""
 
     @classmethod
     def from_mask(cls, response_mask: Tensor) -> ResponseOrder:
@@ -39,7 +37,7 @@ class ResponseOrder:
         return self._scatter(values.where(self.mask, 0))
 
     def pack_rewards(self, rewards: Tensor) -> Tensor:
-        """Move rewards to the left like `pack`, crediting one outside the mask to the response token before
+        """Move rewards to the left like ``pack``, crediting one outside the mask to the response token before
         it.
 
         All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask
@@ -71,7 +69,7 @@ def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
         discount: c, in [0, 1].
 
     Returns:
-        x: [B, T], in the unit of `terms`.
+        x: [B, T], in the unit of ``terms``.
     """
     rows, length = terms.shape
     chunk = min(_CHUNK, max(length, 1))
@@ -157,7 +155,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, in units of reward, [B, T].
 
     Raises:
-        ValueError: when `reward_baselines` is missing or does not have one entry per row.
+        ValueError: when ``reward_baselines`` is missing or does not have one entry per row.
     """
     baselines = required(inputs.reward_baselines, "reward_baselines", "remax")
     if baselines.shape != inputs.response_mask.shape[:1]:

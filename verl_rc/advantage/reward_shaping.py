@@ -28,7 +28,7 @@ def apply_kl_in_reward(
         ref_log_probs: [B, T], nats; of the reference policy.
         response_mask: [B, T], bool or 0/1.
         kl_coef: β, in units of reward per nat.
-        kind: an estimator of `kl_penalty` (`algorithm.kl_penalty`).
+        kind: an estimator of ``kl_penalty`` (``algorithm.kl_penalty``).
 
     Returns:
         Token-level rewards [B, T], and the divergence of each row, the mean over its response tokens, [B],

@@ -82,18 +82,6 @@ class Samples:
         pairs = zip(given, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
 
-    def select_prompts(self, groups: Sequence[int]) -> "Samples":
-        """The samples of some prompts, which are renumbered in the given order."""
-        rollouts, rows = select_groups(self.rollouts, groups)
-        return Samples(
-            rollouts,
-            self.scores[rows],
-            prompts=[self.prompts[group] for group in groups],
-            texts=[self.texts[row] for row in rows],
-            extras={name: [column[row] for row in rows] for name, column in self.extras.items()},
-            unpenalised=None if self.unpenalised is None else self.unpenalised[rows],
-        )
-
     @classmethod
     def concatenate(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
         """Concatenate parts in order; prompts are renumbered, and a missing extra becomes None.
@@ -137,16 +125,6 @@ def concatenate_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> Ro
         [_padded(part, prompt_width, width, pad_token_id) for part in parts]
     )
     return joined
-
-
-def select_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
-    """The rows of ``groups``, renumbered 0, 1, … in the given order, and the indices of these rows."""
-    place = {group: index for index, group in enumerate(groups)}
-    ids = rollouts.group_ids.tolist()
-    rows = sorted((row for row, group in enumerate(ids) if group in place), key=lambda row: place[ids[row]])
-    taken = rollouts[rows].clone()
-    taken.group_ids = torch.tensor([place[ids[row]] for row in rows], dtype=torch.int64)
-    return taken, rows
 
 
 def _padded(part: RolloutBatch, prompt_width: int, width: int, pad_token_id: int) -> RolloutBatch:

@@ -25,20 +25,16 @@ class Aggregation:
     The counts are those of everything the gradient step sees: the mini-batch over all data-parallel ranks.
     Left at None they are counted in the tensors given, which is right only when these hold the whole
     mini-batch.
-
-    Attributes:
-        mode: one of `AGGREGATION_MODES` (`actor_rollout_ref.actor.loss_agg_mode`).
-        num_tokens: tokens of the mini-batch, > 0; the divisor of ``token-mean``.
-        num_sequences: sequences of the mini-batch with at least one token, > 0; the divisor of the
-            ``seq-mean`` modes.
-        loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the
-            padded width.
     """
 
     mode: str
+    """One of ``AGGREGATION_MODES`` (``actor_rollout_ref.actor.loss_agg_mode``)."""
     num_tokens: Count | None = None
+    """Tokens of the mini-batch, > 0; the divisor of ``token-mean``."""
     num_sequences: Count | None = None
+    """Sequences of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes."""
     loss_scale_factor: float | None = None
+    """Constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the padded width."""
 
     def __post_init__(self) -> None:
         """Refuse a mode that does not exist."""
@@ -58,7 +54,7 @@ class Aggregation:
         return replace(self, mode=mode)
 
     def reduce(self, token_loss: Tensor, mask: Tensor, denominator_mask: Tensor | None = None) -> Tensor:
-        """Apply `aggregate_loss` with the denominators of this record."""
+        """Apply ``aggregate_loss`` with the denominators of this record."""
         return aggregate_loss(
             token_loss,
             mask,
@@ -97,8 +93,8 @@ def aggregate_loss(
     Args:
         token_loss: [B, T], in the loss's unit.
         mask: [B, T], bool or 0/1; tokens that contribute.
-        mode: one of `AGGREGATION_MODES`.
-        denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in
+        mode: one of ``AGGREGATION_MODES``.
+        denominator_mask: [B, T]; tokens that are counted in the denominators, ``mask`` when None. Handing in
             the mask from before rejection keeps a kept token's gradient independent of how many others were
             rejected.
         num_tokens: N; Σ d when None.
@@ -151,7 +147,7 @@ def _positive(count: Count, like: Tensor) -> Tensor:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Mean[Tensor]:
-    """The mean of `values` over the tokens in `mask`, as two 0-d sums in float64, detached.
+    """The mean of ``values`` over the tokens in ``mask``, as two 0-d sums in float64, detached.
 
     Args:
         values: [B, T], any unit; booleans count as 0 and 1.

@@ -16,7 +16,7 @@ WEIGHT_FLOOR = 1e-10
 
 
 def clip_ratio(ratio: Tensor, inputs: PolicyLossInputs) -> Tensor:
-    """``clip(r, 1 − ε_low, 1 + ε_high)``, in the shape of `ratio`."""
+    """``clip(r, 1 − ε_low, 1 + ε_high)``, in the shape of ``ratio``."""
     low, high = inputs.parameters.clip_bounds
     return ratio.clamp(1 - low, 1 + high)
 
@@ -36,8 +36,8 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     weight w multiplies after clipping. A rejected token leaves the sum and changes no other token's term.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
-        `actor/pg_clipfrac_lower` (share of tokens where c acts), those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens whose clipped branch is the larger one),
+        ``actor/pg_clipfrac_lower`` (share of tokens where c acts), those of ``ppo_kl_metrics``.
     """
     # For A < 0 the larger surrogate grows with the ratio without limit; dual clip holds it at −A c.
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
@@ -57,13 +57,13 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     s = exp(mean over the sequence of log(current / old)); per token log s_t = lp − sg(lp) + sg(log s), so
     that every token carries the ratio of its sequence and its own gradient; ``w · max(−A s_t, −A clip(s_t, 1
-    − ε_low, 1 + ε_high))``. The mean runs over `response_mask`: rejecting a token removes its term and leaves
-    s as it is. Weights multiply per token. The paper averages ``seq-mean-token-mean``; here the mode asked
-    for is used.
+    − ε_low, 1 + ε_high))``. The mean runs over ``response_mask``: rejecting a token removes its term and
+    leaves s as it is. Weights multiply per token. The paper averages ``seq-mean-token-mean``; here the mode
+    asked for is used.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
-        `actor/pg_clipfrac_lower` (0), `actor/ppo_kl` (mean of old − current, nats).
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens whose clipped branch is the larger one),
+        ``actor/pg_clipfrac_lower`` (0), ``actor/ppo_kl`` (mean of old − current, nats).
     """
     sequence_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
     log_ratio = inputs.log_probs - inputs.old_log_probs
@@ -89,14 +89,14 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Per sequence ``−mean(A) · exp(mean(d'))`` with d = log(current / old) and d' = d cut to ε_high from above
     where A > 0 and to −ε_low from below where A < 0; then the mean over sequences, in every aggregation mode.
 
-    Both means run over `response_mask`, so rejecting a token does not change the ratio: the token only loses
-    its gradient. A sequence with every token rejected leaves the sum. Its importance weight is exp(mean(log(w
-    + 1e-10))) over kept tokens; a token whose weight is 0 (outside an IcePop band) counts as rejected, where
-    the formula taken literally would shrink the whole sequence.
+    Both means run over ``response_mask``, so rejecting a token does not change the ratio: the token only
+    loses its gradient. A sequence with every token rejected leaves the sum. Its importance weight is
+    exp(mean(log(w + 1e-10))) over kept tokens; a token whose weight is 0 (outside an IcePop band) counts as
+    rejected, where the formula taken literally would shrink the whole sequence.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
-        `actor/pg_clipfrac_lower` (the same with A < 0), those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
+        ``actor/pg_clipfrac_lower`` (the same with A < 0), those of ``ppo_kl_metrics``.
     """
     keep_mask = inputs.loss_mask
     weights = inputs.rollout_is_weights
@@ -127,7 +127,7 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens in `mask` of each sequence: [B, 1]; 0 without any."""
+    """Mean over the tokens in ``mask`` of each sequence: [B, 1]; 0 without any."""
     return (masked_row_sums(values, mask) / mask.sum(dim=-1).clamp(min=1)).unsqueeze(-1)
 
 
@@ -135,13 +135,13 @@ def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Soft adaptive policy optimisation (SAPO, arXiv:2511.20347); the loss mode ``sapo``.
 
-    ``−w A (4 / τ) sigmoid(τ (r − 1))`` with r = current / old and τ = `tau_pos` for A > 0, else `tau_neg`;
-    its slope at r = 1 is that of the unclipped surrogate. Always averaged ``seq-mean-token-mean``, as the
-    paper defines it. A rejected token leaves the sum.
+    ``−w A (4 / τ) sigmoid(τ (r − 1))`` with r = current / old and τ = ``tau_pos`` for A > 0, else
+    ``tau_neg``; its slope at r = 1 is that of the unclipped surrogate. Always averaged
+    ``seq-mean-token-mean``, as the paper defines it. A rejected token leaves the sum.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (both 0: nothing is clipped),
-        those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` and ``actor/pg_clipfrac_lower`` (both 0: nothing is clipped),
+        those of ``ppo_kl_metrics``.
     """
     ratio = inputs.log_ratio.exp()
     positive = ratio.new_full((), inputs.parameters.tau_pos)

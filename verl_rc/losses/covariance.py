@@ -19,15 +19,15 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """PPO clipping that also drops tokens of high covariance (Clip-Cov, arXiv:2505.22617); the loss mode
     ``clip_cov``.
 
-    ``w f max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``; f is 0 for a share `clip_cov_ratio` of the
-    mini-batch's tokens (at least one), drawn among those that are not clipped and have `clip_cov_lb` < cov <
-    `clip_cov_ub`, with cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob,
+    ``w f max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``; f is 0 for a share ``clip_cov_ratio`` of the
+    mini-batch's tokens (at least one), drawn among those that are not clipped and have ``clip_cov_lb`` < cov
+    < ``clip_cov_ub``, with cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob,
     advantage and position, so it is reproducible and does not depend on micro-batches; where more tokens of
     one hash are left than may be dropped, each is dropped in part, so that the share is exact. Rejected
     tokens enter neither the sum nor the means.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of dropped tokens), those of ``ppo_kl_metrics``.
     """
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     dropped = _selected("clip_cov", inputs)
@@ -43,13 +43,13 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617);
     ``kl_cov``.
 
-    ``w (−A r + `ppo_kl_coef` |lp − lp_old| [selected])``; selected is the share `kl_cov_ratio` of the
+    ``w (−A r + ``ppo_kl_coef`` |lp − lp_old| [selected])``; selected is the share ``kl_cov_ratio`` of the
     mini-batch's tokens (at least one) with the largest cov = (A − mean A)(lp − mean lp). Among equal
     covariances (all of them, when every advantage is the same) the hash of ``clip_cov`` decides; tokens with
     the same hash too share the places left. Rejected tokens enter neither the sum nor the means.
 
     Returns:
-        The loss, 0-d, and `actor/ppo_kl` (mean of |old − current|, nats).
+        The loss, 0-d, and ``actor/ppo_kl`` (mean of |old − current|, nats).
     """
     distance = (
         inputs.log_probs - inputs.old_log_probs
@@ -103,20 +103,21 @@ def selection_scores(
 
 
 def selection_size(name: str, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
-    """Number of tokens that are selected out of `num_tokens` (0-d) of the mini-batch; at least 1."""
+    """Number of tokens that are selected out of ``num_tokens`` (0-d) of the mini-batch; at least 1."""
     share = inputs.parameters.kl_cov_ratio if name == "kl_cov" else inputs.parameters.clip_cov_ratio
     return (num_tokens.to(torch.float64) * share).floor().clamp(min=1).to(torch.int64)
 
 
 def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
-    """The score of the last selected token: the `size`-th largest; the smallest when there are fewer.
+    """The score of the last selected token: the ``size``-th largest; the smallest when there are fewer.
 
     Args:
-        scores: any shape, int64; of the whole mini-batch, or the `size` largest of each of its parts.
+        scores: any shape, int64; of the whole mini-batch, or the ``size`` largest of each of its parts.
         size: 0-d, int64, >= 1.
 
     Returns:
-        0-d, int64; the smallest int64 when fewer than `size` tokens can be selected, which selects them all.
+        0-d, int64; the smallest int64 when fewer than ``size`` tokens can be selected, which selects them
+        all.
     """
     # sort and gather: topk needs its k on the host, which would wait for the device.
     ordered: Tensor = scores.flatten().sort(descending=True).values
@@ -132,8 +133,8 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
     """Divide the places left among the tokens at the threshold.
 
     Args:
-        counts: int64 [2]; `selection_counts` of the whole mini-batch.
-        size: 0-d, int64; `selection_size`.
+        counts: int64 [2]; ``selection_counts`` of the whole mini-batch.
+        size: 0-d, int64; ``selection_size``.
 
     Returns:
         0-d, float32, in (0, 1]; 1 unless more tokens are at the threshold than places are left.
@@ -160,7 +161,7 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
 
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:
-    """A pseudo-random number of `_HASH_BITS` bits per token, int64 [B, T], from what does not change during
+    """A pseudo-random number of ``_HASH_BITS`` bits per token, int64 [B, T], from what does not change during
     an update."""
     # Bits, not values: a float product would round, and differently on CPU and GPU.
     log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
@@ -176,7 +177,7 @@ def _token_hash(inputs: PolicyLossInputs) -> Tensor:
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """Integers of 32 bits (as int64) in the order of the float32 `values`; 0.0 and −0.0 are the same
+    """Integers of 32 bits (as int64) in the order of the float32 ``values``; 0.0 and −0.0 are the same
     number."""
     # IEEE 754 stores sign and magnitude, so the bits of negative numbers are ordered the other way round.
     bits = values.view(torch.int32).to(torch.int64)

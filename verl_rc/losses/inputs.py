@@ -25,21 +25,19 @@ LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 class CovarianceStatistics:
     """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
 
-    A pass without gradient finds it: add up `covariance_means` over micro-batches and ranks; score every
-    micro-batch with `selection_scores`; gather the `selection_size` largest scores of each and take their
-    `selection_threshold`; add up the `selection_counts` and take the `share_at_threshold`.
-
-    Attributes:
-        advantage_mean: 0-d; mean advantage over the mini-batch's trained tokens.
-        log_prob_mean: 0-d, nats; mean current log-prob over the same tokens.
-        score_threshold: 0-d, int64; tokens whose selection score is above it are selected.
-        share_at_threshold: 0-d, in (0, 1]; how much of each token with this very score is selected.
+    A pass without gradient finds it: add up ``covariance_means`` over micro-batches and ranks; score every
+    micro-batch with ``selection_scores``; gather the ``selection_size`` largest scores of each and take their
+    ``selection_threshold``; add up the ``selection_counts`` and take the ``share_at_threshold``.
     """
 
     advantage_mean: Tensor
+    """0-d; mean advantage over the mini-batch's trained tokens."""
     log_prob_mean: Tensor
+    """0-d, nats; mean current log-prob over the same tokens."""
     score_threshold: Tensor
+    """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
+    """0-d, in (0, 1]; how much of each token with this very score is selected."""
 
 
 @dataclass(frozen=True)
@@ -47,53 +45,51 @@ class PolicyLossInputs:
     """The tensors of one policy loss, [B, T] each, cleaned: NaN outside the masks is gone.
 
     Rejection enters through the difference of two masks: ratios of whole sequences are computed over
-    `response_mask`, sums run over `loss_mask`. A rejected token whose log-prob is not finite counts with a
-    log-ratio of 0.
-
-    Attributes:
-        old_log_probs: nats; the policy in the denominator of the ratio (proximal, or rollout in bypass mode).
-        log_probs: nats; the policy being updated; carries the gradient.
-        advantages: in units of reward, or dimensionless when normalised.
-        loss_mask: bool; response tokens that were kept.
-        response_mask: bool; all response tokens.
-        denominator_mask: bool; tokens counted in denominators that are not handed in.
-        rollout_is_weights: dimensionless, detached, >= 0, or None for no correction.
-        parameters: the options of the losses.
-        aggregation: the mode and its denominators.
-        covariance_statistics: of the whole mini-batch; None takes the tensors given for the mini-batch.
+    ``response_mask``, sums run over ``loss_mask``. A rejected token whose log-prob is not finite counts with
+    a log-ratio of 0.
     """
 
     old_log_probs: Tensor
+    """Nats; the policy in the denominator of the ratio (proximal, or rollout in bypass mode)."""
     log_probs: Tensor
+    """Nats; the policy being updated; carries the gradient."""
     advantages: Tensor
+    """In units of reward, or dimensionless when normalised."""
     loss_mask: Tensor
+    """Bool; response tokens that were kept."""
     response_mask: Tensor
+    """Bool; all response tokens."""
     denominator_mask: Tensor
+    """Bool; tokens counted in denominators that are not handed in."""
     rollout_is_weights: Tensor | None = None
+    """Dimensionless, detached, >= 0, or None for no correction."""
     parameters: LossOptions = field(default_factory=LossOptions)
+    """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
+    """The mode and its denominators."""
     covariance_statistics: CovarianceStatistics | None = None
+    """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(current / old) in nats, clamped to ± `LOG_RATIO_BOUND`."""
+        """log(current / old) in nats, clamped to ± ``LOG_RATIO_BOUND``."""
         # Unbounded, exp overflows float32 from 88.8 nats on, and an infinite ratio times an advantage of 0
         # is NaN.
         return bound_log_ratio(self.log_probs - self.old_log_probs)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
-        """Apply the importance weights to each token's loss and aggregate over `loss_mask`."""
+        """Apply the importance weights to each token's loss and aggregate over ``loss_mask``."""
         if self.rollout_is_weights is not None:
             token_loss = token_loss * self.rollout_is_weights
         return (aggregation or self.aggregation).reduce(token_loss, self.loss_mask, self.denominator_mask)
 
     def mean_over_tokens(self, values: Tensor) -> Mean[Tensor]:
-        """The mean of `values` over `loss_mask`."""
+        """The mean of ``values`` over ``loss_mask``."""
         return token_mean(values, self.loss_mask)
 
     def ppo_kl_metrics(self) -> dict[str, Mean[Tensor]]:
-        """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that
-        it clamps."""
+        """Reports, for the losses that use ``log_ratio``, its negative mean (nats) and the share of tokens
+        that it clamps."""
         clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND
         return {
             "actor/ppo_kl": self.mean_over_tokens(-self.log_ratio),
@@ -112,7 +108,7 @@ _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Make a function known as a policy loss under `name`, for use as a decorator.
+    """Make a function known as a policy loss under ``name``, for use as a decorator.
 
     Raises:
         ValueError: when the name is taken by another function.
@@ -135,10 +131,10 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
 
 
 def loss_options(config: object | None) -> LossOptions:
-    """Read the section `actor_rollout_ref.actor`, as a mapping or as an object with the same names.
+    """Read the section ``actor_rollout_ref.actor``, as a mapping or as an object with the same names.
 
-    The keys of `policy_loss` are looked for in that subsection first, then beside the others. None gives the
-    defaults.
+    The keys of ``policy_loss`` are looked for in that subsection first, then beside the others. None gives
+    the defaults.
 
     Raises:
         ValueError: when a number is outside its range.
@@ -174,7 +170,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """Check shapes, turn masks into booleans and cut every value that must not count.
 
     Raises:
-        ValueError: when a tensor is not [B, T] of the shape of `log_probs`.
+        ValueError: when a tensor is not [B, T] of the shape of ``log_probs``.
     """
     _check_shapes(inputs)
     response_mask, loss_mask = inputs.response_mask.bool(), inputs.loss_mask.bool()

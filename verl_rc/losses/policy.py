@@ -34,18 +34,18 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     """Compute a policy loss and its metrics for one micro-batch.
 
     Args:
-        name: a registered loss (`policy_loss_names`) or ``module:function``.
+        name: a registered loss (``policy_loss_names``) or ``module:function``.
         old_log_probs: [B, T], nats; of the policy in the denominator of the ratio.
         log_probs: [B, T], nats; of the policy being updated; the gradient flows here and nowhere else.
         advantages: [B, T].
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept.
-        response_mask: [B, T]; all response tokens, `loss_mask` when None. Ratios of whole sequences
+        response_mask: [B, T]; all response tokens, ``loss_mask`` when None. Ratios of whole sequences
             (``gspo``, ``geo_mean``) are computed over it, so that rejecting a token does not change them.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open;
-            `response_mask` when None, which keeps the gradient of a kept token independent of the acceptance
-            rate.
+        denominator_mask: [B, T]; tokens counted in denominators that ``aggregation`` leaves open;
+            ``response_mask`` when None, which keeps the gradient of a kept token independent of the
+            acceptance rate.
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
-        config: the section `actor_rollout_ref.actor`, a mapping with its keys, `LossOptions`, or None.
+        config: the section ``actor_rollout_ref.actor``, a mapping with its keys, ``LossOptions``, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
         covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the
             tensors given when None.
@@ -78,18 +78,18 @@ def compute_entropy_loss(
     denominator_mask: Tensor | None = None,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Aggregate the policy's entropy; subtract it, times `entropy_coeff`, from the policy loss to raise
+    """Aggregate the policy's entropy; subtract it, times ``entropy_coeff``, from the policy loss to raise
     entropy.
 
     Args:
         entropy: [B, T], nats; of the distribution at each position; carries the gradient.
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask`
-            when None.
+        denominator_mask: [B, T]; tokens counted in denominators that ``aggregation`` leaves open;
+            ``loss_mask`` when None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
-        The aggregated entropy, 0-d, nats, and `actor/entropy` (mean over `loss_mask`).
+        The aggregated entropy, 0-d, nats, and ``actor/entropy`` (mean over ``loss_mask``).
 
     Raises:
         ValueError: when shapes differ.
@@ -107,19 +107,19 @@ def compute_kl_loss(
     denominator_mask: Tensor | None = None,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Aggregate an estimate of KL(current ‖ reference); add it, times `kl_loss_coef`, to the policy loss.
+    """Aggregate an estimate of KL(current ‖ reference); add it, times ``kl_loss_coef``, to the policy loss.
 
     Args:
         log_probs: [B, T], nats; of the policy being updated; carries the gradient.
         ref_log_probs: [B, T], nats; of the reference policy.
-        kind: an estimator of `kl_penalty` (`actor_rollout_ref.actor.kl_loss_type`).
+        kind: an estimator of ``kl_penalty`` (``actor_rollout_ref.actor.kl_loss_type``).
         loss_mask: [B, T], bool or 0/1; response tokens that rejection kept. NaN outside is harmless.
-        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `loss_mask`
-            when None.
+        denominator_mask: [B, T]; tokens counted in denominators that ``aggregation`` leaves open;
+            ``loss_mask`` when None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
-        The aggregated divergence, 0-d, nats, and `actor/kl_loss` (mean over `loss_mask`).
+        The aggregated divergence, 0-d, nats, and ``actor/kl_loss`` (mean over ``loss_mask``).
 
     Raises:
         ValueError: for an unknown estimator, or when shapes differ.

@@ -14,7 +14,7 @@ from verl_rc.tensor_ops import binary_kl
 def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Group policy gradient (GPG, arXiv:2504.02546); the loss mode ``gpg``.
 
-    ``−w A lp``: no ratio, no clip; `old_log_probs` is not looked at. A rejected token leaves the sum.
+    ``−w A lp``: no ratio, no clip; ``old_log_probs`` is not looked at. A rejected token leaves the sum.
 
     Returns:
         The loss, 0-d, and no metrics.
@@ -28,10 +28,10 @@ def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     ``−A lp sg(w)`` with w of current over rollout; its gradient is −A w ∇lp, the importance-weighted policy
     gradient (Degris et al. 2012, arXiv:1205.4839). Without weights w = 1. No clipping. A rejected token
-    leaves the sum. `old_log_probs` are the rollout's and serve the metric only.
+    leaves the sum. ``old_log_probs`` are the rollout's and serve the metric only.
 
     Returns:
-        The loss, 0-d, and `actor/ppo_kl` (mean of old − current, nats).
+        The loss, 0-d, and ``actor/ppo_kl`` (mean of old − current, nats).
     """
     loss = inputs.reduce(-inputs.advantages * inputs.log_probs)
     return loss, {"actor/ppo_kl": inputs.mean_over_tokens(inputs.old_log_probs - inputs.log_probs)}
@@ -45,8 +45,8 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     rejected token leaves the sum.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band),
-        `actor/pg_clipfrac_lower` (0), those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens with r outside the band),
+        ``actor/pg_clipfrac_lower`` (0), those of ``ppo_kl_metrics``.
     """
     # Detached: the gradient goes through lp, so that a clipped token keeps one. In PPO it has none.
     ratio = inputs.log_ratio.detach().exp()
@@ -64,11 +64,11 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with total variation (DPPO, arXiv:2602.04879); the loss mode ``dppo_tv``.
 
     ``−w A sg(min(r, c)) lp M`` with M = [π − π_old ≤ ε_high] for A > 0 and [π − π_old ≥ −ε_low] otherwise; π
-    are probabilities of the sampled token and c is `clip_ratio_c` (the paper uses 20). A rejected token
+    are probabilities of the sampled token and c is ``clip_ratio_c`` (the paper uses 20). A rejected token
     leaves the sum.
 
     Returns:
-        The loss, 0-d, and the metrics of `_masked_policy_gradient`.
+        The loss, 0-d, and the metrics of ``_masked_policy_gradient``.
     """
     # Log-probs are at most 0: these exponentials need no bound.
     change = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
@@ -80,12 +80,12 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with the binary KL divergence (DPPO, arXiv:2602.04879); the loss mode ``dppo_kl``.
 
-    As `dppo_tv_loss`, with KL = π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), in nats, and M
-    = [KL ≤ ε_high or π ≤ π_old] for A > 0, [KL ≤ ε_low or π ≥ π_old] otherwise: only moves in the direction
+    As ``dppo_tv_loss``, with KL = π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), in nats, and
+    M = [KL ≤ ε_high or π ≤ π_old] for A > 0, [KL ≤ ε_low or π ≥ π_old] otherwise: only moves in the direction
     that the advantage pushes are limited.
 
     Returns:
-        The loss, 0-d, and the metrics of `_masked_policy_gradient`.
+        The loss, 0-d, and the metrics of ``_masked_policy_gradient``.
     """
     current = inputs.log_probs.detach()
     old = inputs.old_log_probs
@@ -100,8 +100,8 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
     """Policy gradient of the tokens inside the trust region, weighted by the detached ratio up to c.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower`
-        (share inside it with r > c), those of `ppo_kl_metrics`.
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens outside the region),
+        ``actor/pg_clipfrac_lower`` (share inside it with r > c), those of ``ppo_kl_metrics``.
     """
     ratio = inputs.log_ratio.detach().exp()
     cap = inputs.parameters.clip_ratio_c
@@ -117,14 +117,14 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
 def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Direct reward optimisation (DRO, arXiv:2405.19107); the loss mode ``dro``.
 
-    ``−w (A lp − β/2 (lp − lp_old)²)`` with β = `dro_beta`; the weight multiplies the penalty too. A rejected
-    token leaves the sum.
+    ``−w (A lp − β/2 (lp − lp_old)²)`` with β = ``dro_beta``; the weight multiplies the penalty too. A
+    rejected token leaves the sum.
 
     Returns:
-        The loss, 0-d, and `actor/ppo_kl` (mean of old − current, nats).
+        The loss, 0-d, and ``actor/ppo_kl`` (mean of old − current, nats).
 
     Raises:
-        ValueError: when `dro_beta` is not set.
+        ValueError: when ``dro_beta`` is not set.
     """
     beta = inputs.parameters.dro_beta
     if beta is None:

@@ -33,15 +33,15 @@ def compute_value_loss(
         old_values: [B, T], in units of reward; the critic before the update.
         returns: [B, T], in units of reward.
         mask: [B, T], bool or 0/1; response tokens. NaN outside is harmless.
-        cliprange_value: c, in units of reward, > 0 (`critic.cliprange_value`).
+        cliprange_value: c, in units of reward, > 0 (``critic.cliprange_value``).
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
-        The loss, 0-d, in squared units of reward, and `critic/vf_clipfrac` (share of tokens whose clipped
-        error is the larger one), `critic/vpred_mean` (mean value).
+        The loss, 0-d, in squared units of reward, and ``critic/vf_clipfrac`` (share of tokens whose clipped
+        error is the larger one), ``critic/vpred_mean`` (mean value).
 
     Raises:
-        ValueError: when shapes differ or `cliprange_value` is not positive.
+        ValueError: when shapes differ or ``cliprange_value`` is not positive.
     """
     _check_values(mask, values=values, old_values=old_values, returns=returns)
     if not cliprange_value > 0:
@@ -66,14 +66,12 @@ def compute_value_loss(
 class ExplainedVariance:
     """Sums from which the explained variance of the returns follows; add the records of micro-batches and
     ranks.
-
-    Attributes:
-        errors: of R − v, in units of reward; 0-d float64.
-        returns: of R, likewise.
     """
 
     errors: Moments[Tensor]
+    """Of R − v, in units of reward; 0-d float64."""
     returns: Moments[Tensor]
+    """Of R, likewise."""
 
     def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
         """Merge two disjoint parts of a batch."""
@@ -85,7 +83,7 @@ class ExplainedVariance:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
-    """Sum what `critic/vf_explained_var` needs.
+    """Sum what ``critic/vf_explained_var`` needs.
 
     Args:
         values: [B, T], in units of reward.

@@ -13,18 +13,15 @@ from verl_rc.correction import CorrectionStatistics, bound_for_acceptance
 class KLController:
     """The weight β of the divergence, and how it follows what was observed (arXiv:1909.08593, section 2.2).
 
-    A value: `updated` returns the next one. All of it belongs in a checkpoint (`dataclasses.asdict`).
-
-    Attributes:
-        kl_coef: β, in units of reward per nat, >= 0 (`algorithm.kl_ctrl.kl_coef`).
-        target_kl: the divergence aimed at, nats per token, > 0; None keeps β fixed
-            (`algorithm.kl_ctrl.type=fixed`).
-        horizon: rows that a relative error of 1 would need to double β, > 0 (`algorithm.kl_ctrl.horizon`).
+    A value: ``updated`` returns the next one. All of it belongs in a checkpoint (``dataclasses.asdict``).
     """
 
     kl_coef: float
+    """Β, in units of reward per nat, >= 0 (``algorithm.kl_ctrl.kl_coef``)."""
     target_kl: float | None = None
+    """The divergence aimed at, nats per token, > 0; None keeps β fixed (``algorithm.kl_ctrl.type=fixed``)."""
     horizon: int = 10_000
+    """Rows that a relative error of 1 would need to double β, > 0 (``algorithm.kl_ctrl.horizon``)."""
 
     def __post_init__(self) -> None:
         """Refuse a controller that could not control."""
@@ -39,8 +36,8 @@ class KLController:
         """The controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
 
         Args:
-            observed_kl: nats per token; the mean over the batch's rows of `apply_kl_in_reward`'s divergence.
-            num_rows: rows of the batch.
+            observed_kl: nats per token; the mean over the batch's rows of ``apply_kl_in_reward``'s
+            divergence. num_rows: rows of the batch.
         """
         if self.target_kl is None:
             return self

@@ -8,7 +8,7 @@ import torch
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.samples import Samples, concatenate_rollouts, select_groups
+from verl_rc.data.samples import Samples, concatenate_rollouts
 
 PAD = 99
 
@@ -58,15 +58,6 @@ def test_no_part_is_refused() -> None:
         concatenate_rollouts([], PAD)
 
 
-def test_groups_are_taken_in_the_order_asked_for() -> None:
-    rollouts = make_rollouts(PROMPTS, RESPONSES, [5, 8, 5, 9])
-    taken, rows = select_groups(rollouts, [9, 5])
-    assert rows == [3, 0, 2]
-    assert taken.group_ids.tolist() == [0, 1, 1]
-    assert taken.tokens.responses.tolist() == [[17, PAD, PAD], [11, PAD, PAD], [14, 15, 16]]
-    assert rollouts.group_ids.tolist() == [5, 8, 5, 9]
-
-
 def make_samples(first: int, **changes: Any) -> Samples:
     """Two prompts with two samples each; scores count from ``first``."""
     rollouts = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 1])
@@ -87,11 +78,6 @@ def test_joined_samples_keep_their_prompts_and_extras() -> None:
     assert [row.row_index for row in whole.rows] == [0, 0, 1, 1, 10, 10, 11, 11]
     assert whole.extras == {"acc": [0, 1, 2, 3] + [None] * 4, "note": [None] * 4 + ["a", "b", "c", "d"]}
     assert whole.accuracies() == [0, 1, 2, 3, 10, 11, 12, 13]
-    chosen = whole.select_prompts([3, 0])
-    assert [row.row_index for row in chosen.rows] == [11, 11, 0, 0]
-    assert chosen.texts == ["text 12", "text 13", "text 0", "text 1"]
-    assert chosen.scores.tolist() == [12, 13, 0, 1]
-    assert chosen.num_tokens == 7
 
 
 @pytest.mark.parametrize(
