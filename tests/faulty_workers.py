@@ -117,7 +117,7 @@ class FaultyEngine(VllmEngine):
             output.logprobs = None
         parts = parts_of_output(output, held, number)
         if self.fault == "nan_log_prob" and bad:
-            parts[0].log_probs[0] = torch.nan
+            parts[0].log_probs[:] = torch.nan
         return parts
 
 

@@ -237,6 +237,7 @@ class EngineGroup:
         They are sampled with the engines' current weights, or those of an update in progress. With ``evenly``
         engines share the requests of one prompt where that balances their load.
         """
+        self._go_on_after_losses()
         numbers, samples_by_engine = self._work.add(requests, options, awaited=False, evenly=evenly)
         self._submitting.append(
             self._hand_over(samples_by_engine)
@@ -248,6 +249,7 @@ class EngineGroup:
     ) -> list[list[int]]:
         """Submit all requests to every engine, to begin before all that waits; returns their numbers by
         engine at once."""
+        self._go_on_after_losses()
         numbers, samples_by_engine = self._work.add_to_each(requests, options)
         self._submitting.append(self._hand_over(samples_by_engine))
         return numbers
@@ -335,6 +337,7 @@ class EngineGroup:
         raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
         been collected. A sample depends only on its request's seed, so the result is the same.
         """
+        self._go_on_after_losses()
         numbers, samples_by_engine = self._work.add(requests, options, awaited=True, evenly=True)
         self._hand_over(samples_by_engine)
         return self.finish(numbers, on_loss)
@@ -387,8 +390,8 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
-        Call it before samples are required from engines."""
+        """Let engines that replaced others do what those owed. To be called before new samples are added, which
+        would be submitted twice, and before samples are required: it makes that void."""
         if self._replaced:
             self._hand_over_lost()
             self.begin_steps()

@@ -317,3 +317,23 @@ def test_what_no_new_engine_would_mend_is_raised(
             [Call(answer) for answer in beside],
         )
     assert not isinstance(caught.value, EnginesLostError)
+
+
+@pytest.mark.parametrize("call", ["generate", "submit"])
+def test_work_that_comes_after_a_replacement_is_handed_over_once(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """An engine that was lost in an update owes nothing: the next samples must not be submitted twice."""
+    group, engines = group_of(2, monkeypatch)
+    group.replace([0])
+    if call == "generate":
+        assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
+        assert first_tokens(group.generate(requests(2, 3), OPTIONS).result) == [2, 3]
+    else:
+        numbers = group.submit(requests(10, 11), OPTIONS)
+        while group.collect(0.0) != numbers:
+            pass
+        assert first_tokens(group.take(numbers)) == [10, 11]
+        assert group.collect(0.0) == []
+    seeds = [seed for engine in engines for asked in engine.asked for seed in asked]
+    assert len(seeds) == len(set(seeds))
