@@ -390,8 +390,11 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Let engines that replaced others do what those owed. To be called before new samples are added, which
-        would be submitted twice, and before samples are required: it makes that void."""
+        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
+
+        Call it before new samples are added, which would be submitted twice, and before samples are required
+        from engines, which it makes void.
+        """
         if self._replaced:
             self._hand_over_lost()
             self.begin_steps()
