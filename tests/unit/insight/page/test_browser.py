@@ -57,10 +57,10 @@ def run_folder(folder: Path) -> Path:
         sink.log_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, counts, step)
     sink.alert(HOSTILE, HOSTILE, 30)
     sink.close()
-    long = [-0.2] * 4_000
+    long = [-3.2] * 4_000
     records = [
         token_record(2, gap=0.3, source=np.array([HOSTILE] * 3, dtype=object), kept=[False, *[True] * 8]),
-        token_record(60, (4_000,), rollout_log_prob=long, old_log_prob=[*long[:-1], 2.8], why=HOSTILE),
+        token_record(60, (4_000,), rollout_log_prob=long, old_log_prob=[*long[:-1], -0.2], why=HOSTILE),
     ]
     write_tokens(folder, records, {**PIECES_OF_DIGITS, 2: HOSTILE, 3: "\u202eabc", 4: "x" * 100_000})
     return folder
@@ -207,7 +207,7 @@ def test_the_viewer_shows_tokens_and_what_happened_to_them(page):
     page.run(key, "Home")
     words = page.run("return document.querySelector('#token-view .readout').textContent")
     assert words.startswith(
-        "token 0 “0” (id 1), digits, log-prob of the engine -0.1, of the trainer 0.2, log-ratio 0.3"
+        "token 0 “0” (id 1), digits, log-prob of the engine -1, of the trainer -0.7, log-ratio 0.3"
     )
     assert "rejected" in words
     page.run(key, "ArrowRight")
