@@ -63,9 +63,8 @@ class Supply:
             config.data.prompts_per_draw if self._draws else None,
         )
         self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
-        self._progress.admission = self._progress.admission.publish(
-            state.step
-        )  # by ``train.start``, before anything is admitted
+        # ``train.start`` published it, before anything is admitted.
+        self._progress.admission = self._progress.admission.publish(state.step)
         strategy = options.max_off_policy_strategy
         oldest = options.oldest
         if strategy == "wait":
@@ -294,10 +293,8 @@ class Supply:
         while self._requests:
             self._require_more(step)
             self._receive(record, version=self._state.step)
-        with (
-            record.stage("gen"),
-            suppress(EnginesLostError),
-        ):  # the samples are here; the next weight update replaces it
+        # The samples are here; the next weight update replaces an engine that is lost.
+        with record.stage("gen"), suppress(EnginesLostError):
             self._services.engines.sleep()
 
     def _receive(self, record: StepRecord, version: int, awaited: Collection[int] = ()) -> None:
@@ -327,9 +324,8 @@ class Supply:
             return
         try:
             ended = self._services.engines.collect(0.0)
-        except (
-            EnginesLostError
-        ):  # the next wait for samples finds it too, when the trainer has time to send weights
+        except EnginesLostError:
+            # The next wait for samples finds it too, when the trainer has time to send weights.
             return
         self._decide(self._file(ended))
         self._replace_missing()
