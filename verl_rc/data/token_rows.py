@@ -93,11 +93,20 @@ def _array(name: str, value: Any) -> Any:
     return values.astype(kind)
 
 
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The object of a line of JSON; None when the line is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def whole_rows(lines: Iterable[str], damaged: list[str]) -> Iterator[dict[str, Any]]:
     """The objects of lines; lines that hold none are counted in ``damaged``."""
     broken = 0
     for line in lines:
-        row = _parsed(line)
+        row = parse_line(line)
         if row is not None:
             yield row
         elif line.strip():
@@ -138,11 +147,3 @@ def rows_of(record: TokenRecord) -> Iterator[dict[str, Any]]:
         tokens: dict[str, Array] = {name: values[place] for name, values in record.tokens.items()}
         prompt = {} if record.prompts is None else {PROMPTS: record.prompts[index]}
         yield {"step": record.step, **{n: v[index] for n, v in record.rows.items()}, **tokens, **prompt}
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None

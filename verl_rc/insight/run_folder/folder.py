@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 
 from verl_rc.config.schema import leaves_of, without_secrets
+from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
     as_step,
     numbers_of,
-    parse_line,
     read_records,
     reading_notes,
 )

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import event_files
 from verl_rc.insight.run_folder.lines import (
     as_number,
     as_step,
     numbers_of,
-    parse_line,
     read_records,
     reading_notes,
 )

@@ -1,12 +1,12 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns
 
 Record = dict[str, Any]
@@ -53,15 +53,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
                 yield number, line
             else:
                 yield number, None if parse_line(line) is None else f"{line}\n"
-
-
-def parse_line(line: str) -> Record | None:
-    """The object of a line of JSON; None when the line is none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def numbers_of(record: Record) -> Iterator[tuple[str, float]]:

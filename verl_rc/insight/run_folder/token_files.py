@@ -15,8 +15,7 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import Row, record_of_rows, records_by_step, whole_rows
-from verl_rc.insight.run_folder.lines import parse_line
+from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step, whole_rows
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.lines import parse_line
+from verl_rc.data.token_rows import Row, parse_line
 from verl_rc.insight.run_folder.token_files import Layout, LineReader
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 

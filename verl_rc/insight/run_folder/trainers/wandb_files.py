@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.event_files import DamagedFileError, fields_of
-from verl_rc.insight.run_folder.lines import as_number, as_step, parse_line
+from verl_rc.insight.run_folder.lines import as_number, as_step
 
 OFFLINE, EXPORT = "W&B offline run", "W&B export"
 _HEADER = struct.Struct("<4sHB")
