@@ -22,7 +22,7 @@ OWN_TRAINER = "verl_rc"
 MOST_BYTES = 512 << 20
 """Of token files that are read; of more, every so many steps and lines are."""
 _MOST_NAMED = 3
-_OWN = re.compile(r"step_(\d{6,})(?:\.rank_\d+)?\.(parquet|jsonl)")
+_OWN = r"(?:^|/)step_(\d{6,})(?:\.rank_\d+)?\.(?:parquet|jsonl)$"
 
 Files = Mapping[int, Sequence[Path]]
 """Files of each step, steps ascending."""
@@ -78,11 +78,8 @@ class Layout:
 
     def files(self, folder: Path) -> Files:
         """Token files of this trainer by step, ascending."""
-        files_of_step: dict[int, list[Path]] = {}
-        for path in sorted(path for pattern in self.globs for path in folder.glob(pattern)):
-            if match := re.search(self.number, path.as_posix()):
-                files_of_step.setdefault(int(match[1]), []).append(path)
-        return {step: files_of_step[step] for step in sorted(files_of_step)}
+        paths = sorted(path for pattern in self.globs for path in folder.glob(pattern))
+        return _files_by_step(paths, self.number)
 
     def source(self, path: Path) -> TokenSource | None:
         """The records at a path; None where there are none of this trainer."""
@@ -140,6 +137,15 @@ class LineReader:
             self.notes.append(sentence)
 
 
+def _files_by_step(paths: Iterable[Path], number: str) -> Files:
+    """The files whose path has the step that ``number`` finds, in the order of ``paths`` within a step."""
+    files: dict[int, list[Path]] = {}
+    for path in paths:
+        if match := re.search(number, path.as_posix()):
+            files.setdefault(int(match[1]), []).append(path)
+    return {step: files[step] for step in sorted(files)}
+
+
 def sampled(files: Files, notes: list[str]) -> Files:
     """Every so many steps where all files together are too large, the first and the last among them."""
     total = sum(path.stat().st_size for paths in files.values() for path in paths)
@@ -166,18 +172,14 @@ def own_source(path: Path) -> TokenSource | None:
     """
     if path.is_file():
         return _single_file(path) if _has_facts(path) else None
-    files: dict[int, list[Path]] = {}
-    for folder in (path, path / FOLDER):
-        for file in sorted(folder.glob("step_*")):
-            if match := _OWN.fullmatch(file.name):
-                files.setdefault(int(match[1]), []).append(file)
+    folders = (path, path / FOLDER)
+    files = _files_by_step([file for folder in folders for file in sorted(folder.glob("step_*"))], _OWN)
     if not files:
         return None
     notes: list[str] = []
-    sample, reader = sampled({step: files[step] for step in sorted(files)}, notes), LineReader(notes)
+    sample, reader = sampled(files, notes), LineReader(notes)
     first = next(iter(sample.values()))[0]
-    facts = required_or_none(first)
-    trainer = str((facts or {}).get("trainer", "an unknown trainer"))
+    trainer = str((_facts_or_none(first) or {}).get("trainer", "an unknown trainer"))
 
     def read(step: int) -> TokenRecord:
         if sample[step][0].suffix == ".parquet":
@@ -201,7 +203,7 @@ def _single_file(path: Path) -> TokenSource:
     return TokenSource(str(facts.get("trainer", "")), list(records), records.__getitem__, notes)
 
 
-def required_or_none(path: Path) -> dict[str, Any] | None:
+def _facts_or_none(path: Path) -> dict[str, Any] | None:
     """The facts of a file; None where it has none that can be read."""
     try:
         if path.suffix == ".parquet":
