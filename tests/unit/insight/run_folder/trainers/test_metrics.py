@@ -42,7 +42,7 @@ def test_an_offline_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run.log({"mismatch/mismatch_k3_kl": 1e-4 * step, "nested": {"value": 2.0}, **long}, step=step)
     run.finish()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    deadline = time.monotonic() + 10  # finish() does not wait until W&B's process has closed the file
+    deadline = time.monotonic() + 120  # finish() does not wait until W&B's process has closed the file
     while len((found := read_run(folder)).steps) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert found.source == "W&B offline run"
