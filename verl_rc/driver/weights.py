@@ -238,7 +238,7 @@ def collect_canary(
     with record.stage("sync_canary"):
         on_loss = _replacing(services, state, version, record)
         answers = [services.engines.finish(engine_numbers, on_loss).result for engine_numbers in numbers]
-        _judge_answers(services, answers, state.canary_gap_limit, version, record)
+        state.canary_gap_limit = _judge_answers(services, answers, state.canary_gap_limit, version, record)
 
 
 def judge_canary(services: Services, limit: float | None, version: int, record: StepRecord) -> float | None:
@@ -263,7 +263,6 @@ def _judge_answers(
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
     gaps = []
-    calibrated = limit
     for engine, samples in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
@@ -272,12 +271,15 @@ def _judge_answers(
         ).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         where = f"canary tokens of rollout engine {engine} at weight version {version}"
-        # The largest of the first gaps sets the limit of all engines.
-        limit = max(limit or 0.0, services.gap_limit.calibrate(gap, calibrated, where))
+        gap.require_at_most(services.gap_limit.fault(limit), where)
         gaps.append(gap)
-    largest = max(gap.mean for gap in gaps)
-    record.add({"sync/canary_mean_gap": largest, "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
-    services.guards.act_on_canary_gap(largest, services.gap_limit.limit(limit), record, version)
+    largest = max(gaps, key=lambda gap: gap.mean)
+    # The largest of the first gaps sets the limit of all engines.
+    limit = services.gap_limit.calibrate(largest, limit, "canary tokens")
+    record.add(
+        {"sync/canary_mean_gap": largest.mean, "sync/canary_max_gap": max(gap.maximum for gap in gaps)}
+    )
+    services.guards.act_on_canary_gap(largest.mean, services.gap_limit.limit(limit), record, version)
     return limit
 
 

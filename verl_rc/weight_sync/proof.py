@@ -97,9 +97,9 @@ class LogProbGap:
             )
 
 
-# Limits of a first mean gap, nats, by the least precise part of engine and trainer: well above what rounding
-# gave (0.016 with fp8 weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update
-# gives in fp32.
+# Mean gaps, nats, by the least precise part of engine and trainer: well above what rounding gave in small
+# models (0.016 with fp8 weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update
+# gives in fp32. A first gap up to it sets what is usual in the run.
 _PLAUSIBLE_MEAN_GAP = {
     "float32": 1e-4,
     "float16": 7e-3,
@@ -112,14 +112,15 @@ _FAULT_FACTOR = 10.0
 
 @dataclass(frozen=True)
 class GapLimit:
-    """Limit of the mean gap: configured, or calibrated by the first gap of the run."""
+    """Limit of the mean gap: configured, or calibrated by the first plausible gap of the run."""
 
     plausible: float
-    """Nats; a first gap above it is a fault. See ``least_precise``."""
+    """Nats; the limit until it is calibrated. See ``least_precise``."""
     fixed: float | None = None
     """``sync_proof.gap_limit``, nats; None: calibrate."""
     fault_factor: float = 1.0
-    """A gap above this multiple of the calibrated limit is a fault, below it one to be alerted of."""
+    """A gap above this multiple of a limit that is not configured is a fault, below it one to be alerted of.
+    """
 
     @classmethod
     def for_precision(cls, precision: str, fixed: float | None = None) -> "GapLimit":
@@ -136,22 +137,21 @@ class GapLimit:
         return cls.for_precision(precision, rollout.sync_proof.gap_limit)
 
     def limit(self, calibrated: float | None) -> float:
-        """The largest mean gap that is usual, nats; ``calibrated`` is None before the first gap."""
+        """The largest mean gap that is usual, nats; ``calibrated`` is None before a plausible gap."""
         return self.fixed or calibrated or self.plausible
 
     def fault(self, calibrated: float | None) -> float:
         """The largest mean gap, nats, that an engine with the trainer's weights can have."""
-        return self.limit(calibrated) * (
-            self.fault_factor if self.fixed is None and calibrated is not None else 1.0
-        )
+        return self.limit(calibrated) * (self.fault_factor if self.fixed is None else 1.0)
 
-    def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
-        """The calibrated limit after ``gap``, to be kept in a checkpoint. Only the first gap sets it.
+    def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float | None:
+        """The calibrated limit after ``gap``, to be kept in a checkpoint. Only the first plausible gap sets
+        it: a fault that is there from the start is alerted of for as long as it lasts.
 
         Raises ``SyncProofError`` when ``gap`` is a fault; ``where`` names the source of the gap.
         """
         gap.require_at_most(self.fault(calibrated), where)
-        if calibrated is not None:
+        if calibrated is not None or gap.mean > self.limit(None):
             return calibrated
         # At least a quarter of the plausible gap: after a first gap that is small by chance, ordinary ones
         # would count as unusual.

@@ -3,8 +3,10 @@ too."""
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
@@ -15,6 +17,7 @@ from verl_rc.driver import weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.proof import GapLimit, SyncProofError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 
@@ -145,3 +148,39 @@ def test_canaries_count_publications(machine: Machine) -> None:
     for version in (3, 6, 9, 11):
         weights.publish(run, RunState(), version, StepRecord())
     assert [step[1] for step in machine.done if step[0] == "canary"] == [6, 11]
+
+
+def judged(*gaps: float) -> tuple[float | None, Mock]:
+    """The limit that the first canary tokens of engines in bfloat16 set, and what became of alerts; log-probs
+    of the trainer are -1."""
+    mask, guards = torch.tensor([[True, True]]), Mock()
+    rollouts = [
+        SimpleNamespace(tokens=None, rollout_log_probs=torch.full((1, 2), -1.0 - gap), response_mask=mask)
+        for gap in gaps
+    ]
+    scores = SimpleNamespace(log_probs=torch.full((1, 2), -1.0))
+    run = Mock(gap_limit=GapLimit.for_precision("bfloat16"), guards=guards)
+    run.actor.compute_log_probs = lambda *_: Timed(scores, 0.0)
+    run.engines.generate_on_each = lambda *_: [None] * len(gaps)
+    with (
+        patch.multiple(weights, canary_requests=lambda _: [], _canary_options=Mock(), check_versions=Mock()),
+        patch.object(weights, "build_rollout_batch", side_effect=rollouts),
+        patch.object(weights, "log_prob_limit"),
+    ):
+        return weights.judge_canary(cast(Services, run), None, 1, StepRecord()), guards.act_on_canary_gap
+
+
+def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:
+    """Of engine 0; that of engine 1 would have set the limit of both."""
+    limit, act = judged(0.1, 0.05)
+    assert limit is None
+    gap, usual, *_ = act.call_args.args
+    assert gap == pytest.approx(0.1)
+    assert usual == 0.06
+    limit, act = judged(0.04, 0.05)
+    assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
+
+
+def test_a_first_gap_of_other_weights_names_its_engine() -> None:
+    with pytest.raises(SyncProofError, match="engine 1 at weight version 1: the mean"):
+        judged(0.05, 0.7)

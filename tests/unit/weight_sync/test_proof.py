@@ -73,6 +73,20 @@ def test_in_float32_nothing_but_a_fault_widens_the_gap() -> None:
         limit.calibrate(LogProbGap(9e-5, 1e-4), calibrated, "step 2")
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8_weights", "fp8_kv_cache"])
+def test_a_first_gap_beyond_what_was_measured_neither_ends_the_run_nor_sets_what_is_usual(
+    precision: str,
+) -> None:
+    limit = GapLimit.for_precision(precision)
+    usual = limit.limit(None)
+    unusual, ordinary = LogProbGap(1.5 * usual, 9.0), LogProbGap(0.9 * usual, 9.0)
+    assert limit.calibrate(unusual, None, "step 1") is None
+    assert limit.limit(None) < unusual.mean  # an alert
+    assert limit.calibrate(ordinary, None, "step 2") == pytest.approx(4 * ordinary.mean)
+    with pytest.raises(SyncProofError):
+        limit.calibrate(LogProbGap(10.1 * usual, 20.0), None, "step 1")
+
+
 def stopped(limit: GapLimit, tokens: int, mean: float, seed: int) -> bool:
     """Whether a healthy run of 500 steps ends by the gap of its canary tokens, every 50 steps.
 
@@ -92,7 +106,7 @@ def stopped(limit: GapLimit, tokens: int, mean: float, seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mean", [0.003, 0.01, 0.02, 0.03])
+@pytest.mark.parametrize("mean", [0.003, 0.01, 0.03, 0.1])
 def test_a_healthy_run_is_not_ended_by_its_gap(mean: float) -> None:
     """C4: fewer than 1 % of 1,000 runs."""
     tokens = SyncProofConfig().canary_num_prompts * SyncProofConfig().canary_max_tokens

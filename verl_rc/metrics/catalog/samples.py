@@ -127,7 +127,7 @@ ACCOUNTING = (
     MetricSpec(
         "alerts/gap",
         "1",
-        "1 in a step with a mean gap above the limit that the first one set",
+        "1 in a step with a mean gap above sync/gap_limit",
         (0, 0),
         "driver",
     ),
