@@ -164,7 +164,10 @@ import platform
 import sys
 
 versions = [f"python {platform.python_version()}"]
-for name in ("torch", "ray", "transformers", "vllm", "verl_rc"):
+names = ["torch", "ray", "transformers", "vllm", "verl_rc"]
+if sys.argv[1] == "gpu":
+    names.append("torchvision")  # which an engine imports when it starts, whatever the model
+for name in names:
     versions.append(f"{name} {importlib.import_module(name).__version__}")
 sys.stdout.write(f"install: {', '.join(versions)}\n")
 if sys.argv[1] == "gpu":

@@ -59,6 +59,15 @@ def test_a_lock_file_has_all_that_pyproject_names(device: str, python: str) -> N
     assert any(name.startswith("nvidia-cu") for name in versions) == (device == "gpu")
 
 
+def test_a_gpu_engine_has_torchvision() -> None:
+    """vLLM's warm-up of kernels imports it on every GPU, whatever the model; beside a CPU torch it fails."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    left_out = {Requirement(line).name for line in tool["override-dependencies"]}
+    assert "torchvision" in locked("gpu")
+    assert not left_out & set(locked("gpu"))
+    assert "torchvision" not in locked("cpu")
+
+
 def test_locked_versions_agree_with_each_other() -> None:
     """Of the packages that are installed here in the locked version, whose metadata say what they need."""
     versions, checked = locked("cpu"), 0
