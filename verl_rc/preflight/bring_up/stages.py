@@ -229,7 +229,7 @@ class Stages:
                 "note",
                 "engine's process",
                 f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
-                f"computes {computing:.1f} ms",
+                f"computes {computing:.1f} ms (with waiting for a GPU, which CUDA does by polling)",
             )
         )
         policy = config.actor_rollout_ref
