@@ -113,9 +113,8 @@ def check_driver() -> Iterator[Finding]:
     # Numbers of versions do not know of cuda-compat in a container, PyTorch does.
     is_available = torch.cuda.is_available()
     if is_available:
-        yield Finding(
-            "ok", "driver", f"NVIDIA {gpu_host.driver_version()}; PyTorch, built for CUDA {cuda}, works"
-        )
+        version = gpu_host.driver_version() or "without nvidia-smi"
+        yield Finding("ok", "driver", f"NVIDIA {version}; PyTorch, built for CUDA {cuda}, works")
     else:
         yield from gpu_host.check_driver(cuda)
     yield from gpu_host.check_compiler()
