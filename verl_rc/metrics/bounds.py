@@ -79,8 +79,9 @@ PLAUSIBLE_NOISE = {
     "fp8_weights": 0.11,
     "fp8_kv_cache": 0.3,
 }
-"""Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in what
-was measured."""
+"""Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in the
+small models that were measured. Logits of 32 to 64, rounded to bfloat16 on both sides, make 0.1
+(docs/experiment_log.md): below ``far_above_floor`` times this, from which on it is called large."""
 
 
 def least_precise(engine: str, quantization: str | None, kv_cache: str, trainer: str) -> str:
