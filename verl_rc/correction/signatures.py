@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl_rc.correction.histogram import NUM_BINS, bin_value
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.totals import Signatures
 from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.metrics.log_ratio_bins import NUM_BINS, bin_value
 from verl_rc.metrics.mergeable import Mean, Moments, Quotient
 
 STRIDES = (1, 8, 64)

@@ -72,6 +72,9 @@ class SignatureBounds:
 
 BOUNDS = SignatureBounds()
 
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ± this many nats before they are exponentiated: e^20 = 4.85e8."""
+
 PLAUSIBLE_NOISE = {
     "float32": 1e-4,
     "float16": 0.01,

@@ -3,9 +3,7 @@
 import numpy as np
 
 from verl_rc.data.token_record import TokenRecord
-
-_LARGEST = 20.0
-"""Log-ratios are clamped to it, as rollout correction does."""
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 
 
 def metrics_of(record: TokenRecord) -> dict[str, float]:
@@ -26,7 +24,7 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
     if logs is None or not (counted & np.isfinite(logs)).any():
         return metrics
     logs = logs[counted & np.isfinite(logs)]
-    clamped = np.clip(logs, -_LARGEST, _LARGEST)
+    clamped = np.clip(logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     excess = np.expm1(clamped)
     return metrics | {
         "rollout_corr/kl": float(-clamped.mean()),
