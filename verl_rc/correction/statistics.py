@@ -19,7 +19,7 @@ from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, SequenceEvidence, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.signatures import signature_metrics, signature_sums
+from verl_rc.correction.signatures import signature_sums
 from verl_rc.correction.totals import (
     Gap,
     Means,
@@ -35,6 +35,7 @@ from verl_rc.correction.totals import (
 from verl_rc.correction.weights import Weights, sequence_weights
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5

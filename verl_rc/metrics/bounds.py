@@ -1,6 +1,6 @@
 """Bounds of the gap's signatures: what each of them looks at, and from which value on it names a cause.
 
-They are stated here alone: ``verl_rc.correction.signatures`` measures with them and the causes of a gap are
+They are stated here alone: ``verl_rc.metrics.signatures`` measures with them and the causes of a gap are
 judged by them; formulas and healthy ranges of the catalogue, and the table of causes in docs/see_why.md, are
 filled from them.
 """
