@@ -36,6 +36,11 @@ class SignatureBounds:
     raw_r2: float = 0.9
     """A temperature on one side alone explains more than this; a banned token less, and a sampling filter
     ``temperature_r2``."""
+    largest_slope: float = 0.9
+    """Slope of a temperature of ten times the trainer's, at which nobody samples; log-probs of other tokens
+    have a slope of 1."""
+    fewest_shared: int = 64
+    """Tokens behind shared prefixes, less the prefixes, below which no temperature is read from them."""
     largest_share: float = 0.01
     """Share of the tokens, those with the largest gap, that concentration looks at."""
     concentration: float = 0.9

@@ -1,6 +1,7 @@
 """The sums that signatures are computed from, of token records: in numpy what
 ``verl_rc.correction.signatures`` adds up in tensors. Symbols stand in ``verl_rc.metrics.signatures``."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from verl_rc.metrics.log_ratio_bins import (
     SMALLEST,
 )
 from verl_rc.metrics.mergeable import Mean, Quotient
-from verl_rc.metrics.signatures import STRIDES, Signatures
+from verl_rc.metrics.signatures import SMALLEST_GRADIENTS, STRIDES, Signatures
 
 _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 
@@ -92,28 +93,29 @@ def signature_sums(tokens: ComparedTokens) -> Signatures[float]:
     if "entropy" in fields:
         centred = train + tokens.finite("entropy")
         deviations = tokens.by_bucket(centred**2)
-        temperature = _summed(tokens.by_row(counts * logs * centred), tokens.by_row(counts * centred**2))
+        temperature = summed(tokens.by_row(counts * logs * centred), tokens.by_row(counts * centred**2))
         surprisal = Mean(-float(counts @ centred), float(counts.sum()))
     if "varentropy" in fields:
         varentropies = tokens.by_bucket(tokens.finite("varentropy"))
+    per_token = _least_gradients(tokens)
     if "sum_pi_squared" in fields:
         per_token = 1.0 - 2.0 * np.exp(train) + tokens.finite("sum_pi_squared")
         gradients = tokens.by_bucket(per_token)
     return Signatures(
-        missing=_summed(-tokens.by_row(np.expm1(logs)), tokens.by_row(tokens.valid)),
+        missing=summed(-tokens.by_row(np.expm1(logs)), tokens.by_row(tokens.valid)),
         squares=tokens.by_bucket(logs**2),
         gradients=gradients,
         temperature=temperature,
         surprisal=surprisal,
         deviations=deviations,
         varentropies=varentropies,
-        engines=() if gradients is None else tuple(_by_engine(tokens, logs**2, per_token)),
+        engines=tuple(_by_engine(tokens, logs**2, per_token)),
         lags=_lags(tokens),
         rounded=_rounded(tokens),
     )
 
 
-def _summed(a: Array, b: Array) -> Quotient[float]:
+def summed(a: Array, b: Array) -> Quotient[float]:
     """The quotient of what each row adds."""
     columns = Quotient.from_sequences(a, b)
     return Quotient(
@@ -127,7 +129,34 @@ def _by_engine(tokens: ComparedTokens, squares: Array, gradients: Array) -> Iter
     engines = np.minimum(tokens.record.rows["engine"], BOUNDS.engines - 1)
     above, below = (tokens.by_row(values * tokens.counts) for values in (squares, gradients))
     for number in range(BOUNDS.engines):
-        yield _summed(above * (engines == number), below * (engines == number))
+        yield summed(above * (engines == number), below * (engines == number))
+
+
+def _least_gradients(tokens: ComparedTokens) -> Array:
+    """float64 ``[tokens]``: what g is not below where Q is not known.
+
+    ``g = (1 - p)^2 (1 + S)``, S the sum of the squared probabilities of the other tokens, each over 1 - p.
+    Their entropy is ``h = (H - h_2(p)) / (1 - p)``, and ``exp(-h) <= S <= 1``.
+    """
+    rest: Array = -np.expm1(np.minimum(tokens.train, 0.0))
+    least: Array = np.square(rest)
+    if "entropy" not in tokens.record.tokens:
+        return least
+    binary = -np.exp(tokens.train) * tokens.train - rest * np.log(np.maximum(rest, 1e-300))
+    entropy = np.maximum(tokens.finite("entropy") - binary, 0.0) / np.maximum(rest, 1e-300)
+    narrower: Array = least * (1.0 + np.exp(-entropy))
+    return narrower
+
+
+def noise_interval(tokens: ComparedTokens) -> dict[str, float]:
+    """The least and the most that logit noise can be where sums of squared probabilities are not known; empty
+    where they are, or all tokens are certain."""
+    rest = -np.expm1(np.minimum(tokens.train, 0.0))
+    least, most = (float(tokens.counts @ values) for values in (_least_gradients(tokens), 2.0 * rest**2))
+    if "sum_pi_squared" in tokens.record.tokens or least <= SMALLEST_GRADIENTS:
+        return {}
+    square = float(tokens.counts @ np.clip(tokens.logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND) ** 2)
+    return {"logit_noise_least": math.sqrt(square / most), "logit_noise_most": math.sqrt(square / least)}
 
 
 def _lags(tokens: ComparedTokens) -> tuple[Mean[float], ...]:

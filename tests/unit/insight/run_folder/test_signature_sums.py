@@ -6,12 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planted_tokens import PLANS, rows_of
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, measure
 from verl_rc.data.token_record import TokenRecord
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.insight.run_folder.signature_sums import ComparedTokens, log_ratio_counts, signature_sums
+from verl_rc.insight.run_folder.signature_sums import (
+    ComparedTokens,
+    log_ratio_counts,
+    noise_interval,
+    signature_sums,
+)
 from verl_rc.metrics.signatures import signature_metrics
 
 FACTS = {
@@ -109,3 +115,21 @@ def test_rows_that_were_not_drawn_at_random_do_not_count() -> None:
     assert tokens is not None
     assert not tokens.valid[record.of_row(0)].any()
     assert tokens.valid[record.of_row(1)].any()
+
+
+def test_the_interval_of_logit_noise_holds_what_it_is_and_entropies_narrow_it() -> None:
+    rows = rows_of(PLANS["healthy bf16"], seed=1, step=1)
+    noises, widths = [], []
+    for without in (("sum_pi_squared",), ("sum_pi_squared", "entropy")):
+        known = [{name: value for name, value in row.items() if name not in without} for row in rows]
+        exact, interval = (ComparedTokens.from_record(record_of_rows({}, 1, each)) for each in (rows, known))
+        assert exact is not None
+        assert interval is not None
+        metrics = signature_metrics(signature_sums(exact), log_ratio_counts(exact))
+        bounds = noise_interval(interval)
+        noises.append(bounds["logit_noise_least"] < metrics["logit_noise"] < bounds["logit_noise_most"])
+        widths.append(bounds["logit_noise_most"] / bounds["logit_noise_least"])
+        assert not noise_interval(exact)
+    assert all(noises)
+    assert widths[1] == pytest.approx(2**0.5)
+    assert widths[0] < widths[1] - 0.05
