@@ -220,9 +220,9 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
 
 def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
     ratio = "above 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
-    sentence = f"The log-probs do not belong to the sampled tokens: the mean ratio is {ratio}"
+    sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
     sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    return state(table.OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
+    return state(table.RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
 
 
 def _filters(run: RunData) -> list[str]:

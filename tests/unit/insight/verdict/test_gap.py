@@ -112,7 +112,7 @@ def test_rows_4_to_6_without_a_filter_in_the_configuration_are_likely_only():
 def test_row_7_more_mass_than_there_is():
     found = only(judge_gap(planted(with_mean_ratio(1.05))))
     assert (found.cause, found.level, found.row) == (
-        "not the sampled tokens, or not their log-probs",
+        "raw log-probs, or not those of the sampled tokens",
         "fault",
         7,
     )
