@@ -16,7 +16,7 @@ from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, state, statement_of
+from verl_rc.health.causes import PREFIX, state
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
@@ -41,6 +41,7 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
     z_of_mean_ratio,
 )
+from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
 LINEAR = 0.8
@@ -70,7 +71,7 @@ def judge_gap(run: RunData) -> list[Statement]:
     faults = [
         *_raw_by_its_facts(run),
         *_not_finite(run),
-        *(_signature_causes(run) if has_signatures(run) else _missing_mass(run)),
+        *(signature_causes(run) if has_signatures(run) else _missing_mass(run)),
     ]
     if not faults:
         over_time = (
@@ -104,31 +105,6 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
             **further,
         )
     ]
-
-
-def has_signatures(run: RunData) -> bool:
-    """Whether the run has the metrics that ``health.causes`` judges."""
-    return run.has(f"{PREFIX}missing_mass")
-
-
-def _signature_causes(run: RunData) -> list[Statement]:
-    """The causes of ``health.causes`` that held in two neighbouring steps."""
-    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
-    steps = run.get(f"{PREFIX}missing_mass").steps
-    metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
-    causes, statements = [cause_of(step_metrics) for step_metrics in metrics], []
-    temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
-    for cause in table.SIGNATURE_CAUSES:
-        marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
-        _, first, last = lasting(marks, bool)
-        if first >= 0:
-            cause_metrics = [
-                step_metrics
-                for step_metrics, step_cause in zip(metrics, causes, strict=True)
-                if step_cause is cause
-            ]
-            statements.append(statement_of(cause, cause_metrics, float(temperature), (first, last)))
-    return statements
 
 
 def _with_limits(statement: Statement, run: RunData) -> Statement:
@@ -530,11 +506,7 @@ def _not_measured(run: RunData) -> Statement:
 
 def checked(run: RunData) -> tuple[str, ...]:
     """What the rules of this module looked at."""
-    names = tuple(
-        cause.name
-        for cause in table.SIGNATURE_CAUSES
-        if all(run.has(f"{PREFIX}{name}") for name in cause.needs)
-    )
+    names = dict.fromkeys(row.cause for row in rows_asked(run) if row.is_asked)
     return (
         "log-probs that are not finite",
         *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
