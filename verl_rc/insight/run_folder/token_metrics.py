@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verl_rc.data.token_record import TokenRecord
+from verl_rc.data.token_record import Array, TokenRecord
 from verl_rc.insight.run_folder.shared_prefixes import prefix_metrics
 from verl_rc.insight.run_folder.signature_sums import (
     ComparedTokens,
@@ -35,8 +35,10 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
     clamped = np.clip(logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     excess = np.expm1(clamped)
     signatures = signature_metrics(signature_sums(tokens), log_ratio_counts(tokens))
-    signatures |= noise_interval(tokens) | prefix_metrics(tokens)
+    signatures |= noise_interval(tokens) | prefix_metrics(tokens) | _age_metrics(tokens, excess - clamped)
     return metrics | {
+        "rollout_corr/nonfinite_token_fraction": 1.0 - len(logs) / float(counted.sum()),
+        "rollout_corr/safety_clamped_fraction": float((logs != clamped).mean()),
         "rollout_corr/kl": float(-clamped.mean()),
         "rollout_corr/k3_kl": float((excess - clamped).mean()),
         "rollout_corr/chi2_token": float((excess * (excess + 2.0)).mean()),
@@ -44,3 +46,17 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
         "sync/rollout_gap_max": float(np.abs(logs).max()),
         **{f"rollout_corr/{name}": value for name, value in signatures.items()},
     }
+
+
+def _age_metrics(tokens: ComparedTokens, k3: Array) -> dict[str, float]:
+    """The gap by age; ages count from the newest weights among the tokens, where the facts name no others.
+
+    ``k3``: of the compared tokens.
+    """
+    versions = tokens.record.tokens.get("version")
+    if versions is None:
+        return {}
+    versions = versions[tokens.valid].astype("int64")
+    ages = int(tokens.record.facts.get("current_version", versions.max())) - versions
+    gaps = {int(age): float(k3[ages == age].mean()) for age in np.unique(ages)}
+    return {f"age_{age}_k3_kl": gap for age, gap in gaps.items()} | {"token_age_mean": float(ages.mean())}
