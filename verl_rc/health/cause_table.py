@@ -336,6 +336,54 @@ SIGNATURE_CAUSES = (
 )
 """In the order in which they are asked."""
 
+STOP_LOST = Cause(
+    21,
+    "finished rows without a stop token",
+    "token records: the last id of a finished row is no stop token",
+    (
+        "{count:.0f} of {rows:.0f} rows that are called finished do not end with a stop token: ids were lost "
+        "between engine and trainer, or rows are not what they are called"
+    ),
+    (
+        "Compare the ids that the engine returned with those that were trained on, at the ends of rows. "
+        f"{NO_CORRECTION}"
+    ),
+)
+EQUAL_SAMPLES = Cause(
+    22,
+    "one sample for several requests",
+    f"token records: equal ids in a step, by chance at most once in {1 / BOUNDS.chance:,.0f}",
+    (
+        "{count:.0f} of {rows:.0f} rows have the ids of another row, which independent requests would not "
+        "get: an answer was used twice, or requests share a seed"
+    ),
+    f"Look at how answers are matched to requests, and at the seeds of requests. {NO_CORRECTION}",
+)
+OUTSIDE_VOCABULARY = Cause(
+    23,
+    "ids outside the vocabulary",
+    "token records: an id below 0, or not below vocab_size",
+    "{count:.0f} of {rows:.0f} rows have ids that are none of the vocabulary's",
+    (
+        "Look for padding or marks of missing tokens among the ids, and compare the tokenizers of engine and "
+        f"trainer. {NO_CORRECTION}"
+    ),
+)
+SHIFTED_ROWS = Cause(
+    2,
+    "log-probs of some rows shifted",
+    (
+        f"token records: log-probs of a row are {1 / BOUNDS.row_lag:g} times nearer to those of the tokens "
+        "beside their own"
+    ),
+    (
+        "In {count:.0f} of {rows:.0f} rows the engine's log-probs agree with those of the tokens beside "
+        "their own, and not with their own"
+    ),
+    f"Compare the ids of these rows that were sampled with those that were trained on. {NO_CORRECTION}",
+)
+INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS)
+"""What token records show without statistics."""
 OVERFLOW = Cause(
     1,
     "overflow or empty logits",
@@ -547,6 +595,6 @@ RUN_CAUSES = (
 """Causes that the report names from the course of a run."""
 REPLAY_CAUSES = (OTHER_INPUTS, STALE_CACHE, OLDER_WEIGHTS, ENGINES_INPUTS, OTHER_ENGINE, OTHER_CODE)
 CAUSES: Mapping[str, Cause] = {
-    cause.name: cause for cause in (*SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES)
+    cause.name: cause for cause in (*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES)
 }
 """The whole table by name."""

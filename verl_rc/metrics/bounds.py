@@ -16,6 +16,10 @@ class SignatureBounds:
     """Positions between a token and the rollout log-prob that is compared with its own."""
     lag_distance: float = 0.05
     """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
+    row_lag: float = 0.1
+    """Share of the distance without a shift, below which that with one shows that a single row is shifted."""
+    chance: float = 1e-6
+    """Probability of equal samples in a step, up to which they are no chance."""
     head: int = 8
     """Positions of a response that shifts and rounding are looked for in: they are everywhere if anywhere."""
     rounded_bits: int = 13

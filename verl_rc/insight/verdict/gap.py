@@ -41,6 +41,7 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
     z_of_mean_ratio,
 )
+from verl_rc.insight.verdict.invariants import invariant_causes
 from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
@@ -70,6 +71,7 @@ def judge_gap(run: RunData) -> list[Statement]:
     none."""
     faults = [
         *_raw_by_its_facts(run),
+        *invariant_causes(run),
         *_not_finite(run),
         *(signature_causes(run) if has_signatures(run) else _missing_mass(run)),
     ]

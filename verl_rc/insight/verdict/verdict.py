@@ -9,6 +9,7 @@ from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
 from verl_rc.insight.verdict.diagnosis import judge_with_replays
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
 from verl_rc.insight.verdict.signatures import Row, has_signatures, rows_asked
 from verl_rc.insight.verdict.speed import judge_speed
@@ -111,7 +112,7 @@ def judge(run: RunData) -> Verdict:
         do_first,
         checked(run),
         not_visible(run),
-        tuple(rows_asked(run)) if has_signatures(run) else (),
+        (*invariant_rows(run), *(rows_asked(run) if has_signatures(run) else ())),
     )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from planted_tokens import PLANS, rows_of
+from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
@@ -47,7 +47,7 @@ def verdict_of(path: Path) -> Verdict:
     ],
 )
 def test_rows_say_which_fields_they_need(tmp_path: Path, without: tuple[str, ...], unasked: set[str]) -> None:
-    verdict = verdict_of(written(tmp_path, "healthy bf16", without))
+    verdict = verdict_of(written(tmp_path, "healthy bf16", without, stop_token_ids=[STOP + FIRST_ID]))
     assert {row.cause for row in verdict.rows if not row.is_asked} == unasked
     assert verdict.level != "fault"
     needs = {row.cause: row.needs for row in verdict.rows}
