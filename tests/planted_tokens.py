@@ -33,8 +33,12 @@ class Planted:
     """Further noise of each row's engine: other weights."""
     fields: Mapping[str, Callable[[int, int], int]] = field(default_factory=dict)
     """Fields of rows from the number of a row and its step."""
-    changed_ids: float = 0.0
-    """Share of tokens that are others when the trainer scores them."""
+    changed_rows: int = 0
+    """Of every so many rows, the first token is another one when the trainer scores it."""
+    likely_stop: float = -0.5
+    """Log-odds of the stop token where it is likely."""
+    sharpest: float = 2.0
+    """Logarithm of the largest standard deviation of logits."""
 
 
 def log_softmax(logits: Array) -> Array:
@@ -47,16 +51,17 @@ def rows_of(plan: Planted, seed: int, step: int) -> list[Row]:
     token before it."""
     chance = np.random.default_rng([seed, step])
     shape = (PROMPTS, WIDTH, VOCABULARY, VOCABULARY)
-    sharpness = np.exp(chance.uniform(-0.7, 2.0, (PROMPTS, WIDTH, VOCABULARY, 1)))
+    sharpness = np.exp(chance.uniform(-0.7, plan.sharpest, (PROMPTS, WIDTH, VOCABULARY, 1)))
     logits = sharpness * chance.standard_normal(shape)
-    # A stop token that is likely at some places, and ever more so towards the end.
+    # A stop token that is likely at some places.
     logits[..., STOP] += np.log(np.exp(logits).sum(-1)) - logits[..., STOP]
-    logits[..., STOP] += chance.choice([-9.0, -4.0, -0.5], shape[:3], p=[0.7, 0.2, 0.1])
+    logits[..., STOP] += chance.choice([-9.0, -4.0, plan.likely_stop], shape[:3], p=[0.7, 0.2, 0.1])
     engine = logits + plan.noise * chance.standard_normal(shape)
     other = chance.standard_normal(shape)
     count = PROMPTS * SAMPLES
     prompts, before = np.repeat(np.arange(PROMPTS), SAMPLES), np.ones(count, int)
     scored_before, extra = before.copy(), plan.extra_noise(np.arange(count), step)[:, None]
+    is_changed = np.arange(count) % max(plan.changed_rows, 1) == 1
     columns: dict[str, list[Array]] = {}
     for position in range(WIDTH):
         where = (prompts, position, before)
@@ -65,10 +70,8 @@ def rows_of(plan: Planted, seed: int, step: int) -> list[Row]:
         sampled = log_softmax(plan.narrowed(tempered, np.full(count, position)))
         tokens = (np.exp(sampled).cumsum(-1) > chance.random((count, 1))).argmax(-1)
         reported = log_softmax(engine_logits) if plan.is_raw else sampled
-        scored = np.where(
-            chance.random(count) < plan.changed_ids, chance.integers(1, VOCABULARY, count), tokens
-        )
         train = log_softmax(logits[prompts, position, scored_before] / plan.temperature)
+        scored = np.where(is_changed & (position == 0), train.argmin(-1), tokens)
         probability, place = np.exp(train), (np.arange(count), scored)
         entropy = -(probability * train).sum(-1)
         step_columns = {
@@ -187,20 +190,21 @@ PLANS: Mapping[str, Planted] = {
     "top-p 0.9": Planted(narrowed=top_p(0.9)),
     "top-k 5": Planted(narrowed=top_k(5)),
     "min-p 0.05": Planted(narrowed=min_p(0.05)),
-    "top-p 0.95 raw": Planted(narrowed=top_p(0.95), is_raw=True),
+    # R² 0.64, which a banned token has, too.
+    "min-p 0.3 of flat policies": Planted(narrowed=min_p(0.3), noise=0.003, sharpest=0.3, likely_stop=-4.0),
+    "top-p 0.7 raw": Planted(narrowed=top_p(0.7), is_raw=True),
     "log-probs shifted": Planted(changed=shifted),
-    "tokens changed": Planted(changed_ids=0.02),
+    "tokens changed": Planted(changed_rows=16, noise=0.003, sharpest=1.4),
     "bf16 transport": Planted(changed=rounded),
     "one engine of two stale": Planted(
         extra_noise=lambda rows, step: 0.2 * (rows % 2), fields={"engine": lambda row, step: row % 2}
     ),
-    "stop token banned": Planted(narrowed=stop_banned(12)),
+    "stop token banned": Planted(narrowed=stop_banned(12), likely_stop=2.0),
     "age 4": Planted(
         extra_noise=lambda rows, step: 0.08 * (rows % 5) ** 0.5,
         fields={"version": lambda row, step: step - 1 - row % 5},
     ),
     "half a tensor": Planted(extra_noise=lambda rows, step: 0.06 + 0 * rows),
-    "grows": Planted(extra_noise=lambda rows, step: 0.05 * step + 0 * rows),
     "NaN": Planted(changed=not_finite),
     "stop token lost": Planted(changed=without_stop),
     "stop token lost, log-probs shifted": Planted(changed=without_stop_shifted),
