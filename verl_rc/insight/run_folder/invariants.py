@@ -15,7 +15,7 @@ from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.metrics.bounds import BOUNDS
 
 _FEWEST_PAIRS = 8
-"""Tokens of a row below which its shift is not looked for."""
+"""Tokens of a row, not nearly certain ones, below which its shift is not looked for."""
 
 Counts = Mapping[str, tuple[int, int]]
 """By invariant: how many rows break it, and of how many."""
@@ -95,7 +95,8 @@ def _shifted(record: TokenRecord) -> tuple[int, int] | None:
     for lag in BOUNDS.lags:
         other = np.clip(place + lag, 0, len(place) - 1)
         is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
-        is_pair &= other == place + lag
+        # Log-probs near 0 are all alike.
+        is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
         pairs = tokens.by_row(is_pair)
         sums = tokens.by_row(np.where(is_pair, np.abs(tokens.train - rollout[other]), 0.0))
         distances[lag] = np.where(pairs >= _FEWEST_PAIRS, sums / np.maximum(pairs, 1), np.nan)

@@ -77,10 +77,14 @@ def test_rows_whose_log_probs_are_shifted() -> None:
     some = Planted(changed=lambda rows, chance: shifted(rows, chance, share=1 / 3))
     record = record_of(some)
     count, rows = broken_invariants(record)["shifted"]
-    long = int((record.lengths >= 9).sum())
-    assert rows == long
-    assert count > 0.8 * int((record.lengths[:48] >= 9).sum())
+    assert 25 < rows <= int((record.lengths >= 9).sum())
+    assert 8 < count < 48 / 144 * rows + 5
     assert broken_invariants(record_of("healthy fp8"))["shifted"][0] == 0
+    # One unlikely token of twelve stands beside its place: that may be chance.
+    certain = [-0.01] * 12
+    one = {"response_mask": [1] * 12, "old_log_prob": [*certain[:5], -3.0, *certain[6:]]}
+    one["rollout_log_prob"] = [*certain[:6], -3.0, *certain[7:]]
+    assert broken_invariants(record_of_rows({}, 1, [one]))["shifted"] == (0, 0)
     few = [{**row, "response_mask": [1] * 3, "response_ids": [1, 2, 3]} for row in ({}, {})]
     logs = {"old_log_prob": [-1.0, -2.0, -4.0], "rollout_log_prob": [-4.0, -1.0, -2.0]}
     assert broken_invariants(record_of_rows({}, 1, [{**row, **logs} for row in few]))["shifted"] == (0, 0)
