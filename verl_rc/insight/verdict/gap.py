@@ -58,6 +58,10 @@ _FEWEST_POINTS_OF_AGES = 6
 
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_COMPARE_INPUTS = (
+    "Compare the prompts, positions and masks that engine and trainer get for the same row. If they are "
+    "equal, run ten steps with the engine in float32, without prefix caching."
+)
 _FAULTS_OF_NUMBERS = {
     "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an "
     "overflow",
@@ -403,19 +407,24 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
     noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    if not len(noise):
+        noise = run.get(f"{PREFIX}logit_noise_least")
     ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
-    if len(noise) < _FEWEST_AT_START or precision is None or ages > 0:
+    if len(noise) < _FEWEST_AT_START or (precision is None and run.is_own) or ages > 0:
         return []
-    first, plausible = min(noise.values[:_FEWEST_AT_START]), PLAUSIBLE_NOISE[precision]
-    if first <= BOUNDS.far_above_floor * plausible:
+    first = min(noise.values[:_FEWEST_AT_START])
+    plausible = BOUNDS.implausible_noise if precision is None else PLAUSIBLE_NOISE[precision]
+    if first <= (plausible if precision is None else BOUNDS.far_above_floor * plausible):
         return []
+    where = "any precision" if precision is None else precision
     return [
         state(
             table.LARGE,
             {"first": first, "plausible": plausible},
-            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} "
+            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {where} "
             "makes {plausible:g}: engine and trainer differ in something else, which metrics do not tell "
             "apart",
+            next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
         )

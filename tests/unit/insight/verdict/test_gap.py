@@ -141,6 +141,21 @@ def test_verl_with_rejection_says_nothing_about_missing_mass():
     )  # ours measures before rejection
 
 
+# ---- Row 20 of other trainers, whose precision is not known.
+
+
+@pytest.mark.parametrize(
+    ("noise", "cause"), [(0.45, "rounding"), (0.55, "large from the start, cause not separable by metrics")]
+)
+@pytest.mark.parametrize("name", ["logit_noise", "logit_noise_least"])
+def test_noise_that_rounding_makes_in_no_precision(noise, cause, name):
+    run = planted({f"{PREFIX}{name}": [noise] * STEPS}, source=FILE_LOGGER)
+    found = only(judge_gap(run))
+    assert found.cause == cause
+    if cause != "rounding":
+        assert "replay" not in found.next_test
+
+
 # ---- Row 16.
 
 
