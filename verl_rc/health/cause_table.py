@@ -7,7 +7,7 @@ do about it, and what names it. The rules that look at a whole run or at replays
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_rc.health.statement import Level
@@ -19,6 +19,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 NO_CORRECTION = "No correction repairs this."
 _MISALIGNED = f"|z| > {BOUNDS.z:g}, |missing mass| > {BOUNDS.missing_mass:g}"
 _MISSING = f"z > {BOUNDS.z:g}, missing mass > {BOUNDS.missing_mass:g}"
+_EXCESS = f"z < -{BOUNDS.z:g}, missing mass < -{BOUNDS.missing_mass:g}"
 PROCESSED = "rollout.logprobs_mode=processed_logprobs"
 """verl's key that has the engine report the distribution that it samples from."""
 NO_FILTERS = (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1")
@@ -146,6 +147,22 @@ FILTER = SignatureCause(
         and step["concentration"] <= BOUNDS.concentration
     ),
 )
+OTHER_TOKENS = SignatureCause(
+    7,
+    "not the sampled tokens, or not their log-probs",
+    (f"{_MISALIGNED}, else"),
+    (
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
+        "{z:.0f}"
+    ),
+    (
+        "Compare the ids that were sampled with those that were trained on: decode and encode, "
+        "templates, a "
+        "shift by one token. " + NO_CORRECTION
+    ),
+    needs=(*_Z, "temperature_r2"),
+    holds=_is_misaligned,
+)
 FILTER_OR_RAW = SignatureCause(
     5,
     "sampling filter, banned token or raw log-probs",
@@ -165,7 +182,7 @@ FILTER_OR_RAW = SignatureCause(
 RAW_OR_OTHER_TOKENS = SignatureCause(
     7,
     "raw log-probs, or not those of the sampled tokens",
-    f"z < -{BOUNDS.z:g}, missing mass < -{BOUNDS.missing_mass:g}, without R²",
+    f"{_EXCESS}, without R²",
     FILTER_OR_RAW.sentence,
     (
         "If the temperature is not 1, let the engine report the distribution that it samples from (verl: "
@@ -220,12 +237,13 @@ SIGNATURE_CAUSES = (
             and step["temperature_slope"] >= 0
         ),
     ),
+    OTHER_TOKENS,
     SignatureCause(
         5,
         "sampling filter or banned token",
         (
-            f"{_MISSING}, behind equal prefixes R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ "
-            f"{BOUNDS.concentration:g}; without entropies"
+            f"{_MISSING}, share of the gap that is spread behind equal prefixes ≤ {BOUNDS.prefix_spread:g}; "
+            "without entropies"
         ),
         (
             "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
@@ -237,29 +255,14 @@ SIGNATURE_CAUSES = (
         ),
         NO_FILTERS,
         is_specific=False,
-        needs=(*_Z, "prefix_r2", "concentration"),
-        holds=lambda step: (
-            _misses_mass(step)
-            and step["prefix_r2"] <= BOUNDS.temperature_r2
-            and step["concentration"] <= BOUNDS.concentration
-        ),
+        needs=(*_Z, "prefix_spread"),
+        holds=lambda step: _misses_mass(step) and step["prefix_spread"] <= BOUNDS.prefix_spread,
     ),
-    SignatureCause(
-        7,
-        "not the sampled tokens, or not their log-probs",
-        (f"{_MISALIGNED}, else"),
-        (
-            "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
-            "{z:.0f}"
-        ),
-        (
-            "Compare the ids that were sampled with those that were trained on: decode and encode, "
-            "templates, a "
-            "shift by one token. " + NO_CORRECTION
-        ),
-        needs=(*_Z, "temperature_r2"),
-        instead=_BEHIND_PREFIXES,
-        holds=_is_misaligned,
+    replace(
+        OTHER_TOKENS,
+        condition=f"{_EXCESS}, behind equal prefixes R² ≤ {BOUNDS.raw_r2:g}; without entropies",
+        needs=(*_Z, "prefix_r2"),
+        holds=lambda step: _is_misaligned(step) and step["missing_mass"] < 0,
     ),
     FILTER_OR_RAW,
     RAW_OR_OTHER_TOKENS,

@@ -45,14 +45,16 @@ NO_ENTROPIES = {
     for name, value in HEALTHY.items()
     if not name.startswith(("temperature", "surprisal", "logit_noise"))
 } | {"logit_noise_least": 0.03, "logit_noise_most": 0.042}
-BEHIND_PREFIXES = {"prefix_slope": 1e-3, "prefix_r2": 0.01, "prefix_z": 1.5}
-WARMER = {"prefix_slope": 0.3, "prefix_r2": 0.97, "prefix_z": 60.0}
+BEHIND_PREFIXES = {"prefix_slope": 1e-3, "prefix_r2": 0.01, "prefix_z": 1.5, "prefix_spread": 0.6}
+EVEN = BEHIND_PREFIXES | {"prefix_spread": 0.1}
+WARMER = {"prefix_slope": 0.3, "prefix_r2": 0.97, "prefix_z": 60.0, "prefix_spread": 0.6}
 MORE_MASS = {"missing_mass": -0.05, "missing_mass_z": -9.0}
 PLANTED_WITHOUT_ENTROPIES = [
     (BEHIND_PREFIXES, None),
     (FILTER, "sampling filter, banned token or raw log-probs"),
-    (FILTER | BEHIND_PREFIXES, "sampling filter or banned token"),
-    (FILTER | BEHIND_PREFIXES | {"concentration": 0.95}, "not the sampled tokens, or not their log-probs"),
+    (FILTER | EVEN, "sampling filter or banned token"),
+    (FILTER | EVEN | {"prefix_spread": 0.29}, "sampling filter or banned token"),
+    (FILTER | EVEN | {"prefix_spread": 0.31}, "sampling filter, banned token or raw log-probs"),
     (MORE_MASS, "raw log-probs, or not those of the sampled tokens"),
     (MORE_MASS | BEHIND_PREFIXES, "not the sampled tokens, or not their log-probs"),
     (MORE_MASS | WARMER, "raw log-probs at another temperature"),
@@ -75,6 +77,8 @@ def test_the_slope_of_other_tokens_is_no_temperature() -> None:
     """Log-probs of other tokens say nothing of those that were sampled: l varies with log p, slope 1."""
     assert row_of(RAW | {"temperature_slope": 0.95}) == 7
     assert row_of(COOLER | {"temperature_slope": 0.95}) is None
+    # A prefix behind which all is alike does not make them a filter where entropies are known.
+    assert row_of(RAW | FILTER | EVEN | {"temperature_slope": 0.95}) == 7
 
 
 def row_of(changed: dict[str, float]) -> int | None:

@@ -16,16 +16,18 @@ from verl_rc.metrics.bounds import BOUNDS
 
 def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     """Slope of l over log pi behind equal prefixes, in standard errors too, and the share of the spread of l
-    that it explains; empty where ids are not known, or too few tokens share a prefix."""
+    that it explains; what share of l^2 is spread behind prefixes. Empty where ids are not known, or too few
+    tokens share a prefix."""
     record = tokens.record
     products, squares = np.zeros((2, len(record.lengths)))
-    spread, freedom = 0.0, 0
+    spread, square, freedom = 0.0, 0.0, 0
     first = None
     for places, classes in _shared(record):
         rows = tokens.rows[places]
         first = _prompt_numbers(record) if first is None else first
         valid = tokens.valid[places]
         places, classes, rows = places[valid], classes[valid], rows[valid]
+        square += float(np.sum(tokens.logs[places] ** 2))
         logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
         products += np.bincount(first[rows], logs * train, len(record.lengths))
         squares += np.bincount(first[rows], train**2, len(record.lengths))
@@ -35,7 +37,11 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     if freedom < BOUNDS.fewest_shared or not quotient.b or not spread:
         return {}
     z = quotient.z
-    metrics = {"prefix_slope": quotient.value, "prefix_r2": quotient.a**2 / (quotient.b * spread)}
+    metrics = {
+        "prefix_slope": quotient.value,
+        "prefix_r2": quotient.a**2 / (quotient.b * spread),
+        "prefix_spread": spread / square,
+    }
     return metrics if z is None else metrics | {"prefix_z": z}
 
 

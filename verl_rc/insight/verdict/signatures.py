@@ -18,6 +18,7 @@ _FIELDS = {
     "prefix_slope": _IDS,
     "prefix_r2": _IDS,
     "prefix_z": _IDS,
+    "prefix_spread": _IDS,
     "surprisal_excess": "entropy",
     "surprisal_excess_bound": "varentropy",
     "logit_noise": "sum_pi_squared",
@@ -65,16 +66,14 @@ def signature_causes(run: RunData) -> list[Statement]:
 
 def rows_asked(run: RunData) -> list[Row]:
     """Every row that signatures name, in the order in which they are asked."""
-    metrics = _by_step(run)
-    return [
-        Row(
-            cause.row,
-            cause.name,
-            " and ".join(dict.fromkeys(_needs(cause))),
-            any(cause.seen_in(step_metrics) is not None for step_metrics in metrics),
-        )
-        for cause in SIGNATURE_CAUSES
-    ]
+    metrics, rows = _by_step(run), dict[str, Row]()
+    for cause in SIGNATURE_CAUSES:
+        needs = " and ".join(dict.fromkeys(_needs(cause)))
+        is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
+        if (other := rows.get(cause.name)) is not None:
+            needs, is_asked = f"{other.needs} or {needs}", other.is_asked or is_asked
+        rows[cause.name] = Row(cause.row, cause.name, needs, is_asked)
+    return list(rows.values())
 
 
 def _by_step(run: RunData) -> list[Step]:

@@ -284,6 +284,13 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("prefix_r2", "1", "the share of the spread of l behind equal prefixes that it explains", None),
     ("prefix_z", "1", "prefix_slope in standard errors, over prompts", None),
     (
+        "prefix_spread",
+        "1",
+        "share of Σ l² behind equal prefixes that is left when the mean of each prefix is taken out: near 0 "
+        "where a filter or a banned token makes the gap, the same for all tokens behind a prefix",
+        None,
+    ),
+    (
         "surprisal_excess",
         "nats",
         "mean over tokens of −u: sampled tokens are less likely than the trainer expects",
