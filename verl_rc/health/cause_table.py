@@ -156,9 +156,8 @@ OTHER_TOKENS = SignatureCause(
         "{z:.0f}"
     ),
     (
-        "Compare the ids that were sampled with those that were trained on: decode and encode, "
-        "templates, a "
-        "shift by one token. " + NO_CORRECTION
+        "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a "
+        f"shift by one token. {NO_CORRECTION}"
     ),
     needs=(*_Z, "temperature_r2"),
     holds=_is_misaligned,
@@ -198,8 +197,8 @@ SIGNATURE_CAUSES = (
     SignatureCause(
         2,
         "log-probs shifted",
-        ("lag is not 0"),
-        ("The engine's log-prob of a token stands {lag:+.0f} positions from the token"),
+        "lag is not 0",
+        "The engine's log-prob of a token stands {lag:+.0f} positions from the token",
         (f"Compare the ids that were sampled with those that were trained on. {NO_CORRECTION}"),
         needs=("lag",),
         holds=lambda step: step["lag"] != 0,
@@ -295,8 +294,7 @@ SIGNATURE_CAUSES = (
         ),
         (
             f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn "
-            "filters "
-            "and penalties off. " + NO_CORRECTION
+            f"filters and penalties off. {NO_CORRECTION}"
         ),
         NO_FILTERS,
         needs=("surprisal_excess", "surprisal_excess_bound"),
@@ -433,8 +431,7 @@ WEIGHTS_NEVER_ARRIVE = Cause(
     ),
     (
         "Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs "
-        "at "
-        "every update with canary_freq=1. " + NO_CORRECTION
+        f"at every update with canary_freq=1. {NO_CORRECTION}"
     ),
     evidence="run",
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
@@ -40,11 +41,12 @@ class Verdict:
 
     @property
     def unasked(self) -> list[str]:
-        """What could not be asked, and the fields of a token record that it needs; in words."""
+        """What could not be asked, and the fields of a token record that it needs; in words. Without what is
+        asked where others cannot be."""
         return [
             f"{row.cause} (row {row.number}): needs {row.needs}"
             for row in self.rows
-            if row.needs and not row.is_asked
+            if row.needs and not row.is_asked and CAUSES[row.cause].is_specific
         ]
 
     @property
