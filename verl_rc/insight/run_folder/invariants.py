@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, TokenRecord
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -40,7 +40,10 @@ def _without_stop(record: TokenRecord) -> tuple[int, int] | None:
     rows = np.flatnonzero(record.rows["finished"] & (record.lengths > 0))
     last = record.starts[rows] + record.lengths[rows] - 1
     last = last[record.tokens["response_mask"][last]]
-    return int((~np.isin(ids[last], stops)).sum()), len(last)
+    is_stop = np.isin(ids[last], stops)
+    if "token_class" in record.tokens:  # a model may have further stop tokens, which are special ones
+        is_stop |= record.tokens["token_class"][last] == TOKEN_CLASSES.index("special")
+    return int((~is_stop).sum()), len(last)
 
 
 def _whole_numbers(value: Any) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from planted_tokens import FIRST_ID, PLANS, STOP, VOCABULARY, Planted, rows_of, shifted
 
-from verl_rc.data.token_record import TokenRecord
+from verl_rc.data.token_record import TOKEN_CLASSES, TokenRecord
 from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.invariants import broken_invariants
 
@@ -41,6 +41,13 @@ def test_rows_that_lost_their_stop_token() -> None:
 def test_a_finished_row_that_ends_with_text_of_a_tool_is_not_judged() -> None:
     row = {"response_mask": [1, 0], "rollout_log_prob": [-1.0, 0.0], "response_ids": [5, 6], "finished": True}
     assert broken_invariants(record_of_rows({"stop_token_ids": 2}, 1, [row]))["stop"] == (0, 0)
+
+
+def test_a_further_stop_token_of_the_model_is_a_special_token() -> None:
+    row = {"response_mask": [1], "rollout_log_prob": [-1.0], "response_ids": [5], "finished": True}
+    kinds = [{**row, "token_class": [TOKEN_CLASSES.index(name)]} for name in ("special", "word")]
+    checked = broken_invariants(record_of_rows({"stop_token_ids": [2]}, 1, kinds))
+    assert checked["stop"] == (1, 2)
 
 
 def test_an_answer_that_two_requests_got() -> None:
