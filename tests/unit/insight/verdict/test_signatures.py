@@ -68,3 +68,9 @@ def test_the_temperature_of_the_records_stands_in_the_sentence(tmp_path: Path) -
     first = next(statement for statement in verdict_of(path).statements if statement.level == "fault")
     assert first.cause == "raw log-probs at another temperature"
     assert "samples at temperature 0.70 and reports log-probs at 1.0" in first.sentence
+
+
+def test_engines_are_compared_without_sums_of_squares(tmp_path: Path) -> None:
+    path = written(tmp_path, "one engine of two stale", DISTRIBUTIONS)
+    (cause,) = {statement.cause for statement in verdict_of(path).statements if statement.level == "fault"}
+    assert cause == "one engine differs from the others"
