@@ -59,7 +59,7 @@ def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
                 "loss_mask": [bool(one) for one in _sequence(row, "response_mask", 0)],
                 "inference_logprobs": _sequence(row, "rollout_log_prob", 0.0),
                 "trainer_logprobs": _sequence(row, "old_log_prob", 0.0),
-                "entropy": _sequence(row, "rollout_log_prob", 0.0),
+                "entropy": _sequence(row, "entropy" if "entropy" in row else "rollout_log_prob", 0.0),
                 "advantages": _sequence(row, "advantage", 0.0),
             }
             for row in rows[rank::2]
@@ -99,7 +99,8 @@ def _sample(row: Row) -> dict[str, Any]:
         "rollout_log_probs": torch.tensor(row["rollout_log_prob"]),
         "log_probs": torch.tensor(row["old_log_prob"]),
         "advantages": torch.tensor(row["advantage"]),
-        "truncated": 0,
+        "truncated": int(not row.get("finished", True)),
+        **({"entropy": torch.tensor(row["entropy"])} if "entropy" in row else {}),
     }
 
 

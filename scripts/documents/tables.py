@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
-from verl_rc.health.cause_table import RUN_CAUSES, SIGNATURE_CAUSES, Cause
+from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES, SIGNATURE_CAUSES, Cause
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.panels import PANELS
@@ -84,8 +84,8 @@ def signature_causes_table() -> str:
 
 
 def run_causes_table() -> str:
-    """The causes in docs/see_why.md that the course of a run names."""
-    return _causes(RUN_CAUSES)
+    """The causes in docs/see_why.md that token records show without statistics, or the course of a run."""
+    return _causes((*INVARIANTS, *RUN_CAUSES))
 
 
 def _causes(causes: Sequence[Cause]) -> str:

@@ -4,37 +4,22 @@ and the tail."""
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
-from verl_rc.tensor_ops import LOG_RATIO_BOUND
-
-_BINS_PER_OCTAVE = 16
-_FIRST_EXPONENT = -24
-SMALLEST, LARGEST = 0.5 * 2.0**_FIRST_EXPONENT, LOG_RATIO_BOUND
-"""Log-ratios nearer to 0 than 3e-8 count as 0, and those beyond the bound as at it."""
-BINS_PER_SIDE = 29 * _BINS_PER_OCTAVE + 4
-"""Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of every value in
-it."""
-NUM_BINS = 2 * BINS_PER_SIDE + 1
-
-
-def _edge(step: int) -> float:
-    # Linear within an octave: sums of powers of two, the same on every machine, as powers of 2^(1/16) are
-    # not.
-    octave, part = divmod(step, _BINS_PER_OCTAVE)
-    return SMALLEST * 2.0**octave * (1.0 + part / _BINS_PER_OCTAVE)
-
-
-HISTOGRAM_EDGES = tuple(
-    [-_edge(step) for step in range(BINS_PER_SIDE, -1, -1)]
-    + [_edge(step) for step in range(BINS_PER_SIDE + 1)]
+from verl_rc.metrics.log_ratio_bins import (
+    BINS_PER_OCTAVE,
+    BINS_PER_SIDE,
+    FIRST_EXPONENT,
+    HISTOGRAM_EDGES,
+    LARGEST,
+    NUM_BINS,
+    SMALLEST,
+    bin_value,
 )
-"""Edges of the bins, ascending; nats."""
 
 
 def log_ratio_histogram(values: Tensor, members: Tensor) -> Tensor:
@@ -44,20 +29,11 @@ def log_ratio_histogram(values: Tensor, members: Tensor) -> Tensor:
     # round to either side of an edge, and ten times as fast as a search among the edges. The lower clamp is
     # for 0, whose exponent is 0.
     mantissa, exponent = torch.frexp(values.abs().clamp_(SMALLEST / 2, LARGEST))
-    parts = (mantissa * (2 * _BINS_PER_OCTAVE)).floor_() - (_BINS_PER_OCTAVE - 1)
-    steps = ((exponent - _FIRST_EXPONENT) * _BINS_PER_OCTAVE + parts).clamp_(0, BINS_PER_SIDE)
+    parts = (mantissa * (2 * BINS_PER_OCTAVE)).floor_() - (BINS_PER_OCTAVE - 1)
+    steps = ((exponent - FIRST_EXPONENT) * BINS_PER_OCTAVE + parts).clamp_(0, BINS_PER_SIDE)
     bins = (BINS_PER_SIDE + steps * values.sign()).long()
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
     return counts.scatter_add_(0, bins.flatten(), members.long().flatten()).double()
-
-
-@cache
-def bin_value(index: int) -> float:
-    """The log-ratio a bin stands for: 0 for the middle one, else the geometric middle of its edges."""
-    step = index - BINS_PER_SIDE
-    if step == 0:
-        return 0.0
-    return math.copysign(math.sqrt(_edge(abs(step) - 1) * _edge(abs(step))), step)
 
 
 def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[float, float]:

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
-from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
-from verl_rc.correction.signatures import signature_metrics
+from verl_rc.correction.histogram import pareto_k, percentiles
 from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
+from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8

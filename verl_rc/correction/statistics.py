@@ -14,12 +14,12 @@ from torch.nn.functional import pad
 
 from verl_rc.config.rejection_rules import BoundedRule, Threshold
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
+from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, SequenceEvidence, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.signatures import signature_metrics, signature_sums
+from verl_rc.correction.signatures import signature_sums
 from verl_rc.correction.totals import (
     Gap,
     Means,
@@ -33,7 +33,9 @@ from verl_rc.correction.totals import (
     map_totals,
 )
 from verl_rc.correction.weights import Weights, sequence_weights
+from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from verl_rc.metrics.mergeable import Extremes, Mean, Moments, Quotient
+from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.signatures import Signatures
 
 T = TypeVar("T")
 
@@ -76,32 +77,6 @@ class Gap(Generic[T]):
     def mean_k3(self: "Gap[float]") -> float:
         """The k3 estimate of KL(rollout || train), nats per token; 0 without tokens."""
         return self.k3 / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class Signatures(Generic[T]):
-    """What causes of a gap leave in all tokens; see ``signatures.py`` for the symbols."""
-
-    missing: Quotient[T]
-    """``1 - rho``, by tokens."""
-    squares: tuple[T, ...]
-    """``l^2``, by position in the response."""
-    gradients: tuple[T, ...] | None
-    """``g``, likewise; None where sums of squared probabilities are unknown."""
-    temperature: Quotient[T] | None
-    """``l u`` by ``u^2``; None where entropies are unknown."""
-    surprisal: Mean[T] | None
-    """``-u``, by tokens; None likewise."""
-    deviations: tuple[T, ...] | None
-    """``u^2``, by position in the response; None likewise."""
-    varentropies: tuple[T, ...] | None
-    """``V``, by position in the response; None where it is unknown."""
-    engines: tuple[Quotient[T], ...]
-    """``l^2`` by ``g``, by engine; the last holds all later ones. Empty: ``g`` or engines are unknown."""
-    lags: tuple[Mean[T], ...]
-    """``|log pi_t - log mu_(t+k)|`` for every k in ``BOUNDS.lags``, in the first tokens of every sequence."""
-    rounded: Mean[T]
-    """Rollout log-probs that fit into 16 bits, of those that are not 0; in the same tokens."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from verl_rc.checkpoint import RunState
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
-from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.health import causes, ranges
 from verl_rc.health.findings import Findings
 from verl_rc.health.ranges import HealthHistory
+from verl_rc.metrics.log_ratio_bins import HISTOGRAM_EDGES
 from verl_rc.metrics.sinks import AlertCause, Tracker
 from verl_rc.ppo.control import Control
 from verl_rc.weight_sync.proof import LogProbGap

@@ -159,6 +159,7 @@ class TokenRecorder:
             "trainer": "verl_rc",
             **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
             "logprobs_mode": "processed_logprobs",
+            "stop_token_ids": list(self._services.stop_token_ids),
             "engine_dtype": rollout.dtype,
             "trainer_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
             "engine": {name: getattr(rollout, name) for name in ("dtype", "quantization", "kv_cache_dtype")},

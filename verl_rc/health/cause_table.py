@@ -7,7 +7,7 @@ do about it, and what names it. The rules that look at a whole run or at replays
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_rc.health.statement import Level
@@ -19,11 +19,18 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 NO_CORRECTION = "No correction repairs this."
 _MISALIGNED = f"|z| > {BOUNDS.z:g}, |missing mass| > {BOUNDS.missing_mass:g}"
 _MISSING = f"z > {BOUNDS.z:g}, missing mass > {BOUNDS.missing_mass:g}"
+_EXCESS = f"z < -{BOUNDS.z:g}, missing mass < -{BOUNDS.missing_mass:g}"
 PROCESSED = "rollout.logprobs_mode=processed_logprobs"
 """verl's key that has the engine report the distribution that it samples from."""
 NO_FILTERS = (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1")
 _Z = ("missing_mass_z", "missing_mass")
 _SLOPE = ("temperature_slope", "temperature_r2")
+_BEHIND_PREFIXES = {
+    "temperature_slope": "prefix_slope",
+    "temperature_r2": "prefix_r2",
+    "temperature_z": "prefix_z",
+}
+"""What tells a temperature where entropies are not known."""
 Step = Mapping[str, float]
 """The metrics of a step, without their prefix."""
 
@@ -57,18 +64,33 @@ class SignatureCause(Cause):
     needs: tuple[str, ...]
     """Metrics without which nothing is claimed; their medians, and numbers derived from them, fill the
     sentence."""
+    instead: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Metrics that serve where those of ``needs`` are not there."""
     holds: Callable[[Step], bool]
     """The rule; in ``condition`` z is missing_mass_z, R² temperature_r2."""
+
+    def seen_in(self, step: Step) -> Step | None:
+        """The metrics that it needs, by their names in ``needs``; None where one is not there."""
+        names = {name: name if name in step else self.instead.get(name, name) for name in self.needs}
+        is_asked = all(name in step for name in names.values())
+        return {need: step[name] for need, name in names.items()} if is_asked else None
 
 
 def _is_misaligned(step: Step) -> bool:
     return abs(step["missing_mass_z"]) > BOUNDS.z and abs(step["missing_mass"]) > BOUNDS.missing_mass
 
 
-def _misses_mass(step: Step, least: float, most: float) -> bool:
-    """Whether mass is missing, and a temperature explains more than ``least`` and at most ``most`` of the
-    gap."""
-    return _is_misaligned(step) and step["missing_mass"] > 0 and least < step["temperature_r2"] <= most
+def _misses_mass(step: Step) -> bool:
+    return _is_misaligned(step) and step["missing_mass"] > 0
+
+
+def _is_of_likely_tokens(step: Step) -> bool:
+    """Whether the missing mass is that of unlikely tokens, or may be: a filter keeps the likely ones.
+
+    What is kept is likelier than what is expected then, in every place, and has l below 0: the slope is
+    negative. A banned token takes most where it is likely itself, and what is kept is not.
+    """
+    return step["temperature_r2"] <= BOUNDS.temperature_r2 or step["temperature_slope"] < 0
 
 
 def _is_temperature(step: Step) -> bool:
@@ -80,6 +102,7 @@ def _is_temperature(step: Step) -> bool:
     is_clear = (
         abs(step["temperature_z"]) > BOUNDS.temperature_z
         and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
+        and step["temperature_slope"] < BOUNDS.largest_slope
     )
     remainder = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
     is_all = step["temperature_r2"] > BOUNDS.raw_r2 or remainder <= BOUNDS.implausible_noise
@@ -89,22 +112,93 @@ def _is_temperature(step: Step) -> bool:
 RAW_LOG_PROBS = SignatureCause(
     4,
     "raw log-probs at another temperature",
-    (f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}"),
+    (f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}, slope < {BOUNDS.largest_slope:g}"),
     (
         "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
         "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {z:.0f}"
     ),
     (f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}"),
     needs=(*_Z, *_SLOPE),
-    holds=lambda step: _is_misaligned(step) and step["temperature_r2"] > BOUNDS.raw_r2,
+    instead=_BEHIND_PREFIXES,
+    holds=lambda step: (
+        _is_misaligned(step)
+        and step["temperature_r2"] > BOUNDS.raw_r2
+        and step["temperature_slope"] < BOUNDS.largest_slope
+    ),
+)
+FILTER = SignatureCause(
+    5,
+    "sampling filter not mirrored",
+    (
+        f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, or ≤ {BOUNDS.raw_r2:g} and slope < 0; concentration ≤ "
+        f"{BOUNDS.concentration:g}"
+    ),
+    (
+        "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
+        "probability, z {z:.0f}"
+    ),
+    (f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}"),
+    NO_FILTERS,
+    needs=(*_Z, *_SLOPE, "concentration"),
+    holds=lambda step: (
+        _misses_mass(step)
+        and step["temperature_r2"] <= BOUNDS.raw_r2
+        and _is_of_likely_tokens(step)
+        and step["concentration"] <= BOUNDS.concentration
+    ),
+)
+OTHER_TOKENS = SignatureCause(
+    7,
+    "not the sampled tokens, or not their log-probs",
+    (f"{_MISALIGNED}, else"),
+    (
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
+        "{z:.0f}"
+    ),
+    (
+        "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a "
+        f"shift by one token. {NO_CORRECTION}"
+    ),
+    needs=(*_Z, "temperature_r2"),
+    holds=_is_misaligned,
+)
+FILTER_OR_RAW = SignatureCause(
+    5,
+    "sampling filter, banned token or raw log-probs",
+    f"{_MISSING}, without R²",
+    "The tokens were not drawn from what the engine reports: the mean ratio is {kept:.4f} instead of 1, z "
+    "{z:.0f}",
+    (
+        "Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
+        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
+        f"(min_tokens, stop, ignore_eos, logit bias), then compare ids. {NO_CORRECTION}"
+    ),
+    NO_FILTERS,
+    is_specific=False,
+    needs=_Z,
+    holds=_misses_mass,
+)
+RAW_OR_OTHER_TOKENS = SignatureCause(
+    7,
+    "raw log-probs, or not those of the sampled tokens",
+    f"{_EXCESS}, without R²",
+    FILTER_OR_RAW.sentence,
+    (
+        "If the temperature is not 1, let the engine report the distribution that it samples from (verl: "
+        f"{PROCESSED}). If it is, compare the ids that were sampled with those that were trained on. "
+        f"{NO_CORRECTION}"
+    ),
+    is_specific=False,
+    needs=_Z,
+    holds=_is_misaligned,
 )
 
 SIGNATURE_CAUSES = (
     SignatureCause(
         2,
         "log-probs shifted",
-        ("lag is not 0"),
-        ("The engine's log-prob of a token stands {lag:+.0f} positions from the token"),
+        "lag is not 0",
+        "The engine's log-prob of a token stands {lag:+.0f} positions from the token",
         (f"Compare the ids that were sampled with those that were trained on. {NO_CORRECTION}"),
         needs=("lag",),
         holds=lambda step: step["lag"] != 0,
@@ -122,57 +216,61 @@ SIGNATURE_CAUSES = (
         holds=lambda step: step["rounded_fraction"] > BOUNDS.rounded_fraction,
     ),
     RAW_LOG_PROBS,
-    SignatureCause(
-        5,
-        "sampling filter not mirrored",
-        (f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}"),
-        (
-            "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
-            "probability, z {z:.0f}"
-        ),
-        (f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}"),
-        NO_FILTERS,
-        needs=(*_Z, *_SLOPE, "concentration"),
-        holds=lambda step: (
-            _misses_mass(step, -1.0, BOUNDS.temperature_r2) and step["concentration"] <= BOUNDS.concentration
-        ),
-    ),
+    FILTER,
     SignatureCause(
         6,
         "token banned",
-        (f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}"),
+        (f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}, slope ≥ 0"),
         (
             "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its "
             "probability is missing, most where others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}"
         ),
         (
-            "Look at min_p, min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the "
-            f"trainer. {NO_CORRECTION}"
+            "Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. "
+            f"{NO_CORRECTION}"
         ),
         needs=(*_Z, *_SLOPE),
-        holds=lambda step: _misses_mass(step, BOUNDS.temperature_r2, BOUNDS.raw_r2),
+        holds=lambda step: (
+            _misses_mass(step)
+            and BOUNDS.temperature_r2 < step["temperature_r2"] <= BOUNDS.raw_r2
+            and step["temperature_slope"] >= 0
+        ),
     ),
+    OTHER_TOKENS,
     SignatureCause(
-        7,
-        "not the sampled tokens, or not their log-probs",
-        (f"{_MISALIGNED}, else"),
+        5,
+        "sampling filter or banned token",
         (
-            "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
-            "{z:.0f}"
+            f"{_MISSING}, share of the gap that is spread behind equal prefixes ≤ {BOUNDS.prefix_spread:g}; "
+            "without entropies"
         ),
         (
-            "Compare the ids that were sampled with those that were trained on: decode and encode, "
-            "templates, a "
-            "shift by one token. " + NO_CORRECTION
+            "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
+            "probability, z {z:.0f}; tokens behind the same prefix lack the same share"
         ),
-        needs=_Z,
-        holds=_is_misaligned,
+        (
+            "Drop filters (top_p, top_k, min_p) and what bans tokens (min_tokens, stop, ignore_eos, logit "
+            f"bias), or mirror them in the trainer. {NO_CORRECTION}"
+        ),
+        NO_FILTERS,
+        is_specific=False,
+        needs=(*_Z, "prefix_spread"),
+        holds=lambda step: _misses_mass(step) and step["prefix_spread"] <= BOUNDS.prefix_spread,
     ),
+    replace(
+        OTHER_TOKENS,
+        condition=f"{_EXCESS}, behind equal prefixes R² ≤ {BOUNDS.raw_r2:g}; without entropies",
+        needs=(*_Z, "prefix_r2"),
+        holds=lambda step: _is_misaligned(step) and step["missing_mass"] < 0,
+    ),
+    FILTER_OR_RAW,
+    RAW_OR_OTHER_TOKENS,
     SignatureCause(
         8,
         "temperature",
         (
-            f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > "
+            f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, slope < "
+            f"{BOUNDS.largest_slope:g}, R² > "
             f"{BOUNDS.temperature_r2:g}, logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > "
             f"{BOUNDS.raw_r2:g}"
         ),
@@ -182,6 +280,7 @@ SIGNATURE_CAUSES = (
         ),
         (f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}"),
         needs=("temperature_z", *_SLOPE, "logit_noise"),
+        instead=_BEHIND_PREFIXES | {"logit_noise": "logit_noise_most"},
         holds=_is_temperature,
     ),
     SignatureCause(
@@ -195,8 +294,7 @@ SIGNATURE_CAUSES = (
         ),
         (
             f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn "
-            "filters "
-            "and penalties off. " + NO_CORRECTION
+            f"filters and penalties off. {NO_CORRECTION}"
         ),
         NO_FILTERS,
         needs=("surprisal_excess", "surprisal_excess_bound"),
@@ -212,6 +310,7 @@ SIGNATURE_CAUSES = (
         ),
         ("Compare the ids of the worst rows with the sampled ones: decode and encode, templates."),
         needs=("concentration", "logit_noise"),
+        instead={"logit_noise": "logit_noise_least"},
         holds=lambda step: (
             step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise
         ),
@@ -238,18 +337,54 @@ SIGNATURE_CAUSES = (
 )
 """In the order in which they are asked."""
 
-FILTER_OR_RAW = Cause(
-    5,
-    "sampling filter, banned token or raw log-probs",
-    "without signatures: the mean ratio is below 1 by 4 standard errors",
-    "",
+STOP_LOST = Cause(
+    21,
+    "finished rows without a stop token",
+    "token records: the last id of a finished row is no stop token",
     (
-        "Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
-        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
-        f"(min_tokens, stop, ignore_eos, logit bias). {NO_CORRECTION}"
+        "{count:.0f} of {rows:.0f} rows that are called finished do not end with a stop token: ids were lost "
+        "between engine and trainer, or rows are not what they are called"
     ),
-    NO_FILTERS,
+    (
+        "Compare the ids that the engine returned with those that were trained on, at the ends of rows. "
+        f"{NO_CORRECTION}"
+    ),
 )
+EQUAL_SAMPLES = Cause(
+    22,
+    "one sample for several requests",
+    f"token records: equal ids in a step, by chance at most once in {1 / BOUNDS.chance:,.0f}",
+    (
+        "{count:.0f} of {rows:.0f} rows have the ids of another row, which independent requests would not "
+        "get: an answer was used twice, or requests share a seed"
+    ),
+    f"Look at how answers are matched to requests, and at the seeds of requests. {NO_CORRECTION}",
+)
+OUTSIDE_VOCABULARY = Cause(
+    23,
+    "ids outside the vocabulary",
+    "token records: an id below 0, or not below vocab_size",
+    "{count:.0f} of {rows:.0f} rows have ids that are none of the vocabulary's",
+    (
+        "Look for padding or marks of missing tokens among the ids, and compare the tokenizers of engine and "
+        f"trainer. {NO_CORRECTION}"
+    ),
+)
+SHIFTED_ROWS = Cause(
+    2,
+    "log-probs of some rows shifted",
+    (
+        f"token records: log-probs of a row are {1 / BOUNDS.row_lag:g} times nearer to those of the tokens "
+        "beside their own"
+    ),
+    (
+        "In {count:.0f} of {rows:.0f} rows the engine's log-probs agree with those of the tokens beside "
+        "their own, and not with their own"
+    ),
+    f"Compare the ids of these rows that were sampled with those that were trained on. {NO_CORRECTION}",
+)
+INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS)
+"""What token records show without statistics."""
 OVERFLOW = Cause(
     1,
     "overflow or empty logits",
@@ -296,8 +431,7 @@ WEIGHTS_NEVER_ARRIVE = Cause(
     ),
     (
         "Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs "
-        "at "
-        "every update with canary_freq=1. " + NO_CORRECTION
+        f"at every update with canary_freq=1. {NO_CORRECTION}"
     ),
     evidence="run",
 )
@@ -461,11 +595,6 @@ RUN_CAUSES = (
 """Causes that the report names from the course of a run."""
 REPLAY_CAUSES = (OTHER_INPUTS, STALE_CACHE, OLDER_WEIGHTS, ENGINES_INPUTS, OTHER_ENGINE, OTHER_CODE)
 CAUSES: Mapping[str, Cause] = {
-    cause.name: cause for cause in (*SIGNATURE_CAUSES, FILTER_OR_RAW, *RUN_CAUSES, *REPLAY_CAUSES)
+    cause.name: cause for cause in (*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES)
 }
 """The whole table by name."""
-FILTER, OTHER_TOKENS = (
-    CAUSES[name]
-    for name in ("sampling filter not mirrored", "not the sampled tokens, or not their log-probs")
-)
-"""Causes that the mean ratio alone can name, where a run has no signatures."""

@@ -15,19 +15,15 @@ ENDED_AFTER = 3
 """Steps without a cause after which it has ended."""
 CAUSE = "alerts/cause"
 FLOOR = f"{PREFIX}logit_noise_floor"
-SIGNATURES = tuple(sorted({name for cause in SIGNATURE_CAUSES for name in cause.needs}))
+SIGNATURES = tuple(
+    sorted({name for cause in SIGNATURE_CAUSES for name in (*cause.needs, *cause.instead.values())})
+)
 
 
 def cause_of(step: Step) -> SignatureCause | None:
     """The first cause whose rule holds; None if none does. Nothing is claimed from absent metrics."""
-    return next(
-        (
-            cause
-            for cause in SIGNATURE_CAUSES
-            if all(name in step for name in cause.needs) and cause.holds(step)
-        ),
-        None,
-    )
+    asked = ((cause, cause.seen_in(step)) for cause in SIGNATURE_CAUSES)
+    return next((cause for cause, seen in asked if seen is not None and cause.holds(seen)), None)
 
 
 def state(
@@ -50,8 +46,10 @@ def statement_of(
 ) -> Statement:
     """The statement about a cause that holds in the steps ``examples``; ``temperature`` is that of the
     configuration."""
-    evidence = {name: statistics.median(step[name] for step in examples) for name in cause.needs}
-    return state(cause, evidence | _derived(evidence, temperature), steps=steps, confidence="named")
+    seen = [evidence for step in examples if (evidence := cause.seen_in(step)) is not None]
+    evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
+    confidence = "named" if cause.is_specific else "likely"
+    return state(cause, evidence | _derived(evidence, temperature), steps=steps, confidence=confidence)
 
 
 def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, float]:

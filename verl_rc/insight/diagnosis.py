@@ -1,15 +1,16 @@
 """What makes the gap of a run, from its metrics; and which replays would say more. Needs no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import Verdict, judge
 from verl_rc.insight.verdict.replays import ReplayedRecord
+from verl_rc.insight.verdict.signatures import Row
 
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
@@ -47,7 +48,9 @@ class Diagnosis:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Time of each replay."""
     notes: tuple[str, ...] = ()
-    """What was not replayed, and why."""
+    """What was not replayed or asked, and why."""
+    rows: tuple[Row, ...] = ()
+    """Rows of the table of causes that signatures name, and which of them were asked."""
 
     def lines(self) -> Iterator[str]:
         """For the console."""
@@ -74,6 +77,7 @@ class Diagnosis:
             "replayed": [record.as_json() for record in self.replayed],
             "seconds": dict(self.seconds),
             "notes": list(self.notes),
+            "rows": [asdict(row) for row in self.rows],
         }
 
 
@@ -83,9 +87,15 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     replays = "; ".join(f"{name} ({cost})" for name, cost in REPLAYS.items())
     replays_note = (f"replays that --replay makes: {replays}",)
     notes = replays_note if run.is_own else (f"read as: {run.source}", *run.notes)
-    return Diagnosis(tuple(causes_from_metrics(run)), notes=notes)
+    verdict = judge(replace(run, replays=()))
+    unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]
+    return Diagnosis(tuple(_of_the_gap(verdict)), notes=(*notes, *unasked), rows=verdict.rows)
 
 
 def causes_from_metrics(run: RunData) -> list[Statement]:
     """The statements of the verdict about the gap, without the replays in the run's folder."""
-    return [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]
+    return _of_the_gap(judge(replace(run, replays=())))
+
+
+def _of_the_gap(verdict: Verdict) -> list[Statement]:
+    return [statement for statement in verdict.statements if statement.topic == "gap"]

@@ -1,6 +1,6 @@
 """Bounds of the gap's signatures: what each of them looks at, and from which value on it names a cause.
 
-They are stated here alone: ``verl_rc.correction.signatures`` measures with them and the causes of a gap are
+They are stated here alone: ``verl_rc.metrics.signatures`` measures with them and the causes of a gap are
 judged by them; formulas and healthy ranges of the catalogue, and the table of causes in docs/see_why.md, are
 filled from them.
 """
@@ -16,6 +16,10 @@ class SignatureBounds:
     """Positions between a token and the rollout log-prob that is compared with its own."""
     lag_distance: float = 0.05
     """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
+    row_lag: float = 0.1
+    """Share of the distance without a shift, below which that with one shows that a single row is shifted."""
+    chance: float = 1e-6
+    """Probability of equal samples in a step, up to which they are no chance."""
     head: int = 8
     """Positions of a response that shifts and rounding are looked for in: they are everywhere if anywhere."""
     rounded_bits: int = 13
@@ -36,6 +40,13 @@ class SignatureBounds:
     raw_r2: float = 0.9
     """A temperature on one side alone explains more than this; a banned token less, and a sampling filter
     ``temperature_r2``."""
+    largest_slope: float = 0.9
+    """Slope of a temperature of ten times the trainer's, at which nobody samples; log-probs of other tokens
+    have a slope of 1."""
+    prefix_spread: float = 0.3
+    """Share of the gap behind equal prefixes up to which it counts as the same for all tokens there."""
+    fewest_shared: int = 64
+    """Tokens behind shared prefixes, less the prefixes, below which no temperature is read from them."""
     largest_share: float = 0.01
     """Share of the tokens, those with the largest gap, that concentration looks at."""
     concentration: float = 0.9
@@ -71,6 +82,9 @@ class SignatureBounds:
 
 
 BOUNDS = SignatureBounds()
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ± this many nats before they are exponentiated: e^20 = 4.85e8."""
 
 PLAUSIBLE_NOISE = {
     "float32": 1e-4,

@@ -1,9 +1,9 @@
 """Tensor operations: masked sums and whitening, row blocks, log-probs from hidden states, divergence
 estimators."""
 
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.tensor_ops.divergence import (
     KL_KINDS,
-    LOG_RATIO_BOUND,
     binary_kl,
     bound_log_ratio,
     k1_estimate,

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.models import KlKind
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this many nats before they are exponentiated: e^20 = 4.85e8."""
 _K3_BOUND = 10.0
 KL_KINDS: tuple[str, ...] = get_args(KlKind)
 

@@ -6,16 +6,8 @@ import random
 import pytest
 import torch
 
-from verl_rc.correction.histogram import (
-    BINS_PER_SIDE,
-    HISTOGRAM_EDGES,
-    LARGEST,
-    NUM_BINS,
-    SMALLEST,
-    log_ratio_histogram,
-    pareto_k,
-    percentiles,
-)
+from verl_rc.correction.histogram import log_ratio_histogram, pareto_k, percentiles
+from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, HISTOGRAM_EDGES, LARGEST, NUM_BINS, SMALLEST
 
 
 @pytest.mark.parametrize("value", [1e-7, -3e-3, 0.2, -1.7, 19.0])

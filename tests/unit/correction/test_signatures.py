@@ -17,8 +17,8 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, compute_rollout_correction, measure
-from verl_rc.correction.histogram import NUM_BINS
-from verl_rc.correction.signatures import concentration
+from verl_rc.metrics.log_ratio_bins import NUM_BINS
+from verl_rc.metrics.signatures import concentration
 
 FULL = RolloutCorrectionConfig(diagnostics="full")
 PREFIX = "rollout_corr/"

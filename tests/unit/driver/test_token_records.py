@@ -181,6 +181,7 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
         folder=folder,
         tokenizer=SimpleNamespace(all_special_ids=[], batch_decode=lambda rows, **_: ["x"] * len(rows)),
         tracker=SimpleNamespace(last_alert=None),
+        stop_token_ids=(2,),
         saves_at=lambda step: False,
     )
     control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
@@ -285,6 +286,7 @@ def test_some_rows_of_a_step(tmp_path: Path) -> None:
     )
     assert record.rows["chosen_by"].tolist() == ["random"] * 3 + ["worst"] * 3
     assert record.facts["rows_of_batch"] == ROWS
+    assert record.facts["stop_token_ids"] == [2]
     assert record.facts["tokens_of_batch"] == int(samples.rollouts.response_mask.sum())
     difference = (INPUTS.evaluations.proximal_log_probs - samples.rollouts.rollout_log_probs).double()
     gaps = difference**2 * samples.rollouts.response_mask

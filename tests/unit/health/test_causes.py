@@ -18,6 +18,7 @@ from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.metrics.catalog import CATALOG
 
 FILTER = {"missing_mass": 0.038, "missing_mass_z": 80.0}  # top-p 0.95
+BANNED = FILTER | {"temperature_r2": 0.5}
 RAW = {
     "missing_mass": -0.2,
     "missing_mass_z": -60.0,
@@ -30,13 +31,54 @@ PLANTED = {
     3: {"rounded_fraction": 1.0},
     4: RAW,
     5: FILTER,
-    6: FILTER | {"temperature_r2": 0.5},
+    6: BANNED,
     7: {"missing_mass": -0.05, "missing_mass_z": -9.0},
     8: COOLER,
     10: {"surprisal_excess": -0.28},
     12: {"concentration": 0.999, "logit_noise": 0.8},
     13: {"noisiest_engine_z": 4.0},
 }
+
+
+NO_ENTROPIES = {
+    name: value
+    for name, value in HEALTHY.items()
+    if not name.startswith(("temperature", "surprisal", "logit_noise"))
+} | {"logit_noise_least": 0.03, "logit_noise_most": 0.042}
+BEHIND_PREFIXES = {"prefix_slope": 1e-3, "prefix_r2": 0.01, "prefix_z": 1.5, "prefix_spread": 0.6}
+EVEN = BEHIND_PREFIXES | {"prefix_spread": 0.1}
+WARMER = {"prefix_slope": 0.3, "prefix_r2": 0.97, "prefix_z": 60.0, "prefix_spread": 0.6}
+MORE_MASS = {"missing_mass": -0.05, "missing_mass_z": -9.0}
+PLANTED_WITHOUT_ENTROPIES = [
+    (BEHIND_PREFIXES, None),
+    (FILTER, "sampling filter, banned token or raw log-probs"),
+    (FILTER | EVEN, "sampling filter or banned token"),
+    (FILTER | EVEN | {"prefix_spread": 0.29}, "sampling filter or banned token"),
+    (FILTER | EVEN | {"prefix_spread": 0.31}, "sampling filter, banned token or raw log-probs"),
+    (MORE_MASS, "raw log-probs, or not those of the sampled tokens"),
+    (MORE_MASS | BEHIND_PREFIXES, "not the sampled tokens, or not their log-probs"),
+    (MORE_MASS | WARMER, "raw log-probs at another temperature"),
+    (WARMER, "temperature"),
+    ({"concentration": 0.999, "logit_noise_least": 0.6}, "few tokens are others than sampled"),
+    ({"concentration": 0.999, "logit_noise_most": 0.6}, None),
+]
+
+
+@pytest.mark.parametrize(("changed", "name"), PLANTED_WITHOUT_ENTROPIES)
+def test_what_is_named_without_entropies(changed: dict[str, float], name: str | None) -> None:
+    cause = cause_of(NO_ENTROPIES | changed)
+    assert (cause and cause.name) == name
+    if cause is not None:
+        said = statement_of(cause, [NO_ENTROPIES | changed], 1.0)
+        assert said.confidence == ("named" if cause.is_specific else "likely")
+
+
+def test_the_slope_of_other_tokens_is_no_temperature() -> None:
+    """Log-probs of other tokens say nothing of those that were sampled: l varies with log p, slope 1."""
+    assert row_of(RAW | {"temperature_slope": 0.95}) == 7
+    assert row_of(COOLER | {"temperature_slope": 0.95}) is None
+    # A prefix behind which all is alike does not make them a filter where entropies are known.
+    assert row_of(RAW | FILTER | EVEN | {"temperature_slope": 0.95}) == 7
 
 
 def row_of(changed: dict[str, float]) -> int | None:
@@ -50,10 +92,13 @@ def test_every_row_is_named_where_it_is_planted(row: int) -> None:
 
 
 def test_every_cause_is_planted_and_healthy_is_silent() -> None:
-    assert sorted(PLANTED) == [cause.row for cause in SIGNATURE_CAUSES]
+    assert sorted(PLANTED) == sorted({cause.row for cause in SIGNATURE_CAUSES})
+    named = {cause_of(HEALTHY | changed) for changed in PLANTED.values()}
+    named |= {cause_of(NO_ENTROPIES | changed) for changed, _ in PLANTED_WITHOUT_ENTROPIES}
+    assert named == {*SIGNATURE_CAUSES, None}
     assert row_of({}) is None
     assert all(CATALOG.find(f"{PREFIX}{name}") is not None for name in SIGNATURES)
-    assert set(SIGNATURES) == set(HEALTHY)
+    assert set(SIGNATURES) == {*HEALTHY, *NO_ENTROPIES, *BEHIND_PREFIXES}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +111,8 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         (FILTER | {"concentration": 0.95}, FILTER | {"concentration": 0.8}, 5),
         (FILTER | {"temperature_r2": 0.25}, FILTER | {"temperature_r2": 0.35}, 6),
         (FILTER | {"temperature_r2": 0.95}, FILTER | {"temperature_r2": 0.85}, 6),
+        (BANNED | {"temperature_slope": -0.01}, BANNED | {"temperature_slope": 0.01}, 6),
+        (BANNED | {"temperature_slope": 0.01}, BANNED | {"temperature_slope": -0.01}, 5),
         (
             {"missing_mass": -0.0008, "missing_mass_z": -9.0},
             {"missing_mass": -0.0012, "missing_mass_z": -9.0},

@@ -59,6 +59,8 @@ def doctor_panel(run: RunData, verdict: Verdict) -> str:
     ]
     evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
     looked = "<p>The rules for the gap looked at:</p>" + listed(verdict.checked)
+    if verdict.unasked:
+        looked += "<p>They could not ask:</p>" + listed(verdict.unasked)
     unseen = f"<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
     return f"{evidence}{looked}{unseen}{_replays(run)}"
 

@@ -2,14 +2,20 @@
 
 import numpy as np
 
-from verl_rc.data.token_record import TokenRecord
-
-_LARGEST = 20.0
-"""Log-ratios are clamped to it, as rollout correction does."""
+from verl_rc.data.token_record import Array, TokenRecord
+from verl_rc.insight.run_folder.shared_prefixes import prefix_metrics
+from verl_rc.insight.run_folder.signature_sums import (
+    ComparedTokens,
+    log_ratio_counts,
+    noise_interval,
+    signature_sums,
+)
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
+from verl_rc.metrics.signatures import signature_metrics
 
 
 def metrics_of(record: TokenRecord) -> dict[str, float]:
-    """Means over the sampled tokens of random rows, by the catalogue's names."""
+    """Means over the sampled tokens of random rows, and their signatures, by the catalogue's names."""
     is_random = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
     counted = record.tokens["response_mask"] & is_random
     if not counted.any():
@@ -22,16 +28,35 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
         metrics["critic/score/mean"] = float(np.mean(record.rows["score"], dtype="float64"))
     if "entropy" in record.tokens:
         metrics["actor/entropy"] = float(np.mean(record.tokens["entropy"][counted], dtype="float64"))
-    logs = record.log_ratio()
-    if logs is None or not (counted & np.isfinite(logs)).any():
+    tokens = ComparedTokens.from_record(record)
+    if tokens is None:
         return metrics
-    logs = logs[counted & np.isfinite(logs)]
-    clamped = np.clip(logs, -_LARGEST, _LARGEST)
+    logs = tokens.logs[tokens.valid]
+    clamped = np.clip(logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     excess = np.expm1(clamped)
+    signatures = signature_metrics(signature_sums(tokens), log_ratio_counts(tokens))
+    signatures |= noise_interval(tokens) | prefix_metrics(tokens) | _age_metrics(tokens, excess - clamped)
     return metrics | {
+        "rollout_corr/nonfinite_token_fraction": 1.0 - len(logs) / float(counted.sum()),
+        "rollout_corr/safety_clamped_fraction": float((logs != clamped).mean()),
         "rollout_corr/kl": float(-clamped.mean()),
         "rollout_corr/k3_kl": float((excess - clamped).mean()),
         "rollout_corr/chi2_token": float((excess * (excess + 2.0)).mean()),
         "sync/rollout_gap_mean": float(np.abs(logs).mean()),
         "sync/rollout_gap_max": float(np.abs(logs).max()),
+        **{f"rollout_corr/{name}": value for name, value in signatures.items()},
     }
+
+
+def _age_metrics(tokens: ComparedTokens, k3: Array) -> dict[str, float]:
+    """The gap by age; ages count from the newest weights among the tokens, where the facts name no others.
+
+    ``k3``: of the compared tokens.
+    """
+    versions = tokens.record.tokens.get("version")
+    if versions is None:
+        return {}
+    versions = versions[tokens.valid].astype("int64")
+    ages = int(tokens.record.facts.get("current_version", versions.max())) - versions
+    gaps = {int(age): float(k3[ages == age].mean()) for age in np.unique(ages)}
+    return {f"age_{age}_k3_kl": gap for age, gap in gaps.items()} | {"token_age_mean": float(ages.mean())}

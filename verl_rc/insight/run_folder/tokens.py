@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_rc.data.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
+from verl_rc.insight.run_folder.invariants import Counts, broken_invariants
 from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
@@ -31,9 +32,11 @@ class _Reading:
     """Squares, step and number of each row."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    invariants: dict[int, Counts] = field(default_factory=dict)
 
     def add(self, record: TokenRecord) -> None:
         self.metrics[record.step], self.facts = metrics_of(record), record.facts
+        self.invariants[record.step] = broken_invariants(record)
         self.profiles.add(record)
         squares = _squares(record)
         self.candidates += [(value, record.step, index) for index, value in enumerate(squares.tolist())]
@@ -67,6 +70,7 @@ def read_tokens(
         _pieces(source.pieces, notes),
         reading.metrics,
         reading.facts,
+        reading.invariants,
     )
 
 

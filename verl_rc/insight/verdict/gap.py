@@ -16,7 +16,7 @@ from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, state, statement_of
+from verl_rc.health.causes import PREFIX, state
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
@@ -41,6 +41,8 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
     z_of_mean_ratio,
 )
+from verl_rc.insight.verdict.invariants import invariant_causes
+from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
 LINEAR = 0.8
@@ -56,6 +58,10 @@ _FEWEST_POINTS_OF_AGES = 6
 
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_COMPARE_INPUTS = (
+    "Compare the prompts, positions and masks that engine and trainer get for the same row. If they are "
+    "equal, run ten steps with the engine in float32, without prefix caching."
+)
 _FAULTS_OF_NUMBERS = {
     "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an "
     "overflow",
@@ -69,8 +75,9 @@ def judge_gap(run: RunData) -> list[Statement]:
     none."""
     faults = [
         *_raw_by_its_facts(run),
+        *invariant_causes(run),
         *_not_finite(run),
-        *(_signature_causes(run) if has_signatures(run) else _missing_mass(run)),
+        *(signature_causes(run) if has_signatures(run) else _missing_mass(run)),
     ]
     if not faults:
         over_time = (
@@ -104,31 +111,6 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
             **further,
         )
     ]
-
-
-def has_signatures(run: RunData) -> bool:
-    """Whether the run has the metrics that ``health.causes`` judges."""
-    return run.has(f"{PREFIX}missing_mass")
-
-
-def _signature_causes(run: RunData) -> list[Statement]:
-    """The causes of ``health.causes`` that held in two neighbouring steps."""
-    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
-    steps = run.get(f"{PREFIX}missing_mass").steps
-    metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
-    causes, statements = [cause_of(step_metrics) for step_metrics in metrics], []
-    temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
-    for cause in table.SIGNATURE_CAUSES:
-        marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
-        _, first, last = lasting(marks, bool)
-        if first >= 0:
-            cause_metrics = [
-                step_metrics
-                for step_metrics, step_cause in zip(metrics, causes, strict=True)
-                if step_cause is cause
-            ]
-            statements.append(statement_of(cause, cause_metrics, float(temperature), (first, last)))
-    return statements
 
 
 def _with_limits(statement: Statement, run: RunData) -> Statement:
@@ -220,9 +202,9 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
 
 def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
     ratio = "above 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
-    sentence = f"The log-probs do not belong to the sampled tokens: the mean ratio is {ratio}"
+    sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
     sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    return state(table.OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
+    return state(table.RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
 
 
 def _filters(run: RunData) -> list[str]:
@@ -425,19 +407,24 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
     noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    if not len(noise):
+        noise = run.get(f"{PREFIX}logit_noise_least")
     ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
-    if len(noise) < _FEWEST_AT_START or precision is None or ages > 0:
+    if len(noise) < _FEWEST_AT_START or (precision is None and run.is_own) or ages > 0:
         return []
-    first, plausible = min(noise.values[:_FEWEST_AT_START]), PLAUSIBLE_NOISE[precision]
-    if first <= BOUNDS.far_above_floor * plausible:
+    first = min(noise.values[:_FEWEST_AT_START])
+    plausible = BOUNDS.implausible_noise if precision is None else PLAUSIBLE_NOISE[precision]
+    if first <= (plausible if precision is None else BOUNDS.far_above_floor * plausible):
         return []
+    where = "any precision" if precision is None else precision
     return [
         state(
             table.LARGE,
             {"first": first, "plausible": plausible},
-            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} "
+            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {where} "
             "makes {plausible:g}: engine and trainer differ in something else, which metrics do not tell "
             "apart",
+            next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
         )
@@ -530,11 +517,7 @@ def _not_measured(run: RunData) -> Statement:
 
 def checked(run: RunData) -> tuple[str, ...]:
     """What the rules of this module looked at."""
-    names = tuple(
-        cause.name
-        for cause in table.SIGNATURE_CAUSES
-        if all(run.has(f"{PREFIX}{name}") for name in cause.needs)
-    )
+    names = dict.fromkeys(row.cause for row in rows_asked(run) if row.is_asked)
     return (
         "log-probs that are not finite",
         *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),

@@ -1,15 +1,18 @@
 """All statements about a run, in order, with a headline and what to do first."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
 from verl_rc.insight.verdict.diagnosis import judge_with_replays
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
+from verl_rc.insight.verdict.signatures import Row, has_signatures, rows_asked
 from verl_rc.insight.verdict.speed import judge_speed
 
 MOST_LINES = 8
@@ -33,6 +36,18 @@ class Verdict:
     """What the rules for the gap looked at."""
     not_visible: str = ""
     """What no metric of the run shows."""
+    rows: tuple[Row, ...] = ()
+    """Rows of the table of causes that signatures name, and which of them were asked."""
+
+    @property
+    def unasked(self) -> list[str]:
+        """What could not be asked, and the fields of a token record that it needs; in words. Without what is
+        asked where others cannot be."""
+        return [
+            f"{row.cause} (row {row.number}): needs {row.needs}"
+            for row in self.rows
+            if row.needs and not row.is_asked and CAUSES[row.cause].is_specific
+        ]
 
     @property
     def level(self) -> Level:
@@ -76,6 +91,7 @@ class Verdict:
             "do_first": list(self.do_first),
             "checked": list(self.checked),
             "not_visible": self.not_visible,
+            "rows": [asdict(row) for row in self.rows],
         }
 
 
@@ -92,7 +108,13 @@ def judge(run: RunData) -> Verdict:
         )
     do_first = tuple(_do_first(statements))
     return Verdict(
-        _headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run)
+        _headline(statements),
+        _progress(run),
+        statements,
+        do_first,
+        checked(run),
+        not_visible(run),
+        (*invariant_rows(run), *(rows_asked(run) if has_signatures(run) else ())),
     )
 
 

@@ -275,6 +275,22 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ),
     ("temperature_z", "1", "temperature_slope in standard errors", None),
     (
+        "prefix_slope",
+        "1",
+        "slope of l over log p among tokens behind the same prompt and response so far, less their means: "
+        "1 − T/T′, without entropies; of token records",
+        None,
+    ),
+    ("prefix_r2", "1", "the share of the spread of l behind equal prefixes that it explains", None),
+    ("prefix_z", "1", "prefix_slope in standard errors, over prompts", None),
+    (
+        "prefix_spread",
+        "1",
+        "share of Σ l² behind equal prefixes that is left when the mean of each prefix is taken out: near 0 "
+        "where a filter or a banned token makes the gap, the same for all tokens behind a prefix",
+        None,
+    ),
+    (
         "surprisal_excess",
         "nats",
         "mean over tokens of −u: sampled tokens are less likely than the trainer expects",
@@ -294,6 +310,19 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "logit_noise",
         "nats",
         "√(Σ l² / Σ g): independent noise on the logits that would make such a gap",
+        None,
+    ),
+    (
+        "logit_noise_least",
+        "nats",
+        "√(Σ l² / 2 Σ (1 − p)²): logit_noise is not below it; of token records without Q",
+        None,
+    ),
+    (
+        "logit_noise_most",
+        "nats",
+        "√(Σ l² / Σ (1 − p)² (1 + exp(−h))), h = (H − h₂(p)) / (1 − p), h₂ the entropy of p and 1 − p: "
+        "logit_noise is not above it; without H, exp(−h) counts as 0; of token records without Q",
         None,
     ),
     (

@@ -15,7 +15,7 @@ from planted_series import healthy, wave, write_run
 from recorded_tokens import PIECES_OF_DIGITS, token_record, write_tokens
 
 from verl_rc.cli import main
-from verl_rc.correction.histogram import HISTOGRAM_EDGES
+from verl_rc.metrics.log_ratio_bins import HISTOGRAM_EDGES
 from verl_rc.metrics.sinks.local import JsonlSink
 
 pytestmark = [

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.insight.run_folder.histograms import EDGES, LOG_RATIO, MOST_COLUMNS, read_heat_map
+from verl_rc.metrics.log_ratio_bins import HISTOGRAM_EDGES
 
 
 def record(step, values):

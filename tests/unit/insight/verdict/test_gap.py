@@ -112,7 +112,7 @@ def test_rows_4_to_6_without_a_filter_in_the_configuration_are_likely_only():
 def test_row_7_more_mass_than_there_is():
     found = only(judge_gap(planted(with_mean_ratio(1.05))))
     assert (found.cause, found.level, found.row) == (
-        "not the sampled tokens, or not their log-probs",
+        "raw log-probs, or not those of the sampled tokens",
         "fault",
         7,
     )
@@ -139,6 +139,21 @@ def test_verl_with_rejection_says_nothing_about_missing_mass():
     assert (
         only(judge_gap(planted(with_mean_ratio(0.962) | rejected))).row == 5
     )  # ours measures before rejection
+
+
+# ---- Row 20 of other trainers, whose precision is not known.
+
+
+@pytest.mark.parametrize(
+    ("noise", "cause"), [(0.45, "rounding"), (0.55, "large from the start, cause not separable by metrics")]
+)
+@pytest.mark.parametrize("name", ["logit_noise", "logit_noise_least"])
+def test_noise_that_rounding_makes_in_no_precision(noise, cause, name):
+    run = planted({f"{PREFIX}{name}": [noise] * STEPS}, source=FILE_LOGGER)
+    found = only(judge_gap(run))
+    assert found.cause == cause
+    if cause != "rounding":
+        assert "replay" not in found.next_test
 
 
 # ---- Row 16.

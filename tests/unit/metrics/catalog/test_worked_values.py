@@ -37,6 +37,7 @@ from verl_rc.data.batches import (
     TokenScores,
     TrainBatch,
 )
+from verl_rc.data.token_rows import record_of_rows
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
@@ -48,6 +49,7 @@ from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.health.causes import judge_causes
 from verl_rc.health.findings import Findings
 from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
+from verl_rc.insight.run_folder.token_metrics import metrics_of
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
@@ -848,6 +850,41 @@ def two_engines():
             "noisiest_engine_z": (8 - 4 * 16 / 7) / (4 * error),
         },
     )
+
+
+@example
+def a_token_whose_sum_of_squares_is_not_known():
+    """p is 1/2, and two tokens share the rest: h = ln 2, and g is between 1/4 (1 + 1/2) and 1/4 (1 + 1)."""
+    row = {
+        "response_mask": [1],
+        "old_log_prob": [-LN2],
+        "rollout_log_prob": [-2 * LN2],
+        "entropy": [LN2 + LN2 / 2],
+    }
+    expected = {"logit_noise_least": LN2 / math.sqrt(1 / 2), "logit_noise_most": LN2 / math.sqrt(3 / 8)}
+    return metrics_of(record_of_rows({}, 1, [row])), under("rollout_corr/", expected)
+
+
+@example
+def two_prompts_with_sixty_eight_samples_each():
+    """log p is -1 or -3 with l of 0.3 ± 0.1 and -0.1 behind the first prompt, slope 0.2; behind the second
+    one l is 0."""
+    pairs = [(0, -1.0, 0.4), (0, -1.0, 0.2), (0, -3.0, -0.1), (0, -3.0, -0.1)]
+    pairs += [(1, log_prob, 0.0) for _, log_prob, _ in pairs]
+    rows = [
+        {
+            "prompt_ids": [prompt],
+            "response_ids": [round(-log_prob)],
+            "response_mask": [1],
+            "old_log_prob": [log_prob],
+            "rollout_log_prob": [log_prob - difference],
+        }
+        for prompt, log_prob, difference in pairs * 17
+    ]
+    spread, square = 0.2**2 + 0.1**2 / 2, (0.4**2 + 0.2**2 + 2 * 0.1**2) / 4
+    expected = {"prefix_slope": 0.1, "prefix_r2": 0.2**2 / (2 * spread), "prefix_z": 2**0.5}
+    expected |= {"prefix_spread": spread / square}
+    return metrics_of(record_of_rows({}, 1, rows)), under("rollout_corr/", expected)
 
 
 @example

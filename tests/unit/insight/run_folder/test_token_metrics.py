@@ -1,0 +1,34 @@
+"""Metrics of a step that its token records tell."""
+
+import math
+
+import pytest
+
+from verl_rc.data.token_rows import record_of_rows
+from verl_rc.insight.run_folder.token_metrics import metrics_of
+
+
+def test_log_probs_that_are_not_finite_or_far_apart_have_their_shares() -> None:
+    """Of four sampled tokens one is not finite and one is 30 nats apart."""
+    row = {
+        "response_mask": [1, 1, 1, 1, 0],
+        "rollout_log_prob": [-1.0, math.nan, -1.0, -1.0, math.nan],
+        "old_log_prob": [-1.0, -1.0, -31.0, -1.0, -1.0],
+    }
+    metrics = metrics_of(record_of_rows({}, 1, [row]))
+    assert metrics["rollout_corr/nonfinite_token_fraction"] == 0.25
+    assert metrics["rollout_corr/safety_clamped_fraction"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("facts", "youngest"), [({}, 0), ({"current_version": 9}, 2)])
+def test_the_gap_by_age(facts: dict[str, int], youngest: int) -> None:
+    """k3 of ±0.1 is e^±0.1 - 1 ∓ 0.1."""
+    rows = [
+        {"response_mask": [1], "rollout_log_prob": [-1.0], "old_log_prob": [-1.0 + gap], "version": version}
+        for gap, version in ((0.1, 7), (-0.1, 7), (0.0, 4))
+    ]
+    metrics = metrics_of(record_of_rows(facts, 10, rows))
+    expected = (math.expm1(0.1) - 0.1 + math.expm1(-0.1) + 0.1) / 2
+    assert metrics[f"rollout_corr/age_{youngest}_k3_kl"] == pytest.approx(expected, rel=1e-5)
+    assert metrics[f"rollout_corr/age_{youngest + 3}_k3_kl"] == 0.0
+    assert metrics["rollout_corr/token_age_mean"] == pytest.approx(youngest + 1)

@@ -1,0 +1,60 @@
+"""Broken invariants come first in the verdict, of foreign records and of this project's own."""
+
+from pathlib import Path
+
+import pytest
+from planted_series import healthy, write_run
+from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
+
+from verl_rc.data.token_lines import TokenLines
+from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.verdict import judge
+
+STOP_IDS = [STOP + FIRST_ID]
+
+
+def write_tokens(
+    path: Path, plan: str, trainer: str = "mine", steps: tuple[int, ...] = (1, 2), **facts: object
+) -> Path:
+    with TokenLines(path, trainer, **facts) as lines:
+        for step in steps:
+            for row in rows_of(PLANS[plan], 1, step):
+                lines.write(**row)
+    return path
+
+
+def causes(path: Path) -> list[tuple[str, str]]:
+    statements = [statement for statement in judge(read_run(path)).statements if statement.topic == "gap"]
+    return [(statement.cause, statement.confidence) for statement in statements if statement.level == "fault"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "named"),
+    [
+        ("healthy bf16", []),
+        ("stop token lost", ["finished rows without a stop token"]),
+        (
+            "stop token lost, log-probs shifted",
+            ["finished rows without a stop token", "log-probs of some rows shifted"],
+        ),
+        ("a completion returned twice", ["one sample for several requests"]),
+        ("log-probs shifted", ["log-probs shifted"]),
+    ],
+)
+def test_what_is_broken_is_named(tmp_path: Path, plan: str, named: list[str]) -> None:
+    path = write_tokens(tmp_path / "run.jsonl", plan, stop_token_ids=STOP_IDS)
+    assert causes(path) == [(cause, "named") for cause in named]
+
+
+def test_records_of_an_own_run_are_checked_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    path = folder / "tokens/step_000001.jsonl"
+    write_tokens(path, "stop token lost", "verl_rc", (1,), stop_token_ids=STOP_IDS)
+    assert causes(folder) == [("finished rows without a stop token", "named")]
+
+
+def test_what_was_not_checked_says_what_it_needs(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "run.jsonl", "stop token lost")
+    assert causes(path) == []
+    needs = "needs finished, response_ids and the fact stop_token_ids"
+    assert f"finished rows without a stop token (row 21): {needs}" in judge(read_run(path)).unasked

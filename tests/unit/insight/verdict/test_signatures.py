@@ -1,0 +1,76 @@
+"""Which rows of the table are asked of token records, by the fields that are there."""
+
+from pathlib import Path
+
+import pytest
+from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
+
+from verl_rc.data.token_lines import TokenLines
+from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
+from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.verdict import Verdict, judge
+
+DISTRIBUTIONS = ("entropy", "sum_pi_squared", "varentropy")
+IDS = ("prompt_ids", "response_ids")
+
+
+def written(folder: Path, plan: str, without: tuple[str, ...] = (), steps: int = 3, **facts: object) -> Path:
+    path = folder / "run.jsonl"
+    with TokenLines(path, "mine", **facts) as lines:
+        for step in range(1, steps + 1):
+            for row in rows_of(PLANS[plan], 1, step):
+                lines.write(**{name: value for name, value in row.items() if name not in without})
+    return path
+
+
+def verdict_of(path: Path) -> Verdict:
+    return judge(read_run(path))
+
+
+@pytest.mark.parametrize(
+    ("without", "unasked"),
+    [
+        ((), {"one engine differs from the others"}),
+        (
+            ("varentropy",),
+            {"one engine differs from the others", "sampled from another distribution than reported"},
+        ),
+        (
+            DISTRIBUTIONS,
+            {
+                "one engine differs from the others",
+                "sampled from another distribution than reported",
+                "sampling filter not mirrored",
+                "token banned",
+            },
+        ),
+    ],
+)
+def test_rows_say_which_fields_they_need(tmp_path: Path, without: tuple[str, ...], unasked: set[str]) -> None:
+    verdict = verdict_of(written(tmp_path, "healthy bf16", without, stop_token_ids=[STOP + FIRST_ID]))
+    assert {row.cause for row in verdict.rows if not row.is_asked} == unasked
+    assert verdict.level != "fault"
+    needs = {row.cause: row.needs for row in verdict.rows}
+    assert needs["log-probs shifted"] == ""
+    assert needs["temperature"] == "entropy or prompt_ids and response_ids of several samples a prompt"
+    assert needs["one engine differs from the others"] == "engine"
+    assert len(verdict.unasked) == len(unasked)
+
+
+def test_without_ids_and_entropies_a_temperature_is_not_asked(tmp_path: Path) -> None:
+    path = written(tmp_path, "temperature 0.9", (*DISTRIBUTIONS, *IDS))
+    assert "temperature" in {row.cause for row in verdict_of(path).rows if not row.is_asked}
+    assert any(note.startswith("not asked: temperature") for note in diagnose(DiagnosisRequest(path)).notes)
+
+
+def test_the_temperature_of_the_records_stands_in_the_sentence(tmp_path: Path) -> None:
+    path = written(tmp_path, "raw at 0.7", DISTRIBUTIONS, temperature=0.7)
+    first = next(statement for statement in verdict_of(path).statements if statement.level == "fault")
+    assert first.cause == "raw log-probs at another temperature"
+    assert "samples at temperature 0.70 and reports log-probs at 1.0" in first.sentence
+
+
+def test_engines_are_compared_without_sums_of_squares(tmp_path: Path) -> None:
+    path = written(tmp_path, "one engine of two stale", DISTRIBUTIONS)
+    (cause,) = {statement.cause for statement in verdict_of(path).statements if statement.level == "fault"}
+    assert cause == "one engine differs from the others"

@@ -1,0 +1,110 @@
+"""What must hold of every token record, whatever the policies are: checked exactly, without statistics.
+
+Rows that a stop token ended end with one; two requests do not get the same ids but by chance; ids are inside
+the vocabulary; the log-probs of no row belong to the tokens beside them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord
+from verl_rc.insight.run_folder.signature_sums import ComparedTokens
+from verl_rc.metrics.bounds import BOUNDS
+
+_FEWEST_PAIRS = 8
+"""Tokens of a row, not nearly certain ones, below which its shift is not looked for."""
+
+Counts = Mapping[str, tuple[int, int]]
+"""By invariant: how many rows break it, and of how many."""
+
+
+def broken_invariants(record: TokenRecord) -> Counts:
+    """By name what was checked; left out where a field or a fact is not known."""
+    checked = {
+        "stop": _without_stop(record),
+        "equal": _equal(record),
+        "vocabulary": _outside(record),
+        "shifted": _shifted(record),
+    }
+    return {name: counts for name, counts in checked.items() if counts is not None}
+
+
+def _without_stop(record: TokenRecord) -> tuple[int, int] | None:
+    """Finished rows whose last token, which the policy sampled, is no stop token."""
+    stops, ids = _whole_numbers(record.facts.get("stop_token_ids")), record.tokens.get("response_ids")
+    if not stops or ids is None or "finished" not in record.rows:
+        return None
+    rows = np.flatnonzero(record.rows["finished"] & (record.lengths > 0))
+    last = record.starts[rows] + record.lengths[rows] - 1
+    last = last[record.tokens["response_mask"][last]]
+    is_stop = np.isin(ids[last], stops)
+    if "token_class" in record.tokens:  # a model may have further stop tokens, which are special ones
+        is_stop |= record.tokens["token_class"][last] == TOKEN_CLASSES.index("special")
+    return int((~is_stop).sum()), len(last)
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    """The ids of a fact: one or several."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+
+
+def _equal(record: TokenRecord) -> tuple[int, int] | None:
+    """Rows that repeat the ids of another row, where chance makes any such pair once in a million steps.
+
+    Ids that the engine samples with probability q are sampled for another request, too, with probability q;
+    that any pair of rows is equal by chance has at most the sum of theirs.
+    """
+    ids, count = record.tokens.get("response_ids"), len(record.lengths)
+    # Raw log-probs may be those of a much higher temperature; the trainer's are of its own.
+    is_raw = str(record.facts.get("logprobs_mode", "")).startswith("raw")
+    names = [name for name in ("rollout_log_prob", "old_log_prob") if name in record.tokens]
+    if ids is None or (is_raw and len(names) < 2):
+        return None
+    mask, numbers = record.tokens["response_mask"], np.repeat(np.arange(count), record.lengths)
+    log_probs = (record.tokens[name].astype("float64") for name in names)
+    sampled = (np.where(mask & np.isfinite(values), values, 0.0) for values in log_probs)
+    sums = np.max([np.bincount(numbers, values, count) for values in sampled], axis=0)
+    seen: dict[bytes, dict[int, float]] = {}
+    for index in range(count):
+        rows = seen.setdefault(ids[record.of_row(index)].tobytes(), {})
+        rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
+    likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
+    repeated = (len(rows) - 1 for rows in seen.values() if max(rows.values()) < likely)
+    return sum(repeated), count
+
+
+def _outside(record: TokenRecord) -> tuple[int, int] | None:
+    """Rows with ids below 0 or, where its size is known, beyond the vocabulary."""
+    ids = record.tokens.get("response_ids")
+    if ids is None:
+        return None
+    sizes = _whole_numbers(record.facts.get("vocab_size"))
+    outside = (ids < 0) | (ids >= (sizes[0] if sizes else np.iinfo("int32").max))
+    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)[outside]
+    return len(np.unique(rows)), len(record.lengths)
+
+
+def _shifted(record: TokenRecord) -> tuple[int, int] | None:
+    """Rows whose log-probs agree with those of the tokens beside their own, and not with their own."""
+    tokens = ComparedTokens.from_record(record)
+    if tokens is None:
+        return None
+    rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
+    distances: dict[int, Array] = {}
+    for lag in BOUNDS.lags:
+        other = np.clip(place + lag, 0, len(place) - 1)
+        is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
+        # Log-probs near 0 are all alike.
+        is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
+        pairs = tokens.by_row(is_pair)
+        sums = tokens.by_row(np.where(is_pair, np.abs(tokens.train - rollout[other]), 0.0))
+        distances[lag] = np.where(pairs >= _FEWEST_PAIRS, sums / np.maximum(pairs, 1), np.nan)
+    own = distances.pop(0)
+    nearest = np.fmin.reduce(list(distances.values()))
+    is_long = np.isfinite(nearest) & np.isfinite(own)
+    is_shifted = is_long & (own > BOUNDS.lag_distance) & (nearest < BOUNDS.row_lag * own)
+    return int(is_shifted.sum()), int(is_long.sum())

@@ -1,0 +1,80 @@
+"""Tokens with the same tokens before them: they were drawn from one distribution, so that a temperature shows
+without its entropy.
+
+At another temperature ``l = kappa log pi + c``, where c depends on the tokens before alone. A filter, or a
+banned token, makes l the same for all tokens behind a prefix: the slope is 0.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from verl_rc.data.token_record import Array, TokenRecord
+from verl_rc.insight.run_folder.signature_sums import ComparedTokens, summed
+from verl_rc.metrics.bounds import BOUNDS
+
+
+def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
+    """Slope of l over log pi behind equal prefixes, in standard errors too, and the share of the spread of l
+    that it explains; what share of l^2 is spread behind prefixes. Empty where ids are not known, or too few
+    tokens share a prefix."""
+    record = tokens.record
+    products, squares = np.zeros((2, len(record.lengths)))
+    spread, square, freedom = 0.0, 0.0, 0
+    first = None
+    for places, classes in _shared(record):
+        rows = tokens.rows[places]
+        first = _prompt_numbers(record) if first is None else first
+        valid = tokens.valid[places]
+        places, classes, rows = places[valid], classes[valid], rows[valid]
+        square += float(np.sum(tokens.logs[places] ** 2))
+        logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
+        products += np.bincount(first[rows], logs * train, len(record.lengths))
+        squares += np.bincount(first[rows], train**2, len(record.lengths))
+        spread += float(logs @ logs)
+        freedom += len(classes) - len(np.unique(classes))
+    quotient = summed(products, squares)
+    if freedom < BOUNDS.fewest_shared or not quotient.b or not spread:
+        return {}
+    z = quotient.z
+    metrics = {
+        "prefix_slope": quotient.value,
+        "prefix_r2": quotient.a**2 / (quotient.b * spread),
+        "prefix_spread": spread / square,
+    }
+    return metrics if z is None else metrics | {"prefix_z": z}
+
+
+def _prompt_numbers(record: TokenRecord) -> Array:
+    """int64 ``[rows]``: the same for rows with the same prompt."""
+    assert record.prompts is not None
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in record.prompts], "int64")
+
+
+def _shared(record: TokenRecord) -> Iterator[tuple[Array, Array]]:
+    """Yield for each position the tokens whose prefix others share, and a number of each one's prefix."""
+    ids = record.tokens.get("response_ids")
+    if ids is None or record.prompts is None:
+        return
+    classes, rows, starts = _prompt_numbers(record), np.arange(len(record.lengths)), record.starts
+    position = 0
+    while True:
+        is_long = record.lengths[rows] > position
+        rows, classes = rows[is_long], classes[is_long]
+        _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        is_shared = counts[numbers] > 1
+        rows, classes = rows[is_shared], numbers[is_shared]
+        if not len(rows):
+            return
+        places = starts[rows] + position
+        yield places, classes
+        classes = classes * (1 << 32) + ids[places]
+        position += 1
+
+
+def _centred(values: Array, classes: Array) -> Array:
+    """Values less the mean of their class."""
+    counts = np.maximum(np.bincount(classes), 1)
+    centred: Array = values - (np.bincount(classes, values) / counts)[classes]
+    return centred

@@ -1,0 +1,196 @@
+"""The sums that signatures are computed from, of token records: in numpy what
+``verl_rc.correction.signatures`` adds up in tensors. Symbols stand in ``verl_rc.metrics.signatures``."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from verl_rc.data.token_record import Array, TokenRecord
+from verl_rc.metrics.bounds import BOUNDS, LOG_RATIO_BOUND
+from verl_rc.metrics.log_ratio_bins import (
+    BINS_PER_OCTAVE,
+    BINS_PER_SIDE,
+    FIRST_EXPONENT,
+    LARGEST,
+    NUM_BINS,
+    SMALLEST,
+)
+from verl_rc.metrics.mergeable import Mean, Quotient
+from verl_rc.metrics.signatures import SMALLEST_GRADIENTS, STRIDES, Signatures
+
+_LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
+
+
+@dataclass(frozen=True)
+class ComparedTokens:
+    """The tokens of a record that have log-probs of both sides, in rows that were drawn at random."""
+
+    record: TokenRecord
+    logs: Array
+    """float64 ``[tokens]``: log-prob of the trainer less that of the engine, nats; 0 where not compared."""
+    valid: Array
+    """bool ``[tokens]``: whether it is compared."""
+
+    @classmethod
+    def from_record(cls, record: TokenRecord) -> "ComparedTokens | None":
+        """None where the trainer's log-probs are not known, or no token is compared."""
+        logs = record.log_ratio()
+        if logs is None:
+            return None
+        is_random = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
+        valid = record.tokens["response_mask"] & is_random & np.isfinite(logs)
+        return cls(record, np.where(valid, logs, 0.0), valid) if valid.any() else None
+
+    @cached_property
+    def rows(self) -> Array:
+        """int64 ``[tokens]``: the row of every token."""
+        return np.repeat(np.arange(len(self.record.lengths)), self.record.lengths)
+
+    @cached_property
+    def positions(self) -> Array:
+        """int64 ``[tokens]``: the place of every token in its row."""
+        return np.arange(len(self.rows)) - self.record.starts[self.rows]
+
+    @cached_property
+    def train(self) -> Array:
+        """float64 ``[tokens]``: the trainer's log-prob, 0 where none is compared."""
+        return self.finite("old_log_prob")
+
+    @cached_property
+    def buckets(self) -> Array:
+        """``[tokens]``: number of the bucket of positions."""
+        return np.searchsorted(BOUNDS.position_edges, self.positions, side="right")
+
+    @cached_property
+    def counts(self) -> Array:
+        """float64 ``[tokens]``: how often a token counts; 0 where it is not looked at."""
+        strides, lows = np.array(STRIDES)[self.buckets], np.array((0, *BOUNDS.position_edges))[self.buckets]
+        is_looked_at = (self.positions - lows) % strides == strides // 2
+        return np.where(is_looked_at & self.valid, strides, 0).astype("float64")
+
+    def finite(self, name: str) -> Array:
+        """float64 ``[tokens]``: a field, 0 where it is not finite or no token is compared."""
+        values = self.record.tokens[name].astype("float64")
+        return np.where(self.valid & np.isfinite(values), values, 0.0)
+
+    def by_row(self, values: Array) -> Array:
+        """float64 ``[rows]``: sums of ``[tokens]``."""
+        return np.bincount(self.rows, values, len(self.record.lengths))
+
+    def by_bucket(self, values: Array) -> tuple[float, ...]:
+        """Sums of ``[tokens]`` by bucket of positions, each token as often as it counts."""
+        return tuple(np.bincount(self.buckets, values * self.counts, len(STRIDES)).tolist())
+
+
+def signature_sums(tokens: ComparedTokens) -> Signatures[float]:
+    """The sums over all compared tokens of a record; None or empty where a field is not known."""
+    fields, counts, train = tokens.record.tokens, tokens.counts, tokens.train
+    logs = np.clip(tokens.logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    temperature = surprisal = deviations = varentropies = gradients = None
+    if "entropy" in fields:
+        centred = train + tokens.finite("entropy")
+        deviations = tokens.by_bucket(centred**2)
+        temperature = summed(tokens.by_row(counts * logs * centred), tokens.by_row(counts * centred**2))
+        surprisal = Mean(-float(counts @ centred), float(counts.sum()))
+    if "varentropy" in fields:
+        varentropies = tokens.by_bucket(tokens.finite("varentropy"))
+    per_token = _least_gradients(tokens)
+    if "sum_pi_squared" in fields:
+        per_token = 1.0 - 2.0 * np.exp(train) + tokens.finite("sum_pi_squared")
+        gradients = tokens.by_bucket(per_token)
+    return Signatures(
+        missing=summed(-tokens.by_row(np.expm1(logs)), tokens.by_row(tokens.valid)),
+        squares=tokens.by_bucket(logs**2),
+        gradients=gradients,
+        temperature=temperature,
+        surprisal=surprisal,
+        deviations=deviations,
+        varentropies=varentropies,
+        engines=tuple(_by_engine(tokens, logs**2, per_token)),
+        lags=_lags(tokens),
+        rounded=_rounded(tokens),
+    )
+
+
+def summed(a: Array, b: Array) -> Quotient[float]:
+    """The quotient of what each row adds."""
+    columns = Quotient.from_sequences(a, b)
+    return Quotient(
+        *(float(np.sum(column)) for column in (columns.a, columns.b, columns.aa, columns.ab, columns.bb))
+    )
+
+
+def _by_engine(tokens: ComparedTokens, squares: Array, gradients: Array) -> Iterator[Quotient[float]]:
+    if "engine" not in tokens.record.rows:
+        return
+    engines = np.minimum(tokens.record.rows["engine"], BOUNDS.engines - 1)
+    above, below = (tokens.by_row(values * tokens.counts) for values in (squares, gradients))
+    for number in range(BOUNDS.engines):
+        yield summed(above * (engines == number), below * (engines == number))
+
+
+def _least_gradients(tokens: ComparedTokens) -> Array:
+    """float64 ``[tokens]``: what g is not below where Q is not known.
+
+    ``g = (1 - p)^2 (1 + S)``, S the sum of the squared probabilities of the other tokens, each over 1 - p.
+    Their entropy is ``h = (H - h_2(p)) / (1 - p)``, and ``exp(-h) <= S <= 1``.
+    """
+    rest: Array = -np.expm1(np.minimum(tokens.train, 0.0))
+    least: Array = np.square(rest)
+    if "entropy" not in tokens.record.tokens:
+        return least
+    binary = -np.exp(tokens.train) * tokens.train - rest * np.log(np.maximum(rest, 1e-300))
+    entropy = np.maximum(tokens.finite("entropy") - binary, 0.0) / np.maximum(rest, 1e-300)
+    narrower: Array = least * (1.0 + np.exp(-entropy))
+    return narrower
+
+
+def noise_interval(tokens: ComparedTokens) -> dict[str, float]:
+    """The least and the most that logit noise can be where sums of squared probabilities are not known; empty
+    where they are, or all tokens are certain."""
+    rest = -np.expm1(np.minimum(tokens.train, 0.0))
+    least, most = (float(tokens.counts @ values) for values in (_least_gradients(tokens), 2.0 * rest**2))
+    if "sum_pi_squared" in tokens.record.tokens or least <= SMALLEST_GRADIENTS:
+        return {}
+    square = float(tokens.counts @ np.clip(tokens.logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND) ** 2)
+    return {"logit_noise_least": math.sqrt(square / most), "logit_noise_most": math.sqrt(square / least)}
+
+
+def _lags(tokens: ComparedTokens) -> tuple[Mean[float], ...]:
+    """As in ``Signatures``."""
+    head = np.flatnonzero(tokens.valid & (tokens.positions < BOUNDS.head))
+    rollout, last = tokens.train - tokens.logs, len(tokens.rows) - 1
+    means = []
+    for lag in BOUNDS.lags:
+        other = np.clip(head + lag, 0, last)
+        is_pair = (
+            (tokens.positions[other] == tokens.positions[head] + lag)
+            & (tokens.rows[other] == tokens.rows[head])
+            & tokens.valid[other]
+            & (tokens.positions[other] < BOUNDS.head)
+        )
+        distances = np.abs(tokens.train[head] - rollout[other])[is_pair]
+        means.append(Mean(float(distances.sum()), float(is_pair.sum())))
+    return tuple(means)
+
+
+def _rounded(tokens: ComparedTokens) -> Mean[float]:
+    """As in ``Signatures``."""
+    head = tokens.record.tokens["rollout_log_prob"][tokens.valid & (tokens.positions < BOUNDS.head)]
+    head = head.astype("float32")
+    nonzero = head != 0
+    fits = nonzero & (head.view("int32") & _LAST_BITS == 0)
+    return Mean(float(fits.sum()), float(nonzero.sum()))
+
+
+def log_ratio_counts(tokens: ComparedTokens) -> list[float]:
+    """The histogram of the compared tokens' log-ratios, in the bins of ``verl_rc.metrics.log_ratio_bins``."""
+    values = tokens.logs[tokens.valid]
+    mantissa, exponent = np.frexp(np.clip(np.abs(values), SMALLEST / 2, LARGEST))
+    parts = np.floor(mantissa * (2 * BINS_PER_OCTAVE)) - (BINS_PER_OCTAVE - 1)
+    steps = np.clip((exponent - FIRST_EXPONENT) * BINS_PER_OCTAVE + parts, 0, BINS_PER_SIDE)
+    bins = (BINS_PER_SIDE + steps * np.sign(values)).astype("int64")
+    return list(map(float, np.bincount(bins, minlength=NUM_BINS)))

@@ -1,0 +1,93 @@
+"""The causes that signatures name, over the steps of a run; which rows were asked, and what others lack."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_rc.health.cause_table import SIGNATURE_CAUSES, SignatureCause, Step
+from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_of
+from verl_rc.health.statement import Statement
+from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.verdict.estimates import lasting
+
+_TEMPERATURE = "actor_rollout_ref.rollout.temperature"
+_IDS = "prompt_ids and response_ids of several samples a prompt"
+_FIELDS = {
+    "temperature_slope": "entropy",
+    "temperature_r2": "entropy",
+    "temperature_z": "entropy",
+    "prefix_slope": _IDS,
+    "prefix_r2": _IDS,
+    "prefix_z": _IDS,
+    "prefix_spread": _IDS,
+    "surprisal_excess": "entropy",
+    "surprisal_excess_bound": "varentropy",
+    "logit_noise": "sum_pi_squared",
+    "noisiest_engine": "engine",
+    "noisiest_engine_ratio": "engine",
+    "noisiest_engine_z": "engine",
+}
+"""Fields of a token record that a metric needs beside both log-probs and the mask."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table of causes, and whether it was asked of a run."""
+
+    number: int
+    cause: str
+    needs: str
+    """Fields of a token record, in words; empty: both log-probs and the mask are enough."""
+    is_asked: bool
+
+
+def has_signatures(run: RunData) -> bool:
+    """Whether the run has the metrics that ``health.causes`` judges."""
+    return run.has(f"{PREFIX}missing_mass")
+
+
+def signature_causes(run: RunData) -> list[Statement]:
+    """The causes of ``health.causes`` that held in two neighbouring steps."""
+    steps, metrics = run.get(f"{PREFIX}missing_mass").steps, _by_step(run)
+    causes, statements = [cause_of(step_metrics) for step_metrics in metrics], []
+    facts = {} if run.tokens is None else run.tokens.facts
+    temperature = run.settings.get(_TEMPERATURE, facts.get("temperature", 1.0))
+    for cause in SIGNATURE_CAUSES:
+        marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
+        _, first, last = lasting(marks, bool)
+        if first >= 0:
+            examples = [
+                step_metrics
+                for step_metrics, step_cause in zip(metrics, causes, strict=True)
+                if step_cause is cause
+            ]
+            statements.append(statement_of(cause, examples, float(temperature), (first, last)))
+    return statements
+
+
+def rows_asked(run: RunData) -> list[Row]:
+    """Every row that signatures name, in the order in which they are asked."""
+    metrics, rows = _by_step(run), dict[str, Row]()
+    for cause in SIGNATURE_CAUSES:
+        needs = " and ".join(dict.fromkeys(_needs(cause)))
+        is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
+        if (other := rows.get(cause.name)) is not None:
+            needs, is_asked = f"{other.needs} or {needs}", other.is_asked or is_asked
+        rows[cause.name] = Row(cause.row, cause.name, needs, is_asked)
+    return list(rows.values())
+
+
+def _by_step(run: RunData) -> list[Step]:
+    """The signatures of each step that has any."""
+    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
+    return [
+        {name: values[step] for name, values in columns.items() if step in values}
+        for step in run.get(f"{PREFIX}missing_mass").steps
+    ]
+
+
+def _needs(cause: SignatureCause) -> Iterator[str]:
+    for name in cause.needs:
+        others = cause.instead.get(name, name)
+        if name in _FIELDS and others in _FIELDS:
+            alternatives = dict.fromkeys((_FIELDS[name], _FIELDS[others]))
+            yield " or ".join(alternatives)
