@@ -51,9 +51,8 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and ``actor/ppo_kl`` (mean of |old − current|, nats).
     """
-    distance = (
-        inputs.log_probs - inputs.old_log_probs
-    ).abs()  # unclamped: the penalty must pull back what has gone far
+    # Not bounded: the penalty must pull back what has gone far.
+    distance = inputs.unbounded_log_ratio.abs()
     penalty = inputs.parameters.ppo_kl_coef * distance
     selected = _selected("kl_cov", inputs)
     token_loss = -inputs.advantages * inputs.log_ratio.exp() + penalty * selected
@@ -164,7 +163,7 @@ def _token_hash(inputs: PolicyLossInputs) -> Tensor:
     """A pseudo-random number of ``_HASH_BITS`` bits per token, int64 [B, T], from what does not change during
     an update."""
     # Bits, not values: a float product would round, and differently on CPU and GPU.
-    log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
+    log_prob_bits = inputs.ratio_denominator.to(torch.float32).view(torch.int32).to(torch.int64)
     advantage_bits = inputs.advantages.to(torch.float32).view(torch.int32).to(torch.int64)
     position = torch.arange(inputs.log_probs.shape[-1], device=inputs.log_probs.device)
     # Primes of a spatial hash (Teschner et al. 2003), then two rounds with odd constants of xxHash and

@@ -97,6 +97,7 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
     """
     if evaluations.entropies is None:
         return {}
+    assert evaluations.proximal_log_probs is not None
     mask = rollouts.response_mask
     entropy = float(evaluations.entropies[mask].double().mean())
     return {

@@ -64,12 +64,9 @@ def policy_objective(
     ``covariance`` too, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
-    proximal = batch.proximal_log_probs
-    if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
-        proximal = proximal.where(proximal.isfinite(), current.log_probs.detach())
     policy_loss, averages = compute_policy_loss(
         policy_loss_name(config, correction),
-        old_log_probs=proximal,
+        old_log_probs=ratio_denominator(batch, current.log_probs, correction),
         log_probs=current.log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
@@ -106,6 +103,16 @@ def policy_objective(
     return Objective(loss, terms, averages)
 
 
+def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
+    """float32 ``[B, R]``: log-probs of the policy that the loss's ratio divides ``current`` ones by: the
+    rollout policy in bypass mode, else the proximal one."""
+    log_probs = batch.rollout_log_probs if correction.bypass_mode else batch.proximal_log_probs
+    assert log_probs is not None
+    if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
+        return log_probs.where(log_probs.isfinite(), current.detach())
+    return log_probs
+
+
 def value_objective(
     values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation
 ) -> Objective:
@@ -123,11 +130,13 @@ GatherOverRanks = Callable[[Tensor], Tensor]
 """Puts a vector of every rank behind those of the ranks before it."""
 
 
-def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:
+def covariance_inputs(
+    batch: TrainBatch, log_probs: Tensor, config: ActorConfig, correction: RolloutCorrectionConfig
+) -> PolicyLossInputs:
     """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""
     return clean_policy_loss_inputs(
         PolicyLossInputs(
-            old_log_probs=batch.proximal_log_probs,
+            ratio_denominator=ratio_denominator(batch, log_probs, correction),
             log_probs=log_probs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
@@ -240,6 +249,8 @@ def with_interpolated_proximal(
 
 def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
     """How far interpolated log-probs of the proximal policy are from recomputed ones."""
+    assert interpolated.proximal_log_probs is not None
+    assert recomputed.proximal_log_probs is not None
     gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()
     return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
 

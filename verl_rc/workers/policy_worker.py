@@ -228,8 +228,9 @@ class PolicyWorker(Learner):
             objective = policy_objective(
                 current, part, self._actor, self._correction, aggregation, covariance
             )
-            if correction is None or not correction.compares:
+            if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
+            # Recomputed this time, to compare interpolated ones with.
             return replace(objective, averages={**objective.averages, **interpolation_gap(part, uncorrected)})
 
         accumulate_gradients(
@@ -256,7 +257,7 @@ class PolicyWorker(Learner):
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
-            inputs.append(covariance_inputs(corrected, log_probs, self._actor))
+            inputs.append(covariance_inputs(corrected, log_probs, self._actor, self._correction))
         statistics = covariance_statistics(
             name,
             inputs,

@@ -89,6 +89,9 @@ def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tens
     return loss.item(), gradient, dict(metrics)
 
 
+OTHERS = ("aggregation", "old_log_probs")
+
+
 def covariance_statistics(
     name: str, arguments: dict[str, Any], parts: list[Tensor]
 ) -> CovarianceStatistics | None:
@@ -99,7 +102,8 @@ def covariance_statistics(
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
-                **{field: arguments[field][rows] for field in arguments if field != "aggregation"},
+                ratio_denominator=arguments["old_log_probs"][rows],
+                **{field: arguments[field][rows] for field in arguments if field not in OTHERS},
                 denominator_mask=arguments["loss_mask"][rows],
                 parameters=parameters,
             )

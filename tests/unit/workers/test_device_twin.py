@@ -144,7 +144,8 @@ def test_every_policy_loss(
         for rows in MICRO_BATCHES:
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
-            inputs = [covariance_inputs(part, current.log_probs.detach(), actor)] if needs_covariance else []
+            seen = covariance_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
+            inputs = [seen] if needs_covariance else []
             covariance = (
                 covariance_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
             )
