@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from verl_rc.config.rejection_rules import BoundedRule, Threshold
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.decide import SequenceDecisions, TokenDecisions
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
@@ -138,14 +139,9 @@ Measured = tuple[TokenSums, Tensor | None]
 """What tokens of a chunk add up to, and with full diagnostics the histogram of their log-ratios."""
 
 
-def measure_tokens(
-    ratio: LogRatio,
-    weights: Weights | None,
-    rejection: Rejection,
-    settings: CorrectionSettings,
-    facts: SequenceContext,
-) -> Measured:
-    """What the tokens of some sequences ``[b]`` add up to; ``rejection`` is that of single tokens."""
+def measure_tokens(tokens: TokenDecisions, settings: CorrectionSettings) -> Measured:
+    """What the tokens of a chunk add up to."""
+    ratio, weights, rejection = tokens.ratio, tokens.weights, tokens.rejection
     sums, means, weight_sums = ratio.sums, dict[str, Mean[Tensor]](), dict[str, WeightSums[Tensor]]()
     # First, while little else is alive: its temporaries are the largest.
     histogram = log_ratio_histogram(ratio.values, ratio.valid) if settings.full else None
@@ -173,10 +169,10 @@ def measure_tokens(
         weights=weight_sums,
         raw_weight=raw_weight,
     )
-    if (ages := facts.ages(ratio.response)) is not None:
+    if (ages := tokens.facts.ages(ratio.response)) is not None:
         _measure_ages(measured, ages, ratio, rejection, weights)
     if settings.full:
-        _measure_fully(measured, ratio, rejection, facts)
+        _measure_fully(measured, ratio, rejection, tokens.facts)
     return measured, histogram
 
 
@@ -260,17 +256,15 @@ def _gap(ratio: LogRatio, members: Tensor) -> Gap[Tensor]:
 
 def measure_sequences(
     measured: Sequence[Measured],
-    rows: Tensor,
-    evidence: SequenceEvidence,
-    rejection: Rejection,
+    decisions: SequenceDecisions,
     settings: CorrectionSettings,
     facts: SequenceContext,
     log_probs: LogProbs,
 ) -> CorrectionStatistics:
-    """Statistics of all sequences ``[B]``, of which ``rows`` ``[B]`` were measured one after the other;
-    ``rejection`` is that of whole sequences."""
-    tokens = join_sequences([sums for sums, _ in measured], rows)
-    totals, histograms = _totals(tokens, evidence, rejection, settings, facts), list[Tensor]()
+    """Statistics of all sequences ``[B]``, before any rejection, from those of the chunks."""
+    tokens = join_sequences([sums for sums, _ in measured], decisions.rows)
+    evidence, rejection, histograms = decisions.evidence, decisions.rejection, list[Tensor]()
+    totals = _totals(tokens, evidence, rejection, settings, facts)
     if settings.full:
         sums = evidence.sums
         counts = [histogram for _, histogram in measured if histogram is not None]
