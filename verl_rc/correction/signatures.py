@@ -47,31 +47,28 @@ def signature_sums(
     ratio = LogRatio.from_log_probs(
         LogProbs(*map(_sampled, (log_probs.train, log_probs.rollout, log_probs.response_mask)))
     )
-    logs, squares = ratio.precise, _by_position(ratio.precise.square())
-    temperature = surprisal = deviations = gradients = varentropies = None
+    logs, positions = ratio.precise, {"squares": _by_position(ratio.precise.square())}
+    temperature = surprisal = None
     engines, (lags, rounded) = tuple[Quotient[Tensor], ...](), _head_sums(log_probs)
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_sampled(facts.entropies), ratio), ratio.valid).double()
-        deviations = _by_position(centred.square())
-        temperature = Quotient.from_sequences(_total(logs * centred), torch.stack(deviations).sum(dim=0))
+        positions["deviations"] = _by_position(centred.square())
+        temperature = Quotient.from_sequences(_total(logs * centred), _added(positions["deviations"]))
         surprisal = Mean(-_total(centred), _total(ratio.valid))
     if facts.sum_pi_squared is not None:
         less_one = torch.add(_finite(_sampled(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
-        gradients = _by_position(torch.addcmul(ratio.valid, less_one, ratio.valid))
+        positions["gradients"] = _by_position(torch.addcmul(ratio.valid, less_one, ratio.valid))
         if facts.engines is not None:
             engines = tuple(
-                _by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0))
+                _by_engine(facts.engines, _added(positions["squares"]), _added(positions["gradients"]))
             )
     if facts.varentropies is not None:
-        varentropies = _by_position(_finite(_sampled(facts.varentropies), ratio) * ratio.valid)
+        positions["varentropies"] = _by_position(_finite(_sampled(facts.varentropies), ratio) * ratio.valid)
     return Signatures(
         missing=Quotient.from_sequences(-ratios.total, ratios.count),
-        squares=squares,
-        gradients=gradients,
+        positions=positions,
         temperature=temperature,
         surprisal=surprisal,
-        deviations=deviations,
-        varentropies=varentropies,
         engines=engines,
         lags=lags,
         rounded=rounded,
@@ -107,7 +104,11 @@ def _by_position(sample: Tensor) -> tuple[Tensor, ...]:
 
 
 def _total(sample: Tensor) -> Tensor:
-    return torch.stack(_by_position(sample)).sum(dim=0)
+    return _added(_by_position(sample))
+
+
+def _added(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack(parts).sum(dim=0)
 
 
 def _head_sums(log_probs: LogProbs) -> tuple[tuple[Mean[Tensor], ...], Mean[Tensor]]:
@@ -139,7 +140,8 @@ def signature_metrics(sums: Signatures[float], log_ratios: Sequence[float]) -> d
     for name, quotient in (("missing_mass_z", sums.missing), ("temperature_z", sums.temperature)):
         if quotient is not None and (z := quotient.z) is not None:
             metrics[name] = z
-    square = math.fsum(sums.squares)
+    positions = sums.positions
+    square = math.fsum(positions["squares"])
     if sums.temperature is not None and sums.surprisal is not None:
         products, squares = sums.temperature.a, sums.temperature.b
         metrics |= {
@@ -147,13 +149,13 @@ def signature_metrics(sums: Signatures[float], log_ratios: Sequence[float]) -> d
             "temperature_r2": products**2 / (squares * square) if squares * square else 0.0,
             "surprisal_excess": sums.surprisal.value,
         }
-        if sums.varentropies is not None and sums.deviations is not None:
+        if "varentropies" in positions:
             metrics["surprisal_excess_bound"] = _surprisal_bound(
-                sums.varentropies, sums.deviations, sums.surprisal.count, log_ratios
+                positions["varentropies"], positions["deviations"], sums.surprisal.count, log_ratios
             )
-    if sums.gradients is not None:
-        parts = enumerate(zip(sums.squares, sums.gradients, strict=True))
-        noise = {"logit_noise": (square, math.fsum(sums.gradients))} | {
+    if "gradients" in positions:
+        parts = enumerate(zip(positions["squares"], positions["gradients"], strict=True))
+        noise = {"logit_noise": (square, math.fsum(positions["gradients"]))} | {
             f"position_{n}_logit_noise": part for n, part in parts
         }
         metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}

@@ -282,5 +282,5 @@ def correct_current(
 
 def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
     """Tokens that are kept, and rows with at least one such token, of the rows measured."""
-    totals = statistics.numbers().totals
-    return MiniBatchCounts(int(totals.kept_tokens), int(totals.kept_sequences))
+    kept = statistics.numbers().totals.unreported
+    return MiniBatchCounts(int(kept["kept_tokens"].total), int(kept["kept_rows"].total))
