@@ -25,9 +25,7 @@ LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 class CovarianceStatistics:
     """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
 
-    A pass without gradient finds it: add up ``covariance_means`` over micro-batches and ranks; score every
-    micro-batch with ``selection_scores``; gather the ``selection_size`` largest scores of each and take their
-    ``selection_threshold``; add up the ``selection_counts`` and take the ``share_at_threshold``.
+    A pass without gradient finds it: ``covariance_statistics``.
     """
 
     advantage_mean: Tensor

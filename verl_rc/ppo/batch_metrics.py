@@ -10,6 +10,7 @@ from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.sequences import LogProbs, sequence_chunks
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.losses import explained_variance
+from verl_rc.metrics.mergeable import Moments
 
 
 def batch_metrics(
@@ -141,11 +142,12 @@ def probability_gap(
     count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()
     if not count:
         return {"training/rollout_probs_diff_valid": 0.0}
+    gaps = Moments(gap_sum, count, gap_square)
     metrics = {
         "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_mean": gap_sum / count,
+        "training/rollout_probs_diff_mean": gaps.value,
         "training/rollout_probs_diff_max": top,
-        "training/rollout_probs_diff_std": max(gap_square / count - (gap_sum / count) ** 2, 0.0) ** 0.5,
+        "training/rollout_probs_diff_std": gaps.std,
     }
     spread = (pp - p * p / count) * (qq - q * q / count)
     if spread > 0:

@@ -2,10 +2,8 @@
 where the actor corrects, rollout correction first, the current or interpolated policy against the rollout
 policy, micro-batch by micro-batch."""
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -23,13 +21,7 @@ from verl_rc.losses import (
     compute_kl_loss,
     compute_policy_loss,
     compute_value_loss,
-    covariance_means,
     loss_options,
-    selection_counts,
-    selection_scores,
-    selection_size,
-    selection_threshold,
-    share_at_threshold,
     token_mean,
 )
 from verl_rc.metrics.mergeable import Mean
@@ -124,12 +116,6 @@ def value_objective(
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
 
 
-SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a tensor up over the ranks that share a mini-batch."""
-GatherOverRanks = Callable[[Tensor], Tensor]
-"""Puts a vector of every rank behind those of the ranks before it."""
-
-
 def covariance_inputs(
     batch: TrainBatch, log_probs: Tensor, config: ActorConfig, correction: RolloutCorrectionConfig
 ) -> PolicyLossInputs:
@@ -145,39 +131,6 @@ def covariance_inputs(
             parameters=loss_options(config),
         )
     )
-
-
-def covariance_statistics(
-    name: str,
-    micro_batches: Sequence[PolicyLossInputs],
-    over_ranks: SumOverRanks,
-    from_ranks: GatherOverRanks,
-) -> CovarianceStatistics:
-    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
-    ranks add.
-
-    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
-    the score of the last one that is selected is found among the best of every rank. So neither micro-batches
-    nor ranks change which tokens are selected.
-    """
-    parts = zip(*map(covariance_means, micro_batches), strict=True)
-    advantages, log_probs = (reduce(operator.add, means) for means in parts)
-    total, log_prob_total, tokens = over_ranks(
-        torch.stack([advantages.total, log_probs.total, advantages.count])
-    )
-    advantage_mean, log_prob_mean = (
-        Mean(summed, tokens).value.to(torch.float32) for summed in (total, log_prob_total)
-    )
-    size = selection_size(name, micro_batches[0], tokens)
-    scores = torch.cat(
-        [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
-    )
-    best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
-    own_best = scores.topk(min(int(size), scores.numel())).values
-    best[: own_best.numel()] = own_best
-    threshold = selection_threshold(from_ranks(best), size)
-    counts = over_ranks(selection_counts(scores, threshold))
-    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,13 @@ from verl_rc.distributed.process_group import (
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
-from verl_rc.losses import Aggregation, CovarianceStatistics
+from verl_rc.losses import Aggregation, CovarianceStatistics, covariance_statistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
     Objective,
     covariance_inputs,
-    covariance_statistics,
     interpolation_gap,
     policy_objective,
 )

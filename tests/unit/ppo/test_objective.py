@@ -17,12 +17,12 @@ from torch import Tensor
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, selection_scores
+from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, covariance_statistics
+from verl_rc.losses.covariance import selection_scores
 from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first
 from verl_rc.ppo.objective import (
     correct_current,
     covariance_inputs,
-    covariance_statistics,
     kept_counts,
     measure_current,
     policy_objective,

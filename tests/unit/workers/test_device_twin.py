@@ -19,12 +19,11 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed import sequence_parallel
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.losses import Aggregation
+from verl_rc.losses import Aggregation, covariance_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     correct_current,
     covariance_inputs,
-    covariance_statistics,
     kept_counts,
     measure_current,
     measure_signatures,
