@@ -387,6 +387,8 @@ def _measure_weights(
     for kind, excess in excesses.items():
         if settings.is_per_row:
             weights[f"{kind}_token"] = _weighted_sums(excess, sums.tokens)
+        if f"{kind}_token" not in weights:
+            continue  # raw ones, without full diagnostics
         weights[f"{kind}_sequence"] = sequences = _weighted_sums(excess, sums.real)
         if group_slots is not None:
             total, count = (
