@@ -14,13 +14,12 @@ from verl_rc.losses.inputs import (
     resolve_policy_loss,
 )
 from verl_rc.losses.policy import compute_entropy_loss, compute_kl_loss, compute_policy_loss
-from verl_rc.losses.value import ExplainedVariance, compute_value_loss, explained_variance
+from verl_rc.losses.value import compute_value_loss, explained_variance
 
 __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
     "CovarianceStatistics",
-    "ExplainedVariance",
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",
