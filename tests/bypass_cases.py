@@ -45,7 +45,6 @@ def case_batch(case: dict[str, Any]) -> TrainBatch:
         tokens=ones_tokens(torch.full((rows,), width), width),
         response_mask=mask,
         loss_mask=mask,
-        proximal_log_probs=rollout_log_probs,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
         returns=advantages,

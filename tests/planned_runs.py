@@ -132,7 +132,7 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.in_actor:
-        evaluations.proximal_log_probs = inputs.samples.rollouts.rollout_log_probs
+        evaluations.proximal_log_probs = None
     return build_train_batch(
         inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0
     )

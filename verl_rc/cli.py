@@ -4,17 +4,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.config.run import RunConfig
     from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest
-    from verl_rc.insight.verdict import Verdict
-    from verl_rc.insight.what_if import Answer
     from verl_rc.preflight.finding import Finding
 
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -550,30 +547,25 @@ def _trace(options: argparse.Namespace) -> None:
 def _what_if(options: argparse.Namespace) -> None:
     from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
     from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
-    from verl_rc.insight.what_if import answer, read_batch, tried_configs  # noqa: PLC0415  (torch)
+    from verl_rc.insight.what_if import answer, clip_of, read_batch, tried_configs  # noqa: PLC0415  (torch)
 
     configs = tried_configs(options.presets, options.fields)
     run = read_run(options.folder)
     verdict = judge(run)
+    clip = clip_of(run.settings)
     if options.gradients:
-        result = _with_gradients(options, configs, verdict)
+        _quieten_libraries()
+        from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
+
+        gradients = ParameterGradients(options.folder, *(options.steps or ()))
+        result = answer(replace(gradients.batch, clip=clip), configs, verdict, updates=gradients)
+        result = replace(result, notes=(*result.notes, gradients.cost))
     else:
-        result = answer(read_batch(options.folder, *(options.steps or ())), configs, verdict)
+        batch = read_batch(options.folder, *(options.steps or ()))
+        result = answer(replace(batch, clip=clip), configs, verdict)
     if not run.is_own:
         result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
     _write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())
-
-
-def _with_gradients(
-    options: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
-) -> "Answer":
-    _quieten_libraries()
-    from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
-    from verl_rc.insight.what_if import answer  # noqa: PLC0415  (torch)
-
-    gradients = ParameterGradients(options.folder, *(options.steps or ()))
-    result = answer(gradients.batch, configs, verdict, updates=gradients)
-    return replace(result, notes=(*result.notes, gradients.cost))
 
 
 def _export(options: argparse.Namespace) -> None:

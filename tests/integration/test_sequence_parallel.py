@@ -135,7 +135,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
         batch.reference_log_probs = torch.where(batch.response_mask, near, 0.0)
         if bypass:
-            batch.rollout_log_probs = batch.proximal_log_probs = batch.reference_log_probs
+            batch.proximal_log_probs, batch.rollout_log_probs = None, batch.reference_log_probs
         correction = (
             ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
         )

@@ -80,7 +80,10 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
             near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
-            batch.rollout_log_probs = batch.proximal_log_probs = torch.where(batch.response_mask, near, 0.0)
+            batch.proximal_log_probs, batch.rollout_log_probs = (
+                None,
+                torch.where(batch.response_mask, near, 0.0),
+            )
         counted = batch.response_mask.sum(-1)
         share = MiniBatchShare(
             SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())

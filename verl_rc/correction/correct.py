@@ -1,31 +1,18 @@
-"""Measure the statistics of some sequences, apply weights and rejection to them, or do both for a whole
-batch."""
+"""THE PAGE of rollout correction: ``measure`` the statistics of some sequences, ``apply`` weights and
+rejection to them, or do both for a whole batch in one pass over its log-ratios."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.decide import SequenceDecisions, TokenDecisions, decide
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import SequenceEvidence, reject_sequences, reject_tokens
-from verl_rc.correction.sequences import (
-    LogProbs,
-    SequenceChunk,
-    SequenceContext,
-    newest_version,
-    sequence_chunks,
-)
-from verl_rc.correction.statistics import (
-    CorrectionStatistics,
-    Measured,
-    measure_sequences,
-    measure_tokens,
-)
-from verl_rc.correction.totals import join_sequences
-from verl_rc.correction.weights import importance_weights
+from verl_rc.correction.sequences import LogProbs, SequenceContext, newest_version
+from verl_rc.correction.statistics import CorrectionStatistics, Measured, measure_sequences, measure_tokens
 from verl_rc.tensor_ops.masked import group_numbers
 
 
@@ -49,6 +36,7 @@ class CorrectionResult:
         return self.statistics.metrics(self.config)
 
 
+@torch.no_grad()
 def compute_rollout_correction(  # noqa: PLR0913  (a public function: named arguments for notebooks and other trainers)
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -104,13 +92,22 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context.check(train_log_probs.shape)
     if policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(policy_versions, response_mask))
-    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    result = _correct(log_probs, config, context)
+    log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), config.settings()
+    output = _Output(log_probs, settings)
+
+    def apply_and_measure(tokens: TokenDecisions) -> Measured:
+        output.write(tokens)
+        return measure_tokens(tokens, settings)
+
+    sequences, measured = decide(log_probs, settings, context, apply_and_measure)
+    statistics = measure_sequences(measured, sequences, settings, context, log_probs)
     if config.nonfinite_logprob == "raise":
-        require_finite(result.statistics.nonfinite_fraction, config)
-    return result
+        require_finite(statistics.nonfinite_fraction, config)
+    weights, keep_mask = output.finish(sequences, statistics)
+    return CorrectionResult(weights, keep_mask, sequences.rejected_rows, statistics, config)
 
 
+@torch.no_grad()
 def measure(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -125,9 +122,12 @@ def measure(
     ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    return _correct(log_probs, _as_config(config), context or SequenceContext()).statistics
+    settings, facts = _as_config(config).settings(), context or SequenceContext()
+    sequences, measured = decide(log_probs, settings, facts, partial(measure_tokens, settings=settings))
+    return measure_sequences(measured, sequences, settings, facts, log_probs)
 
 
+@torch.no_grad()
 def apply(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -144,9 +144,10 @@ def apply(
     differ or advantages are missing.
     """
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    context = SequenceContext(advantages=advantages)
-    result = _correct(log_probs, _as_config(config), context, statistics)
-    return result.weights, result.keep_mask
+    settings, facts = _as_config(config).settings(), SequenceContext(advantages=advantages)
+    output = _Output(log_probs, settings)
+    sequences, _ = decide(log_probs, settings, facts, output.write)
+    return output.finish(sequences, statistics)
 
 
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
@@ -158,54 +159,35 @@ def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> Rollou
     )
 
 
-def _correct(
-    log_probs: LogProbs,
-    config: RolloutCorrectionConfig,
-    context: SequenceContext,
-    batch: CorrectionStatistics | None = None,
-) -> CorrectionResult:
-    """From log-probs to weights and keep mask: THE PAGE of rollout correction.
+class _Output:
+    """Weights and keep mask ``[B, T]``, filled chunk by chunk."""
 
-    The sequences belong to a ``batch`` with these statistics; without one they are the batch, and are
-    measured.
-    """
-    settings, shape, device = config.settings(), log_probs.train.shape, log_probs.train.device
-    context.check(shape)
-    applied = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-    keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
-    evidence, measured = list[SequenceEvidence](), list[Measured]()
-
-    # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> None:
-        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
-        # Independent of each other: what is rejected keeps its weight.
-        weights = importance_weights(ratio, settings)
-        tokens = reject_tokens(ratio, settings, facts.advantages)
-        if weights is not None and applied is not None:
-            chunk.write(weights.applied, applied)
-        if tokens.causes:
-            chunk.write((ratio.response - tokens.kept).bool().logical_not_(), keep_mask)
-        if batch is None:  # statistics are those before rejection
-            measured.append(measure_tokens(ratio, weights, tokens, settings, facts))
-        evidence.append(SequenceEvidence.from_tokens(ratio, tokens, settings))
-
-    with torch.no_grad():
-        chunks = sequence_chunks(log_probs.response_mask)
-        for chunk in chunks:
-            correct_chunk(chunk)
-        # At once: operations on the few sequences of a chunk would take as long as those on its tokens.
-        rows = torch.cat([chunk.rows for chunk in chunks])
-        whole = join_sequences(evidence, rows)
-        sequences = reject_sequences(whole, settings)
-        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
-        keep_mask.logical_and_(sequences.kept.bool()[:, None].expand(shape).contiguous())
-        rejected_rows = (whole.sums.response_tokens > 0) & (sequences.kept * whole.kept_tokens == 0)
-        statistics = batch or measure_sequences(
-            measured, rows, whole, sequences, settings, context, log_probs
+    def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
+        shape, device = log_probs.train.shape, log_probs.train.device
+        self.settings = settings.weights
+        self.weights = (
+            None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
         )
-        if applied is not None and settings.weights is not None and settings.weights.batch_normalize:
-            applied.div_(_mean_weight(statistics, settings.weights))
-    return CorrectionResult(applied, keep_mask, rejected_rows, statistics, config)
+        self.keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
+
+    def write(self, tokens: TokenDecisions) -> None:
+        """Put the weights of a chunk, and which tokens are rejected by themselves, where they belong."""
+        if tokens.weights is not None and self.weights is not None:
+            tokens.chunk.write(tokens.weights.applied, self.weights)
+        if tokens.rejection.causes:
+            rejected = tokens.ratio.response - tokens.rejection.kept
+            tokens.chunk.write(rejected.bool().logical_not_(), self.keep_mask)
+
+    def finish(
+        self, sequences: SequenceDecisions, batch: CorrectionStatistics
+    ) -> tuple[Tensor | None, Tensor]:
+        """Reject whole sequences, and normalise by what was measured of the whole ``batch``."""
+        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
+        kept = sequences.rejection.kept.bool()[:, None].expand(self.keep_mask.shape).contiguous()
+        self.keep_mask.logical_and_(kept)
+        if self.weights is not None and self.settings is not None and self.settings.batch_normalize:
+            self.weights.div_(_mean_weight(batch, self.settings))
+        return self.weights, self.keep_mask
 
 
 def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:

@@ -8,7 +8,7 @@ from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import pareto_k, percentiles
 from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
-from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
@@ -32,8 +32,6 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     """All ``rollout_corr/*`` metrics of the sequences in ``numbers``; 0 where nothing was measured."""
     totals = numbers.totals
     metrics = {name: mean.value for name, mean in totals.means.items()}
-    metrics |= {"kl": -Mean(totals.gap.log_ratio, totals.gap.tokens).value, "k3_kl": totals.gap.mean_k3}
-    metrics["nonfinite_token_fraction"] = totals.nonfinite_fraction
     metrics |= _extremes("log_ppl_diff_", totals.extremes["log_ppl_diff"])
     if settings.weights is not None:
         # Before normalisation: a factor of the whole batch must not hide what the weights themselves do.
@@ -157,9 +155,9 @@ def misalignment_z(excess: Moments[float]) -> float | None:
 def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[str, float]:
     """A group's share of all tokens, its gap, and the weights applied to it."""
     metrics = {
-        f"{name}_token_fraction": gap.tokens / totals.gap.tokens,
+        f"{name}_token_fraction": gap.tokens / totals.means["kl"].count,
         f"{name}_kl": -gap.log_ratio / gap.tokens,
-        f"{name}_k3_kl": gap.mean_k3,
+        f"{name}_k3_kl": gap.k3 / gap.tokens,
     }
     if (weights := totals.weights.get(name)) is not None:
         metrics |= {

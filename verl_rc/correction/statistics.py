@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.linalg import vecdot
 from torch.nn.functional import pad
 
-from verl_rc.config.rejection_rules import BoundedRule, Threshold
+from verl_rc.config.rejection_rules import BoundedRule
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.decide import SequenceDecisions, TokenDecisions
 from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
@@ -32,7 +33,7 @@ from verl_rc.correction.totals import (
     join_sequences,
     map_totals,
 )
-from verl_rc.correction.weights import Weights, sequence_weights
+from verl_rc.correction.weights import Weights
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
 from verl_rc.metrics.signatures import signature_metrics
@@ -102,12 +103,12 @@ class CorrectionStatistics:
     @property
     def k3_kl(self) -> float:
         """``rollout_corr/k3_kl``: the k3 estimate of KL(rollout || train), nats per token."""
-        return self.numbers().totals.gap.mean_k3
+        return self.numbers().totals.means["k3_kl"].value
 
     @property
     def nonfinite_fraction(self) -> float:
         """``rollout_corr/nonfinite_token_fraction``: share of the response tokens."""
-        return self.numbers().totals.nonfinite_fraction
+        return self.numbers().totals.means["nonfinite_token_fraction"].value
 
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
         """``rollout_corr/*`` of the sequences measured, by name; one copy from the device."""
@@ -140,56 +141,56 @@ Measured = tuple[TokenSums, Tensor | None]
 """What tokens of a chunk add up to, and with full diagnostics the histogram of their log-ratios."""
 
 
-def measure_tokens(
-    ratio: LogRatio,
-    weights: Weights | None,
-    rejection: Rejection,
-    settings: CorrectionSettings,
-    facts: SequenceContext,
-) -> Measured:
-    """What the tokens of some sequences ``[b]`` add up to; ``rejection`` is that of single tokens."""
-    sums, means, weight_sums = ratio.sums, dict[str, Mean[Tensor]](), dict[str, WeightSums[Tensor]]()
+def measure_tokens(tokens: TokenDecisions, settings: CorrectionSettings) -> Measured:
+    """What the tokens of a chunk add up to."""
+    ratio, weights, sums = tokens.ratio, tokens.weights, tokens.ratio.sums
     # First, while little else is alive: its temporaries are the largest.
     histogram = log_ratio_histogram(ratio.values, ratio.valid) if settings.full else None
-    raw_weight = None
-    if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
-        means |= _token_weight_means(weights, settings.weights.threshold, ratio)
-        raw_weight = sums.mean(sequence_sum(weights.raw_excess))
-        weight_sums["applied_token"] = _weights_of_tokens(weights.excess, ratio.valid, sums.tokens)
-        if settings.full:
-            weight_sums["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.valid, sums.tokens)
+    totals = Totals[Tensor]()
+    row_weights = {} if weights is None else _measure_token_weights(totals, weights, ratio, settings)
     clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
-    means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
+    totals.means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
     if settings.opsm_threshold is not None:
-        masked = sequence_sum(rejection.causes["opsm"])
-        means |= {
-            "rollout_rs_opsm_masked_fraction": Mean(masked, sums.response_tokens),
-            "rollout_rs_opsm_seq_masked_fraction": Mean(masked > 0, sums.response_tokens.clamp_max(1.0)),
-        }
+        masked = sequence_sum(tokens.rejection.causes["opsm"])
+        totals.means["rollout_rs_opsm_masked_fraction"] = Mean(masked, sums.response_tokens)
+        share = Mean((masked > 0).double(), sums.response_tokens.clamp_max(1.0))
+        totals.means["rollout_rs_opsm_seq_masked_fraction"] = share
     measured = TokenSums(
         train=sequence_sum(ratio.train),
         bounded=sequence_sum(ratio.precise),
         ratios=ratio.ratios,
-        means=means,
-        rules=rejection.rules,
-        weights=weight_sums,
-        raw_weight=raw_weight,
+        rules=tokens.rejection.rules,
+        row_weights=row_weights,
+        totals=totals,
     )
-    if (ages := facts.ages(ratio.response)) is not None:
-        _measure_ages(measured, ages, ratio, rejection, weights)
+    if (ages := tokens.facts.ages(ratio.response)) is not None:
+        _measure_ages(measured, ages, tokens)
     if settings.full:
-        _measure_fully(measured, ratio, rejection, facts)
+        _measure_fully(measured, tokens)
     return measured, histogram
 
 
-def _token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio) -> Means[Tensor]:
-    """Shares of tokens with a weight above and below the threshold, where every token has its own."""
+def _measure_token_weights(
+    totals: Totals[Tensor], weights: Weights, ratio: LogRatio, settings: CorrectionSettings
+) -> dict[str, Tensor]:
+    """Add the weights of tokens where each has its own; ``w - 1`` of each sequence, applied and raw."""
+    excesses, sums = {"applied": weights.excess, "raw": weights.raw_excess}, ratio.sums
+    if settings.weights is None or settings.weights.is_per_row:
+        return excesses
     # Logarithms are compared, not weights: they are known beyond the safety bound, too.
+    threshold = settings.weights.threshold
     high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
     low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
     shares = {"ratio_fraction_high": high, "ratio_fraction_low": low}
     shares |= {} if threshold.lower is None else {"oob_ratio": high + low}
-    return {f"rollout_is_{name}": Mean(count, ratio.sums.tokens) for name, count in shares.items()}
+    totals.means.update({f"rollout_is_{name}": Mean(count, sums.tokens) for name, count in shares.items()})
+    kinds = ("applied", "raw") if settings.full else ("applied",)
+    totals.weights.update(
+        {f"{kind}_token": _weights_of_tokens(excesses[kind], ratio.valid, sums.tokens) for kind in kinds}
+    )
+    added = {kind: totals.weights[f"{kind}_token"].excess.total for kind in kinds}
+    added = {"raw": sequence_sum(weights.raw_excess), **added}
+    return {kind: sums.mean(total) for kind, total in added.items()}
 
 
 def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> WeightSums[Tensor]:
@@ -201,46 +202,44 @@ def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> Weight
     return WeightSums(moments, vecdot(w, w), extremes(w.to(members.dtype), members))
 
 
-def _measure_ages(
-    measured: TokenSums, ages: Tensor, ratio: LogRatio, rejection: Rejection, weights: Weights | None
-) -> None:
+def _measure_ages(measured: TokenSums, ages: Tensor, tokens: TokenDecisions) -> None:
     """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are updates between the weights that
     sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
     are wrong.
     """
-    measured.extremes["token_age"] = extremes(ages, ratio.valid)
-    measured.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
+    ratio, weights, totals = tokens.ratio, tokens.weights, measured.totals
+    totals.extremes["token_age"] = extremes(ages, ratio.valid)
+    totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
     for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
         name, members = f"age_{age}", bucket * ratio.valid
-        measured.groups[name] = gap = _gap(ratio, members)
+        totals.groups[name] = gap = _gap(ratio, members)
         # Kept are response tokens, all else counts valid tokens: one without a finite log-prob has no gap and
         # no weight.
         measured.kept[name] = Mean(
-            sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response)
+            sequence_sum(tokens.rejection.kept * bucket), sequence_sum(bucket * ratio.response)
         )
         if weights is not None:
             # Where all tokens of a sequence share a weight, each of them counts with it.
             raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            measured.weights[name] = _weights_of_tokens(excess * members, members, gap.tokens)
+            totals.weights[name] = _weights_of_tokens(excess * members, members, gap.tokens)
             truncated = sequence_sum((raw != excess) * members)
-            measured.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
+            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
 
 
-def _measure_fully(
-    measured: TokenSums, ratio: LogRatio, rejection: Rejection, facts: SequenceContext
-) -> None:
+def _measure_fully(measured: TokenSums, tokens: TokenDecisions) -> None:
     """Add what full diagnostics look at in single tokens."""
+    ratio, rejection, advantages = tokens.ratio, tokens.rejection, tokens.facts.advantages
     exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
-    measured.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
+    measured.totals.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
     # A turn is a run of response tokens without a tool's between them.
     mask = ratio.response.bool()
     begins = mask & ~pad(mask[:, :-1], (1, 0))
     for turn, bucket in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
-        measured.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
-    if facts.advantages is not None:
-        for name, sign in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
+        measured.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
+    if advantages is not None:
+        for name, sign in (("positive", advantages > 0), ("negative", advantages < 0)):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
             measured.kept[f"{name}_advantage"] = Mean(kept, response)
     measured.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
@@ -262,19 +261,16 @@ def _gap(ratio: LogRatio, members: Tensor) -> Gap[Tensor]:
 
 def measure_sequences(
     measured: Sequence[Measured],
-    rows: Tensor,
-    evidence: SequenceEvidence,
-    rejection: Rejection,
+    decisions: SequenceDecisions,
     settings: CorrectionSettings,
     facts: SequenceContext,
     log_probs: LogProbs,
 ) -> CorrectionStatistics:
-    """Statistics of all sequences ``[B]``, of which ``rows`` ``[B]`` were measured one after the other;
-    ``rejection`` is that of whole sequences."""
-    tokens = join_sequences([sums for sums, _ in measured], rows)
-    totals, histograms = _totals(tokens, evidence, rejection, settings, facts), list[Tensor]()
+    """Statistics of all sequences ``[B]``, before any rejection, from those of the chunks."""
+    tokens = join_sequences([sums for sums, _ in measured], decisions.rows)
+    totals, histograms = _totals(tokens, decisions, settings, facts), list[Tensor]()
     if settings.full:
-        sums = evidence.sums
+        sums = decisions.evidence.sums
         counts = [histogram for _, histogram in measured if histogram is not None]
         levels = (sums.log_ratio, sums.mean(sums.log_ratio))
         histograms = [
@@ -287,38 +283,21 @@ def measure_sequences(
 
 
 def _totals(
-    tokens: TokenSums,
-    evidence: SequenceEvidence,
-    rejection: Rejection,
-    settings: CorrectionSettings,
-    facts: SequenceContext,
+    tokens: TokenSums, decisions: SequenceDecisions, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
-    """What every sequence ``[B]`` adds to the statistics; ``rejection`` is that of whole sequences."""
+    """What every sequence ``[B]`` adds to the statistics."""
+    evidence, rejection, totals = decisions.evidence, decisions.rejection, tokens.totals
     sums, kept = evidence.sums, rejection.kept * evidence.kept_tokens
-    totals = Totals(
-        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        gap=Gap(sums.tokens, sums.log_ratio, (tokens.ratios.total - tokens.bounded).clamp_min(0.0)),
-        distance=Mean(sums.distance, sums.tokens),
-        response_tokens=sums.response_tokens,
-        kept_tokens=kept,
-        kept_sequences=kept > 0,
-        means=tokens.means | _gap_means(tokens, sums) | _rejection_means(evidence, kept, settings),
-        splits=tokens.splits,
-        groups=tokens.groups,
-        extremes=tokens.extremes
-        | {
-            "distance": Extremes(sums.farthest, sums.farthest),
-            "log_ppl_diff": extremes(-sums.mean(sums.log_ratio), sums.tokens),
-        },
-        weights=tokens.weights,
-        rules={},
-        ratios={},
-        signatures=None,
-    )
+    answered = sums.response_tokens.clamp_max(1.0)
+    totals.means.update(_gap_means(tokens, sums) | _rejection_means(evidence, kept, settings))
+    totals.unreported["distance"] = Mean(sums.distance, sums.tokens)
+    totals.unreported["kept_tokens"] = Mean(kept, sums.response_tokens)
+    totals.unreported["kept_rows"] = Mean((kept > 0).double(), answered)
+    totals.extremes["distance"] = Extremes(sums.farthest, sums.farthest)
+    totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
     if settings.weights is not None:
-        _measure_weights(
-            totals, sums, tokens.raw_weight, settings.weights, facts.group_slots if settings.full else None
-        )
+        groups = facts.group_slots if settings.full else None
+        _measure_weights(totals, sums, tokens.row_weights, settings.weights, groups)
     rules = tokens.rules | rejection.rules
     for rule in settings.rules:
         _measure_rule(totals, rule, rules[rule.name], sums)
@@ -355,10 +334,14 @@ def _exclusive(tokens: TokenSums, evidence: SequenceEvidence, rejection: Rejecti
 
 def _gap_means(measured: TokenSums, sums: SequenceSums) -> Means[Tensor]:
     """How far the policies are apart, before any weight or rule."""
-    real, ratios = sums.real, measured.ratios
+    real, ratios, response = sums.real, measured.ratios, sums.response_tokens
     train, difference = sums.mean(measured.train), -sums.mean(sums.log_ratio)
     rollout = train + difference
     return {
+        "kl": Mean(-sums.log_ratio, sums.tokens),
+        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
+        "k3_kl": Mean((ratios.total - measured.bounded).clamp_min(0.0), sums.tokens),
+        "nonfinite_token_fraction": Mean(response - sums.tokens, response),
         "training_ppl": Mean(real * (-train).exp(), real),
         "training_log_ppl": Mean(-train, real),  # log-perplexities are minus mean log-probs
         "rollout_ppl": Mean(real * (-rollout).exp(), real),
@@ -394,7 +377,7 @@ def _rejection_means(evidence: SequenceEvidence, kept: Tensor, settings: Correct
 def _measure_weights(
     totals: Totals[Tensor],
     sums: SequenceSums,
-    raw_weight: Tensor | None,
+    excesses: dict[str, Tensor],
     settings: WeightSettings,
     group_slots: Tensor | None,
 ) -> None:
@@ -403,14 +386,11 @@ def _measure_weights(
     A sequence's weight is the mean over its tokens, a prompt's the mean over its sequences with valid tokens.
     """
     weights, means, bounds = totals.weights, totals.means, settings.threshold
-    if raw_weight is None:  # all tokens of a sequence share one weight
-        _, raw_weight, applied = sequence_weights(sums, settings)
-        excesses = {"applied": applied, "raw": raw_weight}
-        weights |= {f"{kind}_token": _weighted_sums(w, sums.tokens) for kind, w in excesses.items()}
-    else:
-        kinds = [kind for kind in ("applied", "raw") if f"{kind}_token" in weights]
-        excesses = {kind: sums.mean(weights[f"{kind}_token"].excess.total) for kind in kinds}
     for kind, excess in excesses.items():
+        if settings.is_per_row:
+            weights[f"{kind}_token"] = _weighted_sums(excess, sums.tokens)
+        if f"{kind}_token" not in weights:
+            continue  # raw ones, without full diagnostics
         weights[f"{kind}_sequence"] = sequences = _weighted_sums(excess, sums.real)
         if group_slots is not None:
             total, count = (
@@ -419,8 +399,8 @@ def _measure_weights(
             )
             mean = Mean(total, count).value
             weights[f"{kind}_prompt"] = _weighted_sums(mean, count.clamp_max(1.0))
-    high = sums.real * (raw_weight > bounds.upper - 1.0)
-    low = sums.real * (raw_weight < bounds.reciprocal_lower - 1.0)
+    high = sums.real * (excesses["raw"] > bounds.upper - 1.0)
+    low = sums.real * (excesses["raw"] < bounds.reciprocal_lower - 1.0)
     for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
         means |= {
             f"rollout_is_{level}_fraction_high": Mean(high, sums.real),

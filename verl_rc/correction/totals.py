@@ -73,11 +73,6 @@ class Gap(Generic[T]):
     log_ratio: T
     k3: T
 
-    @property
-    def mean_k3(self: "Gap[float]") -> float:
-        """The k3 estimate of KL(rollout || train), nats per token; 0 without tokens."""
-        return self.k3 / self.tokens if self.tokens else 0.0
-
 
 @dataclass(frozen=True)
 class Totals(Generic[T]):
@@ -86,37 +81,28 @@ class Totals(Generic[T]):
     Dictionaries hold by name what the configuration and the facts that are known ask for.
     """
 
-    gap: Gap[T]
-    """Over the response tokens with two finite log-probs."""
-    distance: Mean[T]
-    """``|l|``, over the same tokens."""
-    response_tokens: T
-    kept_tokens: T
-    kept_sequences: T
-    """Rows with a kept token."""
-    means: Means[T]
-    splits: Means[T]
+    means: Means[T] = field(default_factory=dict)
+    """Metrics."""
+    splits: Means[T] = field(default_factory=dict)
     """Metrics of some group of sequences or tokens, left out where nothing is in it."""
-    groups: dict[str, Gap[T]]
+    unreported: Means[T] = field(default_factory=dict)
+    """What is no metric by itself: ``distance``, the mean of ``|l|``; ``kept_tokens`` of response tokens, and
+    ``kept_rows`` of rows with some, those with a kept token."""
+    groups: dict[str, Gap[T]] = field(default_factory=dict)
     """Gaps by age of a token in updates (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
     ones hold all above them, too."""
-    extremes: dict[str, Extremes[T]]
+    extremes: dict[str, Extremes[T]] = field(default_factory=dict)
     """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
-    weights: dict[str, WeightSums[T]]
+    weights: dict[str, WeightSums[T]] = field(default_factory=dict)
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
-    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold:
-    with full diagnostics, and where all tokens of a sequence share one weight."""
-    rules: dict[str, RuleTotals[T]]
-    ratios: dict[str, Moments[T]]
+    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold, of
+    tokens: with full diagnostics, and where all tokens of a sequence share one weight."""
+    rules: dict[str, RuleTotals[T]] = field(default_factory=dict)
+    ratios: dict[str, Moments[T]] = field(default_factory=dict)
     """With full diagnostics, by name of the test for misalignment: ``rho - 1``, and the products of a
     sequence's ratios less 1."""
-    signatures: Signatures[T] | None
+    signatures: Signatures[T] | None = None
     """None after the step's first update, where the trainer no longer has the weights that should agree."""
-
-    @property
-    def nonfinite_fraction(self: "Totals[float]") -> float:
-        """Share of the response tokens with a log-prob that is NaN or infinite."""
-        return Mean(self.response_tokens - self.gap.tokens, self.response_tokens).value
 
 
 @dataclass(frozen=True)
@@ -163,10 +149,7 @@ class RuleSums:
 
 @dataclass(frozen=True)
 class TokenSums:
-    """What the tokens of sequences add up to, float64 ``[B]``: all that needs a look at single tokens.
-
-    Dictionaries are those of ``Totals``, where nothing else is said.
-    """
+    """What the tokens of sequences add up to, float64 ``[B]``: all that needs a look at single tokens."""
 
     train: Tensor
     """Log-probs under the train policy."""
@@ -174,15 +157,12 @@ class TokenSums:
     """Log-ratios within ±``LOG_RATIO_BOUND``."""
     ratios: Moments[Tensor]
     """``rho - 1``."""
-    means: Means[Tensor]
     rules: dict[str, RuleSums]
     """Of rules on tokens."""
-    weights: dict[str, WeightSums[Tensor]]
-    raw_weight: Tensor | None
-    """Mean ``w - 1`` before the threshold; None where there are no weights, or all tokens share one."""
-    splits: Means[Tensor] = field(default_factory=dict)
-    groups: dict[str, Gap[Tensor]] = field(default_factory=dict)
-    extremes: dict[str, Extremes[Tensor]] = field(default_factory=dict)
+    row_weights: dict[str, Tensor]
+    """``applied`` and ``raw``: ``w - 1`` of each sequence, its tokens' mean; empty without weights."""
+    totals: Totals[Tensor]
+    """What is measured already."""
     kept: Means[Tensor] = field(default_factory=dict)
     """Response tokens that are not rejected by themselves, by age and by sign of the advantage."""
     alone: dict[str, Tensor] = field(default_factory=dict)

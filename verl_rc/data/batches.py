@@ -129,9 +129,9 @@ class RolloutBatch(TensorClass):
 class PolicyEvaluations(TensorClass):
     """Outputs of the trainer's models on the sampled tokens before the update."""
 
-    proximal_log_probs: Tensor
+    proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
-    step); where the actor corrects, the rollout policy takes its place."""
+    step); None where it is not computed: in bypass mode, and where it is interpolated."""
     entropies: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None where the
     actor corrects."""
@@ -160,10 +160,11 @@ class TrainBatch(TensorClass):
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
     """bool ``[B, R]``: ``response_mask`` and kept by rollout correction."""
-    proximal_log_probs: Tensor
-    """float32 ``[B, R]``: denominator of the clipped ratio."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
+    proximal_log_probs: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the proximal policy; None in bypass mode, and until the actor has
+    interpolated it."""
     returns: Tensor | None = None
     """float32 ``[B, R]``; for the critic and the driver's metrics, no rank of the actor gets them."""
     rollout_log_probs: Tensor | None = None

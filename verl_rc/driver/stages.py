@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -49,10 +50,7 @@ def evaluate(
             )
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
-        proximal_log_probs=proximal.log_probs,
-        entropies=proximal.entropies,
-        sum_pi_squared=proximal.sum_pi_squared,
-        varentropies=proximal.varentropies,
+        **proximal,
         reference_log_probs=None if reference is None else reference.result,
         critic_values=None if values is None else values.result,
         batch_size=rollouts.batch_size,
@@ -61,20 +59,26 @@ def evaluate(
 
 def _proximal_policy(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
-) -> TokenScores:
-    """Log-probs of the proximal policy; where the actor corrects, those of the rollout policy take their
-    place, and nothing is computed."""
+) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
+    now and then log-probs for it to compare interpolated ones with."""
     correction = services.config.algorithm.rollout_correction
     if not recomputes_proximal(correction, step):
-        return TokenScores(rollouts.rollout_log_probs, None)
+        return {}
     with record.stage("old_log_prob"):
         answer = services.actor.compute_log_probs(
             rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout), beside
         )
     record.add_busy("old_log_prob", answer.busy_seconds)
-    if correction.in_actor:  # for the actor to compare interpolated log-probs with
-        return TokenScores(answer.result.log_probs, None)
-    return answer.result
+    scores = answer.result
+    if correction.in_actor:
+        return {"proximal_log_probs": scores.log_probs}
+    return {
+        "proximal_log_probs": scores.log_probs,
+        "entropies": scores.entropies,
+        "sum_pi_squared": scores.sum_pi_squared,
+        "varentropies": scores.varentropies,
+    }
 
 
 def build_batch(
@@ -180,7 +184,6 @@ def update_actor(
         control.correction(correction),
         policy_version=state.step,
         gap_limit=limit,
-        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     with record.stage("update_actor"):
         answer = services.actor.update(

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs
-from verl_rc.data.batches import PolicyEvaluations, unpadded
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, unpadded
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
@@ -112,7 +112,7 @@ class TokenRecorder:
         config = self._services.config
         rollouts = samples.rollouts
         in_actor = config.algorithm.rollout_correction.in_actor
-        squares = _squares(evaluations.proximal_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        squares = _squares(evaluations.proximal_log_probs, rollouts)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
         num_rows = len(samples) if why == "full" else self._settings.rows_per_step
         chosen = ChosenRows.choose(squares, num_rows, seed)
@@ -188,9 +188,12 @@ class TokenRecorder:
         return np.array([self._classes[int(token)] for token in distinct], "int8")[places.reshape(-1)]
 
 
-def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """float64 ``[B]``: sum of the squared log-ratios of each row; infinite where one is not finite."""
-    ratio = LogRatio.from_log_probs(LogProbs(train, rollout, mask))
+def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
+    """float64 ``[B]``: sum of the squared log-ratios of each row, 0 where no proximal policy was computed;
+    infinite where one is not finite."""
+    rollout = rollouts.rollout_log_probs
+    train = rollout if proximal is None else proximal
+    ratio = LogRatio.from_log_probs(LogProbs(train, rollout, rollouts.response_mask))
     is_finite = ratio.sums.tokens == ratio.sums.response_tokens
     return torch.where(is_finite, sequence_sum(ratio.values.double().square()), torch.inf)
 
@@ -198,14 +201,14 @@ def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
 def _token_columns(
     samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep, in_actor: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors ``[B, R]`` by column. Where the actor corrects, the proximal log-probs are those of the engine
-    and no news."""
+    """Tensors ``[B, R]`` by column. Where the actor corrects, there is no correction yet."""
     rollouts, batch = samples.rollouts, scored.batch
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
     if not in_actor:
+        assert evaluations.proximal_log_probs is not None
         yield "old_log_prob", evaluations.proximal_log_probs
         yield "kept", batch.loss_mask | ~batch.response_mask
         if batch.rollout_is_weights is not None:

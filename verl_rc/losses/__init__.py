@@ -1,14 +1,7 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
 from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
-from verl_rc.losses.covariance import (
-    covariance_means,
-    selection_counts,
-    selection_scores,
-    selection_size,
-    selection_threshold,
-    share_at_threshold,
-)
+from verl_rc.losses.covariance import covariance_statistics
 from verl_rc.losses.inputs import (
     CovarianceStatistics,
     LossMetrics,
@@ -21,13 +14,12 @@ from verl_rc.losses.inputs import (
     resolve_policy_loss,
 )
 from verl_rc.losses.policy import compute_entropy_loss, compute_kl_loss, compute_policy_loss
-from verl_rc.losses.value import ExplainedVariance, compute_value_loss, explained_variance
+from verl_rc.losses.value import compute_value_loss, explained_variance
 
 __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
     "CovarianceStatistics",
-    "ExplainedVariance",
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",
@@ -37,16 +29,11 @@ __all__ = [
     "compute_kl_loss",
     "compute_policy_loss",
     "compute_value_loss",
-    "covariance_means",
+    "covariance_statistics",
     "explained_variance",
     "loss_options",
     "policy_loss_names",
     "register_policy_loss",
     "resolve_policy_loss",
-    "selection_counts",
-    "selection_scores",
-    "selection_size",
-    "selection_threshold",
-    "share_at_threshold",
     "token_mean",
 ]

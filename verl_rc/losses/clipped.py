@@ -66,7 +66,7 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         ``actor/pg_clipfrac_lower`` (0), ``actor/ppo_kl`` (mean of old − current, nats).
     """
     sequence_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    log_ratio = inputs.log_probs - inputs.old_log_probs
+    log_ratio = inputs.unbounded_log_ratio
     # Detached: the gradient of a token must go through its own log-prob only. With the mean in the graph
     # every token would get the sequence's gradient (GSPO-token in the paper).
     log_sequence_ratio = log_ratio.detach().sum(dim=-1, keepdim=True) / sequence_tokens

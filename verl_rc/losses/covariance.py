@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl_rc.losses.clipped import surrogates
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
 from verl_rc.metrics.mergeable import Mean
+
+SumOverRanks: TypeAlias = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the ranks that share a mini-batch."""
+GatherOverRanks: TypeAlias = Callable[[Tensor], Tensor]
+"""Puts a vector of every rank behind those of the ranks before it."""
 
 # A signed number of 32 bits above 31 bits of hash fits an int64.
 _HASH_BITS = 31
@@ -51,25 +62,53 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and ``actor/ppo_kl`` (mean of |old − current|, nats).
     """
-    distance = (
-        inputs.log_probs - inputs.old_log_probs
-    ).abs()  # unclamped: the penalty must pull back what has gone far
+    # Not bounded: the penalty must pull back what has gone far.
+    distance = inputs.unbounded_log_ratio.abs()
     penalty = inputs.parameters.ppo_kl_coef * distance
     selected = _selected("kl_cov", inputs)
     token_loss = -inputs.advantages * inputs.log_ratio.exp() + penalty * selected
     return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
-def covariance_means(inputs: PolicyLossInputs) -> tuple[Mean[Tensor], Mean[Tensor]]:
-    """Sum advantages and current log-probs over the trained tokens; add up over the mini-batch, then take
-    means.
+def covariance_statistics(
+    name: str,
+    micro_batches: Sequence[PolicyLossInputs],
+    over_ranks: SumOverRanks | None = None,
+    from_ranks: GatherOverRanks | None = None,
+) -> CovarianceStatistics:
+    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
+    ranks add; None: there are no others.
 
-    In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a
-    rounding error in its place would order the tokens by log-prob.
+    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
+    the score of the last one that is selected is found among the best of every rank. So neither micro-batches
+    nor ranks change which tokens are selected.
     """
-    return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(
-        inputs.log_probs.double()
+    # In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a
+    # rounding error in its place would order the tokens by log-prob.
+    advantages = reduce(
+        operator.add, [inputs.mean_over_tokens(inputs.advantages.double()) for inputs in micro_batches]
     )
+    log_probs = reduce(
+        operator.add, [inputs.mean_over_tokens(inputs.log_probs.double()) for inputs in micro_batches]
+    )
+    sums = torch.stack([advantages.total, log_probs.total, advantages.count])
+    total, log_prob_total, tokens = sums if over_ranks is None else over_ranks(sums)
+    advantage_mean, log_prob_mean = (
+        Mean(summed, tokens).value.to(torch.float32) for summed in (total, log_prob_total)
+    )
+    size = selection_size(name, micro_batches[0], tokens)
+    scores = best = torch.cat(
+        [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
+    )
+    if from_ranks is not None:  # of one length for all ranks
+        own_best = scores.topk(min(int(size), scores.numel())).values
+        best = from_ranks(pad(own_best, (0, int(size) - own_best.numel()), value=_NOT_SELECTABLE))
+    threshold = selection_threshold(best, size)
+    counts = torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
+    above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()
+    # The places left are divided among the tokens at the threshold.
+    share = ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
+    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share)
 
 
 def selection_scores(
@@ -124,37 +163,11 @@ def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
     return ordered.gather(0, (size - 1).clamp(max=ordered.numel() - 1).reshape(1)).squeeze(0)
 
 
-def selection_counts(scores: Tensor, threshold: Tensor) -> Tensor:
-    """Count tokens with a score above the threshold and at it: int64 [2]; add up over the mini-batch."""
-    return torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
-
-
-def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
-    """Divide the places left among the tokens at the threshold.
-
-    Args:
-        counts: int64 [2]; ``selection_counts`` of the whole mini-batch.
-        size: 0-d, int64; ``selection_size``.
-
-    Returns:
-        0-d, float32, in (0, 1]; 1 unless more tokens are at the threshold than places are left.
-    """
-    above, level = counts.unbind()
-    return ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
-
-
 def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
-    statistics = inputs.covariance_statistics
-    if statistics is None:
-        # For a mini-batch given whole, as in a notebook; the trainer hands in statistics over all ranks.
-        advantage, log_prob = covariance_means(inputs)
-        scores = selection_scores(name, inputs, advantage.value, log_prob.value)
-        size = selection_size(name, inputs, inputs.loss_mask.sum())
-        threshold = selection_threshold(scores, size)
-        share = share_at_threshold(selection_counts(scores, threshold), size)
-        statistics = CovarianceStatistics(advantage.value, log_prob.value, threshold, share)
+    # Without statistics the mini-batch is given whole, as in a notebook.
+    statistics = inputs.covariance_statistics or covariance_statistics(name, [inputs])
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)
@@ -164,7 +177,7 @@ def _token_hash(inputs: PolicyLossInputs) -> Tensor:
     """A pseudo-random number of ``_HASH_BITS`` bits per token, int64 [B, T], from what does not change during
     an update."""
     # Bits, not values: a float product would round, and differently on CPU and GPU.
-    log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
+    log_prob_bits = inputs.ratio_denominator.to(torch.float32).view(torch.int32).to(torch.int64)
     advantage_bits = inputs.advantages.to(torch.float32).view(torch.int32).to(torch.int64)
     position = torch.arange(inputs.log_probs.shape[-1], device=inputs.log_probs.device)
     # Primes of a spatial hash (Teschner et al. 2003), then two rounds with odd constants of xxHash and

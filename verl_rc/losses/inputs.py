@@ -25,9 +25,7 @@ LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 class CovarianceStatistics:
     """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
 
-    A pass without gradient finds it: add up ``covariance_means`` over micro-batches and ranks; score every
-    micro-batch with ``selection_scores``; gather the ``selection_size`` largest scores of each and take their
-    ``selection_threshold``; add up the ``selection_counts`` and take the ``share_at_threshold``.
+    A pass without gradient finds it: ``covariance_statistics``.
     """
 
     advantage_mean: Tensor
@@ -49,8 +47,8 @@ class PolicyLossInputs:
     a log-ratio of 0.
     """
 
-    old_log_probs: Tensor
-    """Nats; the policy in the denominator of the ratio (proximal, or rollout in bypass mode)."""
+    ratio_denominator: Tensor
+    """Nats; log-probs of the policy that the ratio divides by: proximal, or rollout in bypass mode."""
     log_probs: Tensor
     """Nats; the policy being updated; carries the gradient."""
     advantages: Tensor
@@ -71,11 +69,16 @@ class PolicyLossInputs:
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
+    def unbounded_log_ratio(self) -> Tensor:
+        """log(current / old) in nats; π_old is the ratio's denominator."""
+        return self.log_probs - self.ratio_denominator
+
+    @property
     def log_ratio(self) -> Tensor:
-        """log(current / old) in nats, clamped to ± ``LOG_RATIO_BOUND``."""
+        """``unbounded_log_ratio`` clamped to ± ``LOG_RATIO_BOUND``."""
         # Unbounded, exp overflows float32 from 88.8 nats on, and an infinite ratio times an advantage of 0
         # is NaN.
-        return bound_log_ratio(self.log_probs - self.old_log_probs)
+        return bound_log_ratio(self.unbounded_log_ratio)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
         """Apply the importance weights to each token's loss and aggregate over ``loss_mask``."""
@@ -90,7 +93,7 @@ class PolicyLossInputs:
     def ppo_kl_metrics(self) -> dict[str, Mean[Tensor]]:
         """Reports, for the losses that use ``log_ratio``, its negative mean (nats) and the share of tokens
         that it clamps."""
-        clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND
+        clamped = self.unbounded_log_ratio.abs() > LOG_RATIO_BOUND
         return {
             "actor/ppo_kl": self.mean_over_tokens(-self.log_ratio),
             "actor/ppo_kl_clamped_fraction": self.mean_over_tokens(clamped),
@@ -174,17 +177,15 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """
     _check_shapes(inputs)
     response_mask, loss_mask = inputs.response_mask.bool(), inputs.loss_mask.bool()
-    log_probs, old_log_probs = (
-        _at_least_float32(inputs.log_probs),
-        _at_least_float32(inputs.old_log_probs).detach(),
-    )
+    log_probs = _at_least_float32(inputs.log_probs)
+    denominator = _at_least_float32(inputs.ratio_denominator).detach()
     # Cut here and not after the exponential: where() passes 0 * inf = NaN back through the branch that
     # it drops. A kept token is never cut: the check of the gradient norm must see its NaN.
-    finite = log_probs.detach().isfinite() & old_log_probs.isfinite()
+    finite = log_probs.detach().isfinite() & denominator.isfinite()
     usable = loss_mask | (response_mask & finite)
     weights = inputs.rollout_is_weights
     return PolicyLossInputs(
-        old_log_probs=old_log_probs.where(usable, 0),
+        ratio_denominator=denominator.where(usable, 0),
         log_probs=log_probs.where(usable, 0),
         advantages=_at_least_float32(inputs.advantages).detach().where(response_mask | loss_mask, 0),
         loss_mask=loss_mask,
@@ -202,7 +203,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
 def _check_shapes(inputs: PolicyLossInputs) -> None:
     shape = inputs.log_probs.shape
     tensors = {
-        "old_log_probs": inputs.old_log_probs,
+        "old_log_probs": inputs.ratio_denominator,
         "advantages": inputs.advantages,
         "loss_mask": inputs.loss_mask,
         "response_mask": inputs.response_mask,

@@ -58,7 +58,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     """
     response_mask = loss_mask if response_mask is None else response_mask
     inputs = PolicyLossInputs(
-        old_log_probs=old_log_probs,
+        ratio_denominator=old_log_probs,
         log_probs=log_probs,
         advantages=advantages,
         loss_mask=loss_mask,

@@ -14,7 +14,7 @@ from verl_rc.tensor_ops import binary_kl
 def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Group policy gradient (GPG, arXiv:2504.02546); the loss mode ``gpg``.
 
-    ``−w A lp``: no ratio, no clip; ``old_log_probs`` is not looked at. A rejected token leaves the sum.
+    ``−w A lp``: no ratio, no clip; the ratio's denominator is not looked at. A rejected token leaves the sum.
 
     Returns:
         The loss, 0-d, and no metrics.
@@ -28,13 +28,14 @@ def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     ``−A lp sg(w)`` with w of current over rollout; its gradient is −A w ∇lp, the importance-weighted policy
     gradient (Degris et al. 2012, arXiv:1205.4839). Without weights w = 1. No clipping. A rejected token
-    leaves the sum. ``old_log_probs`` are the rollout's and serve the metric only.
+    leaves the sum. The ratio's denominator is the rollout policy and serves the
+    metric only.
 
     Returns:
         The loss, 0-d, and ``actor/ppo_kl`` (mean of old − current, nats).
     """
     loss = inputs.reduce(-inputs.advantages * inputs.log_probs)
-    return loss, {"actor/ppo_kl": inputs.mean_over_tokens(inputs.old_log_probs - inputs.log_probs)}
+    return loss, {"actor/ppo_kl": inputs.mean_over_tokens(-inputs.unbounded_log_ratio)}
 
 
 @register_policy_loss("cispo")
@@ -71,7 +72,7 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and the metrics of ``_masked_policy_gradient``.
     """
     # Log-probs are at most 0: these exponentials need no bound.
-    change = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
+    change = inputs.log_probs.detach().exp() - inputs.ratio_denominator.exp()
     low, high = inputs.parameters.clip_bounds
     return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, change <= high, change >= -low))
 
@@ -88,7 +89,7 @@ def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and the metrics of ``_masked_policy_gradient``.
     """
     current = inputs.log_probs.detach()
-    old = inputs.old_log_probs
+    old = inputs.ratio_denominator
     divergence = binary_kl(old, current)
     low, high = inputs.parameters.clip_bounds
     may_rise = (divergence <= high) | (current <= old)
@@ -129,9 +130,8 @@ def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     beta = inputs.parameters.dro_beta
     if beta is None:
         raise ValueError("the loss 'dro' needs actor_rollout_ref.actor.policy_loss.dro_beta > 0, got None")
-    log_ratio = (
-        inputs.log_probs - inputs.old_log_probs
-    )  # unclamped: the penalty must pull back what has gone far
+    # Not bounded: the penalty must pull back what has gone far.
+    log_ratio = inputs.unbounded_log_ratio
     return inputs.reduce(0.5 * beta * log_ratio.square() - inputs.advantages * inputs.log_probs), {
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio)
     }

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import LossMetrics
-from verl_rc.metrics.mergeable import Moments
 
 VARIANCE_EPSILON = 1e-5
 """Added to the variance of the returns, in squared units of reward."""
@@ -62,28 +59,8 @@ def compute_value_loss(
     }
 
 
-@dataclass(frozen=True)
-class ExplainedVariance:
-    """Sums from which the explained variance of the returns follows; add the records of micro-batches and
-    ranks.
-    """
-
-    errors: Moments[Tensor]
-    """Of R − v, in units of reward; 0-d float64."""
-    returns: Moments[Tensor]
-    """Of R, likewise."""
-
-    def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
-        """Merge two disjoint parts of a batch."""
-        return ExplainedVariance(self.errors + other.errors, self.returns + other.returns)
-
-    def fraction(self) -> Tensor:
-        """1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
-        return 1 - _variance(self.errors) / (_variance(self.returns) + VARIANCE_EPSILON)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
-    """Sum what ``critic/vf_explained_var`` needs.
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """``1 − Var(R − v) / (Var(R) + 1e-5)``, 0-d float64; 1 is perfect, 0 no better than the mean.
 
     Args:
         values: [B, T], in units of reward.
@@ -97,19 +74,16 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Explain
     inside = mask.bool()
     # float64: in Σx² − (Σx)²/n nearly equal numbers cancel, and float32 keeps 7 digits of them.
     returns = returns.detach().to(torch.float64).where(inside, 0)
-    error = returns - values.detach().to(torch.float64).where(inside, 0)
+    errors = returns - values.detach().to(torch.float64).where(inside, 0)
     count = inside.sum().to(torch.float64)
-    return ExplainedVariance(
-        errors=Moments(error.sum(), count, error.square().sum()),
-        returns=Moments(returns.sum(), count, returns.square().sum()),
-    )
+    return 1 - _variance(errors, count) / (_variance(returns, count) + VARIANCE_EPSILON)
 
 
-def _variance(moments: Moments[Tensor]) -> Tensor:
-    """Variance with n − 1 in the denominator; 0 for fewer than two numbers."""
-    count, total = moments.count, moments.total
+def _variance(values: Tensor, count: Tensor) -> Tensor:
+    """Variance of ``count`` numbers, all others 0, with n − 1 in the denominator; 0 for fewer than two."""
     # What cancels may leave a small negative number.
-    return (moments.square - total.square() / count.clamp(min=1)).clamp(min=0) / (count - 1).clamp(min=1)
+    squares = values.square().sum() - values.sum().square() / count.clamp(min=1)
+    return squares.clamp(min=0) / (count - 1).clamp(min=1)
 
 
 def _check_values(mask: Tensor, **tensors: Tensor) -> None:

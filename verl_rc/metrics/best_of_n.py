@@ -113,7 +113,7 @@ def _prompt_statistics(
     yield f"mean@{samples_per_prompt}", _mean(values)
     if samples_per_prompt == 1:
         return
-    yield f"std@{samples_per_prompt}", _unbiased_std(values)
+    yield f"std@{samples_per_prompt}", unbiased_std(values)
     for draws in draw_sizes(samples_per_prompt):
         statistics = {"best": best_of(values, draws), "worst": worst_of(values, draws)}
         if with_vote:
@@ -127,7 +127,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _unbiased_std(values: Sequence[float]) -> float:
+def unbiased_std(values: Sequence[float]) -> float:
+    """Standard deviation with Bessel's correction; 0 for a single value."""
     mean = _mean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 

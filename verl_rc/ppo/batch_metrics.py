@@ -10,6 +10,7 @@ from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.sequences import LogProbs, sequence_chunks
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.losses import explained_variance
+from verl_rc.metrics.mergeable import Moments
 
 
 def batch_metrics(
@@ -48,7 +49,7 @@ def batch_metrics(
 
 def critic_metrics(batch: CriticBatch) -> dict[str, float]:
     """The critic's values before the update, and the share of the returns' variance that they explain."""
-    explained = explained_variance(batch.old_values, batch.returns, batch.response_mask).fraction()
+    explained = explained_variance(batch.old_values, batch.returns, batch.response_mask)
     values = _mean_max_min({"critic/values": batch.old_values[batch.response_mask]})
     return _to_floats({**values, "critic/vf_explained_var": explained})
 
@@ -97,6 +98,7 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
     """
     if evaluations.entropies is None:
         return {}
+    assert evaluations.proximal_log_probs is not None
     mask = rollouts.response_mask
     entropy = float(evaluations.entropies[mask].double().mean())
     return {
@@ -140,11 +142,12 @@ def probability_gap(
     count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()
     if not count:
         return {"training/rollout_probs_diff_valid": 0.0}
+    gaps = Moments(gap_sum, count, gap_square)
     metrics = {
         "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_mean": gap_sum / count,
+        "training/rollout_probs_diff_mean": gaps.value,
         "training/rollout_probs_diff_max": top,
-        "training/rollout_probs_diff_std": max(gap_square / count - (gap_sum / count) ** 2, 0.0) ** 0.5,
+        "training/rollout_probs_diff_std": gaps.std,
     }
     spread = (pp - p * p / count) * (qq - q * q / count)
     if spread > 0:

@@ -2,10 +2,8 @@
 where the actor corrects, rollout correction first, the current or interpolated policy against the rollout
 policy, micro-batch by micro-batch."""
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -23,13 +21,7 @@ from verl_rc.losses import (
     compute_kl_loss,
     compute_policy_loss,
     compute_value_loss,
-    covariance_means,
     loss_options,
-    selection_counts,
-    selection_scores,
-    selection_size,
-    selection_threshold,
-    share_at_threshold,
     token_mean,
 )
 from verl_rc.metrics.mergeable import Mean
@@ -64,12 +56,9 @@ def policy_objective(
     ``covariance`` too, for the losses ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
-    proximal = batch.proximal_log_probs
-    if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
-        proximal = proximal.where(proximal.isfinite(), current.log_probs.detach())
     policy_loss, averages = compute_policy_loss(
         policy_loss_name(config, correction),
-        old_log_probs=proximal,
+        old_log_probs=ratio_denominator(batch, current.log_probs, correction),
         log_probs=current.log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
@@ -106,6 +95,16 @@ def policy_objective(
     return Objective(loss, terms, averages)
 
 
+def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
+    """float32 ``[B, R]``: log-probs of the policy that the loss's ratio divides ``current`` ones by: the
+    rollout policy in bypass mode, else the proximal one."""
+    log_probs = batch.rollout_log_probs if correction.bypass_mode else batch.proximal_log_probs
+    assert log_probs is not None
+    if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
+        return log_probs.where(log_probs.isfinite(), current.detach())
+    return log_probs
+
+
 def value_objective(
     values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation
 ) -> Objective:
@@ -117,17 +116,13 @@ def value_objective(
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
 
 
-SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a tensor up over the ranks that share a mini-batch."""
-GatherOverRanks = Callable[[Tensor], Tensor]
-"""Puts a vector of every rank behind those of the ranks before it."""
-
-
-def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:
+def covariance_inputs(
+    batch: TrainBatch, log_probs: Tensor, config: ActorConfig, correction: RolloutCorrectionConfig
+) -> PolicyLossInputs:
     """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""
     return clean_policy_loss_inputs(
         PolicyLossInputs(
-            old_log_probs=batch.proximal_log_probs,
+            ratio_denominator=ratio_denominator(batch, log_probs, correction),
             log_probs=log_probs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
@@ -136,39 +131,6 @@ def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig)
             parameters=loss_options(config),
         )
     )
-
-
-def covariance_statistics(
-    name: str,
-    micro_batches: Sequence[PolicyLossInputs],
-    over_ranks: SumOverRanks,
-    from_ranks: GatherOverRanks,
-) -> CovarianceStatistics:
-    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
-    ranks add.
-
-    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
-    the score of the last one that is selected is found among the best of every rank. So neither micro-batches
-    nor ranks change which tokens are selected.
-    """
-    parts = zip(*map(covariance_means, micro_batches), strict=True)
-    advantages, log_probs = (reduce(operator.add, means) for means in parts)
-    total, log_prob_total, tokens = over_ranks(
-        torch.stack([advantages.total, log_probs.total, advantages.count])
-    )
-    advantage_mean, log_prob_mean = (
-        Mean(summed, tokens).value.to(torch.float32) for summed in (total, log_prob_total)
-    )
-    size = selection_size(name, micro_batches[0], tokens)
-    scores = torch.cat(
-        [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
-    )
-    best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
-    own_best = scores.topk(min(int(size), scores.numel())).values
-    best[: own_best.numel()] = own_best
-    threshold = selection_threshold(from_ranks(best), size)
-    counts = over_ranks(selection_counts(scores, threshold))
-    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))
 
 
 @dataclass(frozen=True)
@@ -240,6 +202,8 @@ def with_interpolated_proximal(
 
 def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
     """How far interpolated log-probs of the proximal policy are from recomputed ones."""
+    assert interpolated.proximal_log_probs is not None
+    assert recomputed.proximal_log_probs is not None
     gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()
     return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
 
@@ -271,5 +235,5 @@ def correct_current(
 
 def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
     """Tokens that are kept, and rows with at least one such token, of the rows measured."""
-    totals = statistics.numbers().totals
-    return MiniBatchCounts(int(totals.kept_tokens), int(totals.kept_sequences))
+    kept = statistics.numbers().totals.unreported
+    return MiniBatchCounts(int(kept["kept_tokens"].total), int(kept["kept_rows"].total))

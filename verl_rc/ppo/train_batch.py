@@ -76,12 +76,13 @@ def build_train_batch(
             reward_baselines=samples.reward_baselines,
             component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=evaluations.proximal_log_probs,
+            old_log_probs=_old_log_probs(rollouts, evaluations),
             sum_pi_squared=evaluations.sum_pi_squared,
             rollout_is_weights=weights,
         )
 
     def corrected(advantages: Tensor | None) -> CorrectionResult:
+        assert evaluations.proximal_log_probs is not None
         return compute_rollout_correction(
             evaluations.proximal_log_probs,
             rollouts.rollout_log_probs,
@@ -140,6 +141,7 @@ def _weights_for_baseline(
     """
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
+    assert evaluations.proximal_log_probs is not None  # in bypass mode no such estimator is accepted
     return compute_rollout_correction(
         evaluations.proximal_log_probs,
         rollouts.rollout_log_probs,
@@ -175,7 +177,7 @@ def _rewards(
     assert evaluations.reference_log_probs is not None
     rewards, divergence = apply_kl_in_reward(
         outcome,
-        evaluations.proximal_log_probs,
+        _old_log_probs(rollouts, evaluations),
         evaluations.reference_log_probs,
         rollouts.response_mask,
         kl_coef,
@@ -183,6 +185,13 @@ def _rewards(
     )
     answered = rollouts.response_mask.any(dim=-1)
     return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
+
+
+def _old_log_probs(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
+    """Log-probs of the policy before the update, for rewards and baselines: of the proximal one, or where
+    that is not computed of the rollout policy."""
+    proximal = evaluations.proximal_log_probs
+    return rollouts.rollout_log_probs if proximal is None else proximal
 
 
 def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class LogProbGap:
     def from_statistics(cls, statistics: CorrectionStatistics) -> "LogProbGap":
         """Gap of what rollout correction has measured."""
         totals = statistics.numbers().totals
-        return cls(totals.distance.value, totals.extremes["distance"].farthest)
+        return cls(totals.unreported["distance"].value, totals.extremes["distance"].farthest)
 
     def require_at_most(self, limit: float, where: str) -> None:
         """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""

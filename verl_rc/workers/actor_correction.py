@@ -32,7 +32,6 @@ class ActorCorrection:
         """``mesh``: the data-parallel ranks that share every mini-batch."""
         self.updates = 0
         """Optimizer updates of the step so far."""
-        self.compares = request.compares_proximal
         self._updates_per_step = max(1, len(request.mini_batches))
         self._config = request.correction
         self._mesh = mesh
@@ -105,6 +104,7 @@ class ActorCorrection:
         batch = with_interpolated_proximal(
             batch, log_probs, self._policy_version, self.updates, self._updates_per_step
         )
+        assert batch.proximal_log_probs is not None
         return batch, batch.proximal_log_probs
 
     def finish(self) -> int:

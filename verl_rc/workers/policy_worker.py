@@ -23,14 +23,13 @@ from verl_rc.distributed.process_group import (
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
-from verl_rc.losses import Aggregation, CovarianceStatistics
+from verl_rc.losses import Aggregation, CovarianceStatistics, covariance_statistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
     Objective,
     covariance_inputs,
-    covariance_statistics,
     interpolation_gap,
     policy_objective,
 )
@@ -228,8 +227,9 @@ class PolicyWorker(Learner):
             objective = policy_objective(
                 current, part, self._actor, self._correction, aggregation, covariance
             )
-            if correction is None or not correction.compares:
+            if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
+            # Recomputed this time, to compare interpolated ones with.
             return replace(objective, averages={**objective.averages, **interpolation_gap(part, uncorrected)})
 
         accumulate_gradients(
@@ -256,7 +256,7 @@ class PolicyWorker(Learner):
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
-            inputs.append(covariance_inputs(corrected, log_probs, self._actor))
+            inputs.append(covariance_inputs(corrected, log_probs, self._actor, self._correction))
         statistics = covariance_statistics(
             name,
             inputs,

@@ -22,9 +22,6 @@ class UpdateRequest:
     gap_limit: float | None = None
     """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit.
     """
-    compares_proximal: bool = False
-    """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with.
-    """
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, arrived = make_train_batch(LENGTHS), list[Ragged[TrainBatch]]()
-    batch.rollout_log_probs = batch.proximal_log_probs  # as in bypass mode
+    batch.loss_mask = batch.response_mask  # as where nothing is rejected
     group = ActorGroup.__new__(ActorGroup)
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
@@ -158,5 +158,5 @@ def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
     group.update(batch, mini_batches, LIMITS[0], UpdateRequest(RolloutCorrectionConfig(), 0))
     (rows,) = arrived
     assert "returns" not in rows.columns
-    assert rows.columns["rollout_log_probs"] is rows.columns["proximal_log_probs"]
+    assert rows.columns["loss_mask"] is rows.columns["response_mask"]
     assert batch.returns is not None  # the critic is trained on the driver's batch

@@ -165,7 +165,7 @@ def train_on(
     )
     if config.in_actor:
         evaluations = evaluations.clone()
-        evaluations.proximal_log_probs = rollouts.rollout_log_probs
+        evaluations.proximal_log_probs = None
     proximal = FINITE[1].proximal_log_probs
     try:
         batch = build_train_batch(

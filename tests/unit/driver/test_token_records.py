@@ -188,9 +188,7 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
     scored = scored_step(config, inputs)
     evaluations = INPUTS.evaluations.clone()
     if config.algorithm.rollout_correction.in_actor:
-        evaluations = PolicyEvaluations(
-            proximal_log_probs=samples.rollouts.rollout_log_probs, batch_size=evaluations.batch_size
-        )
+        evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
     TokenRecorder(cast(Services, services), 0).write(
         samples, evaluations, scored, control, StepRecord(), step
     )

@@ -107,7 +107,7 @@ class CorrectingActor(World):
         if not request.correction.in_actor:
             return answer
         measured = measure(
-            batch.proximal_log_probs + 0.3, batch.proximal_log_probs, batch.response_mask, request.correction
+            batch.rollout_log_probs + 0.3, batch.rollout_log_probs, batch.response_mask, request.correction
         )
         report = dataclasses.replace(answer.result, correction=measured, gap=LogProbGap(0.01, 0.01))
         return Timed(report, answer.busy_seconds)

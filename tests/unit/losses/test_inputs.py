@@ -21,7 +21,7 @@ def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(
     spoiled[row, column] = torch.nan
     inputs = clean_policy_loss_inputs(
         PolicyLossInputs(
-            old_log_probs=batch.old_log_probs.clone().requires_grad_(),
+            ratio_denominator=batch.old_log_probs.clone().requires_grad_(),
             log_probs=spoiled,
             advantages=batch.advantages.requires_grad_(),
             loss_mask=batch.loss_mask.float(),
@@ -33,11 +33,11 @@ def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(
     usable = batch.response_mask.clone()
     usable[row, column] = False
     assert torch.equal(inputs.log_probs, batch.log_probs * usable)
-    assert torch.equal(inputs.old_log_probs, batch.old_log_probs * usable)
+    assert torch.equal(inputs.ratio_denominator, batch.old_log_probs * usable)
     assert inputs.log_ratio[row, column] == 0
     assert torch.equal(inputs.rollout_is_weights, batch.weights * batch.loss_mask)
     assert inputs.loss_mask.dtype == inputs.response_mask.dtype == torch.bool
-    assert not inputs.old_log_probs.requires_grad
+    assert not inputs.ratio_denominator.requires_grad
     assert not inputs.advantages.requires_grad
 
 

@@ -19,15 +19,10 @@ from verl_rc.losses import (
     compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss,
-    covariance_means,
+    covariance_statistics,
     loss_options,
     register_policy_loss,
     resolve_policy_loss,
-    selection_counts,
-    selection_scores,
-    selection_size,
-    selection_threshold,
-    share_at_threshold,
 )
 from verl_rc.metrics.mergeable import Mean
 
@@ -89,7 +84,10 @@ def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tens
     return loss.item(), gradient, dict(metrics)
 
 
-def covariance_statistics(
+OTHERS = ("aggregation", "old_log_probs")
+
+
+def statistics_of_parts(
     name: str, arguments: dict[str, Any], parts: list[Tensor]
 ) -> CovarianceStatistics | None:
     """What a trainer computes for a mini-batch from its parts, before the losses."""
@@ -99,21 +97,15 @@ def covariance_statistics(
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
-                **{field: arguments[field][rows] for field in arguments if field != "aggregation"},
+                ratio_denominator=arguments["old_log_probs"][rows],
+                **{field: arguments[field][rows] for field in arguments if field not in OTHERS},
                 denominator_mask=arguments["loss_mask"][rows],
                 parameters=parameters,
             )
         )
         for rows in parts
     ]
-    sums = [covariance_means(inputs) for inputs in cleaned]
-    advantage_mean = sum((s[0] for s in sums[1:]), sums[0][0]).value
-    log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).value
-    size = selection_size(name, cleaned[0], arguments["loss_mask"].sum())
-    scores = [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in cleaned]
-    threshold = selection_threshold(torch.cat([part.topk(int(size)).values for part in scores]), size)
-    counts = torch.stack([selection_counts(part, threshold) for part in scores]).sum(dim=0)
-    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))
+    return covariance_statistics(name, cleaned)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -124,7 +116,7 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
     aggregation = Aggregation(mode, batch.response_mask.sum(), batch.response_mask.any(-1).sum())
     whole, gradient, metrics = loss_and_gradient(name, {**arguments, "aggregation": aggregation})
     parts = [torch.tensor([4, 0, 3]), torch.tensor([1]), torch.tensor([2, 5])]
-    statistics = covariance_statistics(name, arguments, parts)
+    statistics = statistics_of_parts(name, arguments, parts)
     losses, gradients, part_metrics = zip(
         *(
             loss_and_gradient(
@@ -237,7 +229,7 @@ def test_rejecting_a_token_changes_no_other_tokens_gradient(
 ) -> None:
     batch = make_batch(seed=6)
     arguments = {**batch.policy_loss_arguments(), "loss_mask": batch.response_mask}
-    statistics = covariance_statistics(name, arguments, [torch.arange(6)])
+    statistics = statistics_of_parts(name, arguments, [torch.arange(6)])
     arguments |= {"covariance_statistics": statistics}
     _, before, _ = loss_and_gradient(name, arguments)
     _, after, _ = loss_and_gradient(name, {**arguments, "loss_mask": batch.loss_mask})

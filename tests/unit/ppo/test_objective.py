@@ -17,12 +17,12 @@ from torch import Tensor
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, selection_scores
+from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, covariance_statistics
+from verl_rc.losses.covariance import selection_scores
 from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first
 from verl_rc.ppo.objective import (
     correct_current,
     covariance_inputs,
-    covariance_statistics,
     kept_counts,
     measure_current,
     policy_objective,
@@ -170,7 +170,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 def statistics_of(config: ActorConfig, batch: TrainBatch, split: list[list[int]]) -> CovarianceStatistics:
     log_probs = current(batch)
-    seen = [covariance_inputs(batch[rows], log_probs[rows], config) for rows in split]
+    seen = [covariance_inputs(batch[rows], log_probs[rows], config, correction()) for rows in split]
     name = covariance_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
     return covariance_statistics(name, seen, alone, alone)
@@ -198,7 +198,7 @@ def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[li
     assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx(
         [advantage, log_prob], rel=1e-5
     )
-    inputs = covariance_inputs(batch, current(batch), config)
+    inputs = covariance_inputs(batch, current(batch), config, correction())
     scores = selection_scores("kl_cov", inputs, found.advantage_mean, found.log_prob_mean)
     assert {(row, t) for row, t in (scores >= found.score_threshold).nonzero().tolist()} == expected
     assert found.share_at_threshold == 1
@@ -215,7 +215,10 @@ def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(
     assert cut.advantage_mean == torch.tensor(advantage)
     assert (cut.score_threshold, cut.share_at_threshold) == (whole.score_threshold, whole.share_at_threshold)
     scores = selection_scores(
-        "kl_cov", covariance_inputs(batch, current(batch), config), cut.advantage_mean, cut.log_prob_mean
+        "kl_cov",
+        covariance_inputs(batch, current(batch), config, correction()),
+        cut.advantage_mean,
+        cut.log_prob_mean,
     )
     assert (scores >= cut.score_threshold).sum() == 3
 
@@ -284,12 +287,14 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
         batch.advantages = torch.full_like(batch.advantages, advantage)
     log_probs = current(batch)
     shares = [
-        [covariance_inputs(batch[rows], log_probs[rows], config) for rows in of_rank]
+        [covariance_inputs(batch[rows], log_probs[rows], config, correction()) for rows in of_rank]
         for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
     ]
     name = covariance_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    whole = covariance_statistics(name, [covariance_inputs(batch, log_probs, config)], alone, alone)
+    whole = covariance_statistics(
+        name, [covariance_inputs(batch, log_probs, config, correction())], alone, alone
+    )
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -12,7 +12,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.objective import measure_current
+from verl_rc.ppo.objective import measure_current, ratio_denominator
 from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -124,7 +124,7 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
         statistics = step.statistics
         if bypass:
             statistics = measure_current(
-                step.batch, step.batch.proximal_log_probs, config.rollout_correction, policy_version=5
+                step.batch, rollouts.rollout_log_probs, config.rollout_correction, policy_version=5
             )
         assert statistics is not None
         assert statistics.metrics(config.rollout_correction).get("rollout_corr/token_age_mean") == ages
@@ -187,6 +187,25 @@ def test_in_bypass_mode_nothing_is_corrected_before_the_actor() -> None:
     assert torch.equal(step.batch.loss_mask, rollouts.response_mask)
     assert step.batch.rollout_is_weights is None
     assert step.batch.rollout_log_probs is rollouts.rollout_log_probs
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_ratio_divides_by_a_policy_named_by_its_role(bypass: bool) -> None:
+    """Proximal log-probs are the trainer's before the update, or none: the engine's never stand under their
+    name."""
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
+    trainer = evaluations.proximal_log_probs
+    if bypass:
+        evaluations.proximal_log_probs = None
+    config = algorithm(bypass_mode=bypass)
+    batch = run_step(rollouts, evaluations, config).batch
+    current = torch.full_like(trainer, -9.0)
+    denominator = ratio_denominator(batch, current, config.rollout_correction)
+    assert batch.proximal_log_probs is (None if bypass else trainer)
+    assert denominator is (rollouts.rollout_log_probs if bypass else trainer)
+    neutral = algorithm(bypass_mode=bypass, nonfinite_logprob="neutral").rollout_correction
+    denominator[0, 0] = torch.nan
+    assert ratio_denominator(batch, current, neutral)[0].tolist() == [-9.0, *denominator[0, 1:].tolist()]
 
 
 def test_what_the_driver_has_corrected_needs_no_rollout_log_probs_any_more() -> None:

@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from verl_rc.health.statement import Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
+from verl_rc.metrics.best_of_n import unbiased_std
 from verl_rc.metrics.catalog import describe
 
 _SCORE = "critic/score/mean"
@@ -85,7 +86,7 @@ def _collapse(run: RunData) -> list[Statement]:
     windows = [(i, math.fsum(score.values[i : i + width]) / width) for i in range(len(score) - width + 1)]
     best_at, best = max(windows, key=lambda window: window[1])
     last = windows[-1][1]
-    spread = _deviation(score.values[best_at : best_at + width]) + _deviation(score.values[-width:])
+    spread = unbiased_std(score.values[best_at : best_at + width]) + unbiased_std(score.values[-width:])
     bound = max(COLLAPSE * abs(best), _STANDARD_ERRORS * spread / math.sqrt(width))
     if best - last <= bound or best_at + width > len(score) - width:
         return []
@@ -107,11 +108,6 @@ def _collapse(run: RunData) -> list[Statement]:
             overrides=overrides,
         )
     ]
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _what_came_before(

@@ -2,7 +2,7 @@
 would take."""
 
 from verl_rc.insight.what_if.answer import Answer, answer, tried_configs
-from verl_rc.insight.what_if.batch import NoRecordsError, RecordedBatch, read_batch
+from verl_rc.insight.what_if.batch import NoRecordsError, RecordedBatch, clip_of, read_batch
 from verl_rc.insight.what_if.estimate import Estimate, Interval, Updates, estimate_presets
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RecordedBatch",
     "Updates",
     "answer",
+    "clip_of",
     "estimate_presets",
     "read_batch",
     "tried_configs",

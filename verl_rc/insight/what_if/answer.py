@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from verl_rc.config.algorithms import RatioOptions
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Statement
@@ -217,8 +218,14 @@ def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
         notes.append(
             "Bias, noise and error are of the part of the update that moves the biases of sampled tokens."
         )
-    notes.append("Bypass presets are judged at their first update.")
+    notes.append(f"Bypass presets are judged at their first update, {_clip(batch.clip)}.")
     return notes
+
+
+def _clip(clip: RatioOptions | None) -> str:
+    below, above = (clip or RatioOptions()).clip_bounds
+    bounds = f"clipped to {1 - below:g} to {1 + above:g}"
+    return f"{bounds} as in the run" if clip else f"{bounds}, the default: the run's files do not say"
 
 
 def _words(interval: Interval) -> str:

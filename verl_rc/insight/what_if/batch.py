@@ -1,16 +1,21 @@
 """Recorded random rows as one padded batch."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from verl_rc.config.algorithms import RatioOptions
 from verl_rc.data.token_record import Array, TokenRecord, noise_scale
 from verl_rc.insight.run_folder import token_source
 from verl_rc.insight.run_folder.records import LARGEST_STEP
+
+_CLIP_OPTIONS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 class NoRecordsError(ValueError):
@@ -44,6 +49,8 @@ class RecordedBatch:
     """Of the records."""
     step_of_row: Sequence[int] = ()
     """``[B]``."""
+    clip: RatioOptions | None = None
+    """The run's clip of the ratio; None: not known."""
 
     @property
     def num_prompts(self) -> int:
@@ -76,6 +83,17 @@ def read_batch(
             "algorithm.rollout_correction.bypass_mode=False."
         )
     return _joined(usable)
+
+
+def clip_of(settings: Mapping[str, Any]) -> RatioOptions | None:
+    """The clip of the ratio in the ``settings`` of a run, by dotted key; None where they do not say, or say
+    what is no clip."""
+    prefix = "actor_rollout_ref.actor."
+    options = {name: settings[key] for name in _CLIP_OPTIONS if (key := prefix + name) in settings}
+    try:
+        return RatioOptions.model_validate(options) if options else None
+    except ValidationError:
+        return None
 
 
 def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:

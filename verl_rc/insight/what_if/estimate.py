@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_rc.config.algorithms import RatioOptions
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.insight.what_if.batch import RecordedBatch
@@ -18,8 +19,6 @@ _MOST_PROMPTS = 1_500
 _UNCAPPED = 4.9e8
 """A bound above every weight: log-weights are clamped to 20."""
 _BAND = (0.05, 0.95)
-_CLIP = (0.8, 1.2, 3.0)
-"""Ratios between which PPO's clip leaves tokens alone; the last for negative advantages."""
 
 Updates = Callable[[RecordedBatch, Sequence[Tensor], Tensor, int], Sequence[Tensor]]
 """Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens'
@@ -78,8 +77,10 @@ def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tenso
     loss_mask = (batch.mask & result.keep_mask).double()
     if config.bypass_mode and config.loss_type == "ppo_clip":
         ratio = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0).clamp(-20, 20).exp()
-        low, high, dual = _CLIP
-        inside = torch.where(batch.advantages > 0, ratio <= high, (ratio >= low) & (ratio <= dual))
+        clip = batch.clip or RatioOptions()
+        below, above = clip.clip_bounds
+        inside_negative = (ratio >= 1 - below) & (ratio <= clip.clip_ratio_c)
+        inside = torch.where(batch.advantages > 0, ratio <= 1 + above, inside_negative)
         return loss_mask * ratio * inside
     return loss_mask if result.weights is None else loss_mask * result.weights.double()
 

@@ -3,6 +3,7 @@ named."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,14 @@ from recorded_tokens import token_record, write_tokens
 from verl_rc.cli import main
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.insight.verdict import Verdict
-from verl_rc.insight.what_if import NoRecordsError, RecordedBatch, answer, estimate_presets, read_batch
+from verl_rc.insight.what_if import (
+    NoRecordsError,
+    RecordedBatch,
+    answer,
+    clip_of,
+    estimate_presets,
+    read_batch,
+)
 from verl_rc.insight.what_if.estimate import coefficients, reference_level, uncapped
 
 TRIED = (
@@ -160,6 +168,33 @@ def test_the_clip_of_negative_advantages_has_another_side() -> None:
     torch.testing.assert_close(
         found, torch.tensor([[0.0, 2.9], [1.1, 0.0]], dtype=torch.float64), rtol=1e-5, atol=1e-6
     )
+
+
+def test_the_clip_is_that_of_the_run() -> None:
+    """A ratio of 1.25 is clipped by 0.2 and not by 0.28; 2.9 and 0.75 of negative advantages likewise."""
+    logs = [[math.log(1.25), math.log(2.9)], [math.log(0.75), 0.0]]
+    batch = small_batch(logs, [[1.0, -1.0], [-1.0, 1.0]])
+    config = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "loss_type": "ppo_clip"})
+    for settings, expected in (
+        ({}, [[0.0, 2.9], [0.0, 1.0]]),
+        ({"clip_ratio_high": 0.28}, [[1.25, 2.9], [0.0, 1.0]]),
+        ({"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_c": 2.0}, [[1.25, 0.0], [0.75, 1.0]]),
+        ({"clip_ratio": "no number"}, [[0.0, 2.9], [0.0, 1.0]]),
+    ):
+        clip = clip_of({f"actor_rollout_ref.actor.{name}": value for name, value in settings.items()})
+        found = coefficients(replace(batch, clip=clip), config)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+
+
+def test_the_clip_comes_from_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path)
+    configuration = run / "resolved_config.yaml"
+    configuration.unlink(missing_ok=True)
+    assert main(["what-if", str(run), "--presets", "bypass_ppo_clip"]) == 0
+    assert "clipped to 0.8 to 1.2, the default: the run's files do not say." in capsys.readouterr().out
+    configuration.write_text("actor_rollout_ref: {actor: {clip_ratio_low: 0.1, clip_ratio_high: 0.28}}")
+    assert main(["what-if", str(run), "--presets", "bypass_ppo_clip"]) == 0
+    assert "clipped to 0.9 to 1.28 as in the run." in capsys.readouterr().out
 
 
 def test_columns_by_hand() -> None:
