@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 
 SAYS_WHAT_HAPPENS_ANYWAY = {
     *(
@@ -78,7 +78,7 @@ def readers(whole_run: Path, reads: Path) -> dict[str, set[str]]:
 
 
 def test_every_key_is_read_where_it_acts(readers: dict[str, set[str]]) -> None:
-    known = set(known_keys(RunConfig))
+    known = set(fields_of(RunConfig))
     elsewhere = {key for keys in SHOWN_ELSEWHERE.values() for key in keys.split()}
     assert readers.keys() <= known
     assert SAYS_WHAT_HAPPENS_ANYWAY | elsewhere <= known

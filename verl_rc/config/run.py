@@ -2,16 +2,23 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
-from pydantic_core import PydanticUndefined
+from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
-from verl_rc.config.schema import StrictModel, UserPath, followed_keys
+from verl_rc.config.schema import (
+    StrictModel,
+    UserPath,
+    default_at,
+    fields_of,
+    followed_key,
+    set_value,
+    value_at,
+)
 from verl_rc.config.task import DataConfig, RewardConfig
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
@@ -228,11 +235,17 @@ class RunConfig(StrictModel):
         tree: dict[str, Any] = copy.deepcopy(dict(given))
         _size_of_a_step(tree)
         for key, followed in FOLLOWED_KEYS.items():
-            if _value_at(tree, key) is None and (value := _value_at(tree, followed)) is not None:
-                _fill(tree, key, value)
-        if _value_at(tree, "trainer.default_local_dir") is None:
-            names = (_value_at(tree, "trainer.project_name"), _value_at(tree, "trainer.experiment_name"))
-            _fill(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
+            if (
+                _given_or_default(tree, key) is None
+                and (value := _given_or_default(tree, followed)) is not None
+            ):
+                set_value(tree, key, value)
+        if _given_or_default(tree, "trainer.default_local_dir") is None:
+            names = (
+                _given_or_default(tree, "trainer.project_name"),
+                _given_or_default(tree, "trainer.experiment_name"),
+            )
+            set_value(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
         return tree
 
     @property
@@ -316,43 +329,25 @@ class RunConfig(StrictModel):
         return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
-FOLLOWED_KEYS = dict(followed_keys(RunConfig))
+FOLLOWED_KEYS = {
+    key: followed for key, field in fields_of(RunConfig).items() if (followed := followed_key(field))
+}
 """The key whose value a key takes where it is null."""
 
 
 def _size_of_a_step(tree: dict[str, Any]) -> None:
     """``data.train_batch_size`` as ``require_batches`` mini-batches, unless it is given; verl's recipes give
     it as 0."""
-    count = _value_at(tree, "async_training.require_batches")
-    mini = _value_at(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
-    data = tree.get("data")
-    size = data.get("train_batch_size") if isinstance(data, Mapping) else None
+    count = _given_or_default(tree, "async_training.require_batches")
+    mini = _given_or_default(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    size = value_at(tree, "data.train_batch_size")
     if isinstance(count, int) and isinstance(mini, int) and size in (None, 0):
-        _fill(tree, "data.train_batch_size", count * mini)
+        set_value(tree, "data.train_batch_size", count * mini)
 
 
-def _value_at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value given for ``key`` in a plain tree, or the schema's default."""
-    section: type[BaseModel] = RunConfig
-    value: Any = tree
-    *path, leaf = key.split(".")
-    for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else None
-        section = cast(type[BaseModel], section.model_fields[part].annotation)
-    if isinstance(value, Mapping) and value.get(leaf) is not None:
-        return value[leaf]
-    default = section.model_fields[leaf].default
-    return None if default is PydanticUndefined else default
-
-
-def _fill(tree: dict[str, Any], key: str, value: object) -> None:
-    *path, leaf = key.split(".")
-    section = tree
-    for part in path:
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):  # a wrong type, which validation will name
-            return
-    section[leaf] = value
+def _given_or_default(tree: Mapping[str, Any], key: str) -> Any:
+    given = value_at(tree, key)
+    return default_at(RunConfig, key) if given is None else given
 
 
 def remote_code_keys(config: RunConfig) -> dict[str, str]:

@@ -1,14 +1,14 @@
 """``StrictModel``, the base class of all configuration sections, and functions over the tree of sections."""
 
+import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from verl_rc.config.errors import shortened
 
@@ -37,16 +37,6 @@ def followed_key(field: FieldInfo) -> str | None:
     return str(field.json_schema_extra["follows"]) if isinstance(field.json_schema_extra, dict) else None
 
 
-def followed_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every leaf of a schema that follows another key, and that key."""
-    for name, field in schema.model_fields.items():
-        section, followed = section_of(field.annotation), followed_key(field)
-        if section is not None:
-            yield from followed_keys(section, f"{prefix}{name}.")
-        elif followed is not None:
-            yield prefix + name, followed
-
-
 def _usable_path(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError(f"a path must not be empty or hold NUL, got {text!r}")
@@ -64,14 +54,17 @@ UserPath = Annotated[str, AfterValidator(_usable_path)]
 """A path, or a model's hub id; ``~`` is the home folder of the user who starts the run."""
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all leaves of a schema."""
+@functools.cache
+def fields_of(schema: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The field of every leaf of a schema by its dotted key, in the schema's order."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         section = section_of(field.annotation)
         if section is None:
-            yield prefix + name
+            fields[name] = field
         else:
-            yield from known_keys(section, f"{prefix}{name}.")
+            fields |= {f"{name}.{key}": leaf for key, leaf in fields_of(section).items()}
+    return fields
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -89,71 +82,32 @@ def is_free_mapping(annotation: Any) -> bool:
     return annotation is dict or get_origin(annotation) is dict
 
 
-def defaults(schema: type[BaseModel]) -> dict[str, Any]:
-    """The tree of all leaves that have a default."""
-    tree: dict[str, Any] = {}
-    for name, field in schema.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None:
-            tree[name] = defaults(section)
-        elif field.default is not PydanticUndefined:
-            tree[name] = field.default
-    return tree
+def default_at(schema: type[BaseModel], key: str) -> Any:
+    """The default of the leaf ``key``, or of the leaf that holds this entry; None without a default."""
+    fields = fields_of(schema)
+    while key and key not in fields:
+        key = key.rpartition(".")[0]
+    return fields[key].default if key and not fields[key].is_required() else None
 
 
-def default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
-    """The default of the leaf at ``path``, or of the list that holds it; None without a default."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        field = None if section is None else section.model_fields.get(part)
-        if field is None:
-            return None
-        section = section_of(field.annotation)
-        if section is None:
-            return None if field.default is PydanticUndefined else field.default
-    return None
+def is_section(schema: type[BaseModel], key: str) -> bool:
+    """Whether ``key`` is a section of the schema."""
+    return any(name.startswith(f"{key}.") for name in fields_of(schema))
 
 
 def has_key(schema: type[BaseModel], key: str) -> bool:
     """Whether ``key`` is a leaf, a section, or anything below a mapping whose keys are the user's."""
-    section: type[BaseModel] | None = schema
-    for part in key.split("."):
-        field = None if section is None else section.model_fields.get(part)
-        if field is None:
-            return False
-        if is_free_mapping(field.annotation):
-            return True
-        section = section_of(field.annotation)
-    return True
+    is_leaf = any(
+        key == name or (key.startswith(f"{name}.") and is_free_mapping(field.annotation))
+        for name, field in fields_of(schema).items()
+    )
+    return is_leaf or is_section(schema, key)
 
 
-def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
-    """Whether ``key`` is not a section of the schema: a leaf, below a leaf, or unknown."""
-    section: type[BaseModel] | None = schema
-    for part in key.split("."):
-        if section is None or part not in section.model_fields:
-            return True
-        section = section_of(section.model_fields[part].annotation)
-    return section is None
-
-
-def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The leaves without a default at or below ``path``; ``path`` itself when there are none."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        section = (
-            section_of(section.model_fields[part].annotation)
-            if section and part in section.model_fields
-            else None
-        )
-    fields = {} if section is None else section.model_fields
-    below = [
-        leaf
-        for name, field in fields.items()
-        if field.is_required()
-        for leaf in required_leaves(schema, [*path, name])
-    ]
-    return below or [".".join(path)]
+def required_leaves(schema: type[BaseModel], key: str) -> list[str]:
+    """The leaves without a default below the section ``key``; ``key`` itself when there are none."""
+    fields = fields_of(schema)
+    return [name for name in fields if name.startswith(f"{key}.") and fields[name].is_required()] or [key]
 
 
 def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -163,6 +117,24 @@ def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of a tree of mappings; None where it has none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def set_value(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set the value at a dotted key of a tree; nothing where a section has a wrong type, which validation
+    names."""
+    *path, leaf = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            return
+    tree[leaf] = value
 
 
 _SECRET_NAME = re.compile(

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.load.compose import CONFIGS, Composer
-from verl_rc.config.load.given import MISSING, composing, plain_tree, prepare, translated_tree
+from verl_rc.config.load.given import composing, every_key, plain_tree, prepare, translated_tree
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import defaults, known_keys, override_without_secrets, without_secrets
+from verl_rc.config.schema import override_without_secrets, without_secrets
 
 COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun", "run")
 """Options that print instead of running; at most one may be given."""
@@ -146,7 +146,7 @@ class _ShownLoader(ConfigLoaderImpl):
         with open_dict(composed):
             hydra = composed.pop("hydra")
         tree = plain_tree(self._schema, composed, self._resolve)
-        merged = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
+        merged = OmegaConf.merge(every_key(self._schema), translated_tree(self._schema, tree).tree)
         assert isinstance(merged, DictConfig)
         merged = OmegaConf.create(without_secrets(OmegaConf.to_container(merged)))  # type: ignore[arg-type]
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
@@ -155,16 +155,6 @@ class _ShownLoader(ConfigLoaderImpl):
         hydra.job.env_set = {}  # of no effect here, and a place where secrets are kept
         merged.hydra = hydra
         return merged
-
-
-def _all_keys(schema: type[BaseModel]) -> DictConfig:
-    """Every key with its default; required keys have Hydra's mark ``???``."""
-    tree = OmegaConf.create({})
-    for key in known_keys(schema):
-        OmegaConf.update(tree, key, MISSING, force_add=True)
-    merged = OmegaConf.merge(tree, defaults(schema))
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _help(composer: Composer, prog: str, is_run: bool) -> str:

@@ -1,12 +1,13 @@
 """Options without effect under a configuration, and warnings about probably unintended combinations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from pydantic import BaseModel
+from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
 from verl_rc.config.run import FOLLOWED_KEYS, SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.preflight.plan.schedule import BatchArithmetic
 
@@ -330,31 +331,9 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
 def _is_changed(config: RunConfig, key: str) -> bool:
     """Whether a leaf, or any leaf of ``section.*``, differs from its default, or from the key that it
     follows."""
-    if key.endswith(".*"):
-        section = key.removesuffix(".*")
-        return any(_is_changed(config, f"{section}.{leaf}") for leaf in _leaves(_value(config, section)))
-    default = _default(config, key)
-    value, followed = _value(config, key), FOLLOWED_KEYS.get(key)
-    return value != default and (followed is None or value != _value(config, followed))
-
-
-def _leaves(section: object, prefix: str = "") -> Iterator[str]:
-    assert isinstance(section, BaseModel)
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _value(config: RunConfig, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    return value
-
-
-def _default(config: RunConfig, key: str) -> object:
-    owner, _, leaf = key.rpartition(".")
-    return type(_value(config, owner)).model_fields[leaf].get_default(call_default_factory=True)  # type: ignore[attr-defined]
+    for leaf in fnmatch.filter(fields_of(RunConfig), key):
+        value, followed = attrgetter(leaf)(config), FOLLOWED_KEYS.get(leaf)
+        is_own = followed is None or value != attrgetter(followed)(config)
+        if is_own and value != fields_of(RunConfig)[leaf].default:
+            return True
+    return False
