@@ -150,7 +150,9 @@ def test_contradictions_are_the_loaders(
         "data.train_batch_size=3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
-    assert main(["doctor", *overrides]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *overrides])
+    assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("configuration error:\n")

@@ -197,16 +197,16 @@ def _runs_of_a_sweep(word):
 def _mistake_in_subcommand(arguments):
     """A subcommand alone is its name, not a call."""
     try:
-        given = cli._build_parser().parse_args([*arguments, "--help"] if len(arguments) == 1 else arguments)
+        parser = cli.build_parser()
+        given, words = parser.parse_known_args([*arguments, "--help"] if len(arguments) == 1 else arguments)
     except SystemExit as end:
         return "verl-rc would refuse these arguments" if end.code else None
-    if given.subcommand in ("explain", "doctor"):
-        _, given.arguments = cli._measured_seconds(given.arguments)
-        recipe, *overrides = given.arguments
+    if words and cli.SUBCOMMANDS[given.subcommand].takes_configuration:
+        recipe, *overrides = words
         if not recipe.endswith(".sh"):
-            return _mistake_in_overrides(given.arguments, _KNOWN)
+            return _mistake_in_overrides(words, _KNOWN)
         return (
-            _mistake_in_script(given.arguments)
+            _mistake_in_script(words)
             if recipe.startswith("recipes/")
             else _mistake_in_overrides(overrides, _KNOWN)
         )
