@@ -40,6 +40,7 @@ SHOWN_ELSEWHERE = {
     "async_training.max_off_policy_threshold",
     "tests/unit/driver/test_setup.py": "async_training.kv_cache_on_update",
     "tests/unit/data/test_records.py": "data.custom_cls.name",
+    "tests/unit/data/test_dataset.py": "data.truncation",
     "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
     "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules",
     "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
