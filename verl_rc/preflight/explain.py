@@ -58,7 +58,7 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
         "Rollout correction": _correction(config, plan),
         "Advantages": _advantages(config, plan),
-        "Critic": _critic(config, plan),
+        "Critic": _critic(config),
         "A step": _step(config, plan),
         "Generation ahead of training": _ahead(config, measured),
         "Batch": _batch(plan),
@@ -260,13 +260,13 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
-    if plan.value is None:
+def _critic(config: RunConfig) -> Iterator[str]:
+    if not config.needs_critic:
         return
     critic = config.critic
     loss = "1/2 max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)"
     yield from _wrapped(
-        "  ", f"L_value = {loss}, {plan.value.aggregation} over response_mask, c = {critic.cliprange_value:g}"
+        "  ", f"L_value = {loss}, {critic.loss_agg_mode} over response_mask, c = {critic.cliprange_value:g}"
     )
     yield from _table(
         [

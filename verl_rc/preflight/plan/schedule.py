@@ -61,8 +61,6 @@ class BatchArithmetic:
     """Per training step."""
     samples: int
     """Per prompt."""
-    ranks: int
-    """Trainer ranks."""
     engines: int
     longest_prompt: int
     """Tokens."""
@@ -134,7 +132,6 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     return BatchArithmetic(
         prompts=prompts,
         samples=samples,
-        ranks=config.num_ranks,
         engines=config.num_engines,
         longest_prompt=config.data.max_prompt_length,
         longest_response=config.data.max_response_length,
