@@ -67,20 +67,13 @@ def check_files(config: RunConfig) -> None:
         for path in files
         if not Path(path).expanduser().is_file()
     ]
-    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    if config.needs_critic:
-        models["critic.model.path"] = config.critic.model.path
-    if config.needs_reference:
-        models["actor_rollout_ref.ref.model_path"] = config.actor_rollout_ref.ref.model_path
-    if config.reward.reward_model.enable:
-        models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
-    model_paths = dict.fromkeys(
-        models.values()
-    )  # a path that several keys follow is named once, by the first
+    first_keys: dict[str, str] = {}
+    for key, (path, _) in config.models.items():
+        first_keys.setdefault(path, key)  # a path that several keys follow is named once
     problems += [
-        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
+        f"{key} must be a Hugging Face model folder (with "
         f"config.json) or a hub id, got {path!r}. scripts/make_tiny_model.py writes a small one."
-        for path in model_paths
+        for path, key in first_keys.items()
         if not _may_be_a_model(path)
     ]
     trainer = config.trainer

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import (
     StrictModel,
@@ -180,15 +180,12 @@ class RayKwargsConfig(StrictModel):
     """Arguments of ``ray.init``."""
 
 
-SEQUENCE_PARALLEL_KEYS = {
-    role: f"{section}.fsdp_config.ulysses_sequence_parallel_size"
-    for role, section in (
-        ("actor", "actor_rollout_ref.actor"),
-        ("critic", "critic"),
-        ("reference", "actor_rollout_ref.ref"),
-    )
+FSDP_SECTIONS = {
+    "actor": "actor_rollout_ref.actor.fsdp_config",
+    "critic": "critic.fsdp_config",
+    "reference": "actor_rollout_ref.ref.fsdp_config",
 }
-"""The key of ``RunConfig.sequence_parallel_sizes``, by role."""
+"""The section of sharding and precision of every trainer role."""
 
 
 class ActorRolloutRefConfig(StrictModel):
@@ -281,21 +278,35 @@ class RunConfig(StrictModel):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
-    def sequence_parallel_sizes(self) -> dict[str, int]:
-        """Ranks that share a micro-batch, of every role that the run has."""
+    def fsdp_configs(self) -> dict[str, FsdpConfig]:
+        """Sharding and precision of every role of a trainer rank that has a model of its own: the actor, the
+        critic and the reference if there are any."""
         policy = self.actor_rollout_ref
-        sizes = {"actor": policy.actor.fsdp_config.ulysses_sequence_parallel_size}
+        configs: dict[str, FsdpConfig] = {"actor": policy.actor.fsdp_config}
         if self.needs_critic:
-            sizes["critic"] = self.critic.fsdp_config.ulysses_sequence_parallel_size
+            configs["critic"] = self.critic.fsdp_config
         if self.has_reference_model:
-            sizes["reference"] = policy.ref.fsdp_config.ulysses_sequence_parallel_size
-        return sizes
+            configs["reference"] = policy.ref.fsdp_config
+        return configs
 
     @property
-    def num_trainer_roles(self) -> int:
-        """Models of a trainer rank: the actor, the critic if there is one, the reference if it has a model of
-        its own."""
-        return 1 + int(self.needs_critic) + int(self.has_reference_model)
+    def sequence_parallel_sizes(self) -> dict[str, int]:
+        """Ranks that share a micro-batch, of every such role."""
+        return {role: fsdp.ulysses_sequence_parallel_size for role, fsdp in self.fsdp_configs.items()}
+
+    @property
+    def models(self) -> dict[str, tuple[str, bool]]:
+        """The path of every model of the run by its key, and whether code that comes with it may run."""
+        model, critic, judge = self.actor_rollout_ref.model, self.critic.model, self.reward.reward_model
+        models = {"actor_rollout_ref.model.path": (model.path, model.trust_remote_code)}
+        if self.needs_critic:
+            models["critic.model.path"] = (critic.path, critic.trust_remote_code)
+        if self.has_reference_model:
+            path = self.actor_rollout_ref.ref.model_path
+            models["actor_rollout_ref.ref.model_path"] = (path, model.trust_remote_code)
+        if judge.enable:
+            models["reward.reward_model.model_path"] = (str(judge.model_path), judge.trust_remote_code)
+        return models
 
     @property
     def overlaps(self) -> bool:

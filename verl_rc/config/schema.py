@@ -5,13 +5,14 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from verl_rc.config.errors import shortened
 
+Model = TypeVar("Model", bound=BaseModel)
 _LONGEST_NAME = 255
 
 
@@ -135,6 +136,13 @@ def set_value(tree: dict[str, Any], key: str, value: object) -> None:
         if not isinstance(tree, dict):
             return
     tree[leaf] = value
+
+
+def with_value(config: Model, key: str, value: object) -> Model:
+    """A copy of a configuration with another value at a dotted key, which is not checked again."""
+    name, _, remainder = key.partition(".")
+    inner = with_value(getattr(config, name), remainder, value) if remainder else value
+    return config.model_copy(update={name: inner})
 
 
 _SECRET_NAME = re.compile(

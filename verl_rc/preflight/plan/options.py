@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
-from verl_rc.config.run import FOLLOWED_KEYS, SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.preflight.plan.schedule import BatchArithmetic
@@ -269,7 +269,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
     for role, size in config.sequence_parallel_sizes.items():
         if trainer.n_gpus_per_node % size:
             yield (
-                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} does not divide "
+                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} does not divide "
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks on different nodes share tokens, "
                 "and every layer's attention waits for the network between them."
             )
