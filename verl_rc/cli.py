@@ -453,7 +453,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
             "folder": {
                 "metavar": "RUN",
                 "type": Path,
-                "help": "folder of a run; the picture is written into it",
+                "help": "a run's folder, or a log of another trainer; the picture is written there",
             }
         },
     ),
