@@ -17,7 +17,6 @@ _UNUSABLE_QUANTIZATIONS = {
     "int8_per_channel_weight_only": "it changes nothing on a dense model",
     "experts_int8": "it changes nothing on a dense model",
 }
-_KNOWN_LOGGERS = ("console", "file", "wandb", "tensorboard")
 
 
 def check_run(config: RunConfig) -> None:
@@ -311,20 +310,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
-    arguments, key = (
-        config.actor_rollout_ref.rollout.engine_kwargs.vllm,
-        "actor_rollout_ref.rollout.engine_kwargs.vllm",
-    )
-    filters = {
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logits_processors",
-    }
-    for name in sorted(filters & set(arguments)):
-        yield f"{key}.{name} changes the sampled distribution and is refused; drop it."
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(arguments)):
         yield f"{key}.{name}={arguments[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
     if "async_scheduling" in arguments and config.async_training.on_update != "finish":
@@ -511,12 +498,6 @@ def _ray(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tracking(config: RunConfig) -> Iterator[str]:
-    for name in config.trainer.logger:
-        if name not in _KNOWN_LOGGERS:
-            yield f"trainer.logger must name some of {list(_KNOWN_LOGGERS)}, got {name!r}."
-
-
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _data,
     _batch_arithmetic,
@@ -537,5 +518,4 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _resuming,
     _alerts,
     _ray,
-    _tracking,
 )

@@ -89,7 +89,7 @@ class TrainerConfig(StrictModel):
     """Project in W&B."""
     experiment_name: str = "default"
     """Run name in W&B."""
-    logger: list[str] = ["console", "wandb"]
+    logger: list[Literal["console", "file", "wandb", "tensorboard"]] = ["console", "wandb"]
     """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""

@@ -5,7 +5,6 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.task import RewardConfig
@@ -82,18 +81,7 @@ _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
 """Scorers by prefix of the data source's name."""
 
 
-@dataclass(frozen=True)
-class ScoreOnTimeout:
-    """The result for a response on which a scorer without bounded run time exceeded the time limit."""
-
-    score: float
-    acc: float = 0.0
-
-
-_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {
-    math_answer: ScoreOnTimeout(score=0.0),
-    dapo_math: ScoreOnTimeout(score=-1.0),
-}
+_SCORES_ON_TIMEOUT: dict[Scorer, float] = {math_answer: 0.0, dapo_math: -1.0}
 """Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an
 answer that is not proven equal in time counts as wrong."""
 
@@ -139,9 +127,9 @@ def check_data_sources(sources: Mapping[str, str]) -> None:
         raise ValueError("\n".join(unknown))
 
 
-def score_on_timeout(data_source: str) -> ScoreOnTimeout | None:
-    """The result when the built-in scorer of ``data_source`` exceeds the time limit; None for a scorer that
-    always finishes."""
+def score_on_timeout(data_source: str) -> float | None:
+    """The score, that of a wrong answer, when the built-in scorer of ``data_source`` exceeds the time limit;
+    None for a scorer that always finishes."""
     return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 

@@ -251,7 +251,7 @@ MISTAKES = [
         "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4",
         "joins a running cluster, which has its own resources",
     ),
-    ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
+    ("trainer.logger=[console,fax]", "trainer.logger.1 must be"),
     ("trainer.device=tpu", "trainer.device"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node"),
     ("transfer_queue.enable=True", "there is no separate data plane here"),

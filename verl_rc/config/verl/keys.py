@@ -51,11 +51,6 @@ def with_verls_async_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {**leaves, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in leaves}}
 
 
-def is_translated(key: str) -> bool:
-    """Whether ``translate`` may have an answer."""
-    return key in _TRANSLATIONS
-
-
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
     """Whether ``_TRANSLATIONS`` has this key of verl with this value, and what the key means beside all
     ``leaves``."""
@@ -254,7 +249,7 @@ def refused_for(pairs: Sequence[str], reason: str) -> str:
 
 def is_verl_key(key: str) -> bool:
     """Whether ``key`` is one of verl's that ``translate_tree`` knows, or lies below one."""
-    return moved(key) != key or key in AGREEMENTS or is_translated(key) or refusal_of(key) is not None
+    return moved(key) != key or key in AGREEMENTS or key in _TRANSLATIONS or refusal_of(key) is not None
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
