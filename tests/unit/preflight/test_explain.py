@@ -88,8 +88,8 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "take longer than 60 s is sampled once more",
             "after every 2 steps and the last one",
             "only a step that publishes is validated and saved: trainer.save_freq=3 is rounded up to 4",
-            "max_off_policy_threshold, async_training.max_off_policy_strategy: responses end before the next "
-            "publication",
+            "max_off_policy_threshold, async_training.max_off_policy_strategy: with "
+            "async_training.partial_rollout=False, where all responses end before the next publication",
         ],
         ["drop throws sampled tokens away"],
     ),
@@ -135,11 +135,11 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "engines share the trainer's devices: all that a version admits is sampled before its first step "
             "is trained",
             "a response has one version of the weights",
-            "without a lead all that is admitted is trained on before the next publication",
+            "without a lead (async_training.staleness_threshold=0): all that is admitted is trained on",
         ],
         [],
     ),
-    ({}, ["async_training.partial_rollout", "the run is synchronous"], []),
+    ({}, ["async_training.partial_rollout", "in a synchronous run"], []),
     (
         {
             **AHEAD,

@@ -1,11 +1,12 @@
 """Options without effect under a configuration, and warnings about probably unintended combinations."""
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
+from verl_rc.config.async_training import SECTION, unread_keys
 from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
@@ -16,8 +17,6 @@ _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
-_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
-_OF_CUT_RESPONSES = ("kv_cache_on_update", "deterministic_steps")
 
 Unread = tuple[bool, Sequence[str], str]
 """Whether the keys are unused, the keys, and the reason."""
@@ -55,11 +54,11 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
-    reasons = {
+    reasons: dict[str, Iterable[Unread]] = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": _unused_by_roles(config),
-        "async_training.": _unused_by_asynchrony(config),
+        f"{SECTION}.": ((True, keys, reason) for keys, reason, _ in unread_keys(config.async_training)),
     }
     for prefix, rows in reasons.items():
         for is_unread, keys, reason in rows:
@@ -176,37 +175,6 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     yield config.num_ranks == 1, groups, "one rank holds all weights"
     sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
     yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
-
-
-def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:
-    options = config.async_training
-    synchronous = (
-        "partial_rollout",
-        "order",
-        *_OF_AGES,
-        *_OF_CUT_RESPONSES,
-        "max_token_age",
-        "group_timeout_seconds",
-    )
-    yield options.is_synchronous, synchronous, "the run is synchronous"
-    if options.is_synchronous:
-        return
-    no_lead = "without a lead all that is admitted is trained on before the next publication"
-    yield options.staleness == 0, ("partial_rollout",), no_lead
-    yield not options.cuts, _OF_CUT_RESPONSES, no_lead if options.staleness == 0 else "partial_rollout=False"
-    whole = "responses end before the next publication, so nothing grows older than staleness_threshold"
-    in_order = "in the order of admission nothing grows older than staleness_threshold"
-    yield options.keeps_ages, _OF_AGES, in_order if options.resolved_order == "admitted" else whole
-    alone = (
-        options.trigger_parameter_sync_step == 1
-        and not options.partial_rollout
-        and options.staleness.denominator == 1
-    )
-    yield (
-        alone,
-        ("order",),
-        "whole responses and a publication after every step: the oldest are the lowest numbers",
-    )
 
 
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
