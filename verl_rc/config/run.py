@@ -263,6 +263,11 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
+    def rows_per_step(self) -> int:
+        """Samples that a step trains on."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.data.max_prompt_length + self.data.max_response_length

@@ -188,7 +188,7 @@ def estimate_roles(
     roles = [_actor(config, shapes[model.path], sizes, gpu_bytes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
-        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
+        tokens = _micro_batch_tokens(sizes.critic, config.longest_sequence)
         checkpointing = recomputes_activations(critic.model, on_gpus)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, checkpointing, gpu_bytes)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
@@ -217,8 +217,8 @@ def estimate_roles(
 def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, gpu_bytes: int | None) -> RoleMemory:
     policy, on_gpus = config.actor_rollout_ref, gpu_bytes is not None
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
-    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
-    predicted = tokens * sizes.longest_response // sizes.longest_sequence
+    tokens = _micro_batch_tokens(sizes.actor, config.longest_sequence)
+    predicted = tokens * config.data.max_response_length // config.longest_sequence
     checkpointing = recomputes_activations(model, on_gpus)
     update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, checkpointing, gpu_bytes)
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
@@ -316,7 +316,7 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     # that is loaded, and the tensors of a layer that is not complete.
     is_alone = not config.actor_rollout_ref.hybrid_engine
     arriving = is_alone * (2 * _bucket_bytes(rollout, shape) + blocks // shape.layers * width)
-    logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
+    logits = min(rollout.max_num_seqs, config.rows_per_step) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
         cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
     elif gpu_bytes is None:

@@ -285,7 +285,7 @@ class Stages:
         """Seconds of sampling as many sequences as a run keeps in an engine, and those in which the engine's
         process computes: it schedules and returns outputs in the thread that feeds the GPU."""
         config = self._config
-        rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // config.num_engines
+        rows = config.rows_per_step // config.num_engines
         count = max(1, min(config.actor_rollout_ref.rollout.max_num_seqs, rows))
         _, requests, sampling = self._requests(count)
         process = psutil.Process(engine.pid)

@@ -50,7 +50,7 @@ def unused_options(
 
 def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
     """Warnings about allowed but probably unintended combinations, each with a remedy."""
-    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config, sizes))
+    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config))
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
@@ -211,7 +211,7 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     estimator = config.algorithm.estimator
-    if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
+    if config.actor_rollout_ref.rollout.n == 1 and estimator is not None and estimator.compares_groups:
         yield (
             f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} "
             "nothing to compare a sample with: its advantage is made of its own score, without a baseline, "
@@ -223,10 +223,11 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
             f"{sizes.critic_only_steps} steps, and there is no critic to warm up: these steps train nothing. "
             "Drop it."
         )
-    if sizes.total_steps is not None and trainer.critic_warmup > sizes.total_steps:
+    if trainer.total_training_steps is not None and trainer.critic_warmup > trainer.total_training_steps:
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the {sizes.total_steps} steps of the "
-            "run (trainer.total_training_steps): the actor is never updated. Lower it."
+            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the steps of the run "
+            f"(trainer.total_training_steps={trainer.total_training_steps}): the actor is never updated. "
+            "Lower it."
         )
     if policy.kl_loss_coef and actor.kl_loss_type in _K1_KINDS:
         yield (
@@ -258,7 +259,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
         )
 
 
-def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[str]:
+def _asynchrony_warnings(config: RunConfig) -> Iterator[str]:
     options, correction = config.async_training, config.algorithm.rollout_correction
     if options.is_synchronous:
         return
@@ -277,8 +278,8 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
     ):
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that "
-            f"of one step: {sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} "
-            "steps of a publication."
+            f"of one step: {config.data.train_batch_size} prompts, not those of all "
+            f"{options.trigger_parameter_sync_step} steps of a publication."
         )
     corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
     if options.usual_age >= 1 and not corrects:
