@@ -153,10 +153,7 @@ _SECRET_NAME = re.compile(
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
-_OPEN_SECTIONS = (
-    ("ray_kwargs", "ray_init", "runtime_env"),
-    ("actor_rollout_ref", "rollout", "engine_kwargs"),
-)
+_OPEN_SECTIONS = ("ray_kwargs.ray_init.runtime_env", "actor_rollout_ref.rollout.engine_kwargs")
 """Sections with keys of the user's own; the schema's own keys never hold secrets."""
 
 
@@ -174,12 +171,10 @@ def without_secrets(
     tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN
 ) -> dict[str, Any]:
     """Replace each secret of a configuration tree in place by ``replace`` of its key; returns the tree."""
-    for path in _OPEN_SECTIONS:
-        parent: Any = tree
-        for name in path[:-1]:
-            parent = parent.get(name) or {}
-        if parent.get(path[-1]):
-            parent[path[-1]] = _masked(parent[path[-1]], replace)
+    for key in _OPEN_SECTIONS:
+        section = value_at(tree, key)
+        if section:
+            set_value(tree, key, _masked(section, replace))
     return tree
 
 
@@ -187,8 +182,7 @@ def override_without_secrets(override: str) -> str:
     """An override without its value where the value may hold a key of the user's own."""
     key = override.lstrip("+~").partition("=")[0]
     is_open = any(
-        f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path))
-        for path in _OPEN_SECTIONS
+        f"{section}.".startswith(f"{key}.") or key.startswith(section) for section in _OPEN_SECTIONS
     )
     return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override
 

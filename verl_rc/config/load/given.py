@@ -19,7 +19,15 @@ from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
-from verl_rc.config.schema import default_at, fields_of, has_key, is_section, required_leaves, value_at
+from verl_rc.config.schema import (
+    default_at,
+    fields_of,
+    has_key,
+    is_section,
+    leaves_of,
+    required_leaves,
+    value_at,
+)
 from verl_rc.config.verl.keys import TranslatedTree, is_verl_key, refused_for, translate_tree
 from verl_rc.config.verl.migration import legacy_translation
 from verl_rc.config.verl.refused import REFUSALS
@@ -152,15 +160,12 @@ def _parsing_fails(override: str) -> bool:
 _INTEGER_BITS = 63
 
 
-def refuse_huge_numbers(tree: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_huge_numbers(tree: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for integers of more than 64 bits, which libraries that read them cannot hold."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            refuse_huge_numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+    for key, value in leaves_of(tree):
+        if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             raise ConfigError(
-                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; "
-                "lower it."
+                f"{key} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
             )
 
 
