@@ -125,14 +125,11 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if inputs.tokenizer is None:
         yield Finding("note", "data", "not checked: there is no tokenizer")
         return
+    data = config.data
     sources = {
-        "data.train_files": (
-            config.data.train_files,
-            config.data.train_batch_size,
-            config.data.train_max_samples,
-        )
+        "data.train_files": (data.train_files, data.train_batch_size, data.train_max_samples),
+        "data.val_files": (data.val_files, 1, data.val_max_samples),
     }
-    sources["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
     for key, (files, fewest, max_samples) in sources.items():
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
