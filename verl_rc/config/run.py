@@ -225,11 +225,11 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_fallbacks(cls, given: Any) -> Any:
+    def _follow_fallbacks(cls, source: Any) -> Any:
         """Fill every key that is null and takes the value of another key."""
-        if not isinstance(given, Mapping):
-            return given
-        tree: dict[str, Any] = copy.deepcopy(dict(given))
+        if not isinstance(source, Mapping):
+            return source
+        tree: dict[str, Any] = copy.deepcopy(dict(source))
         _size_of_a_step(tree)
         for key, followed in FOLLOWED_KEYS.items():
             if (
@@ -362,8 +362,8 @@ def _size_of_a_step(tree: dict[str, Any]) -> None:
 
 
 def _given_or_default(tree: Mapping[str, Any], key: str) -> Any:
-    given = value_at(tree, key)
-    return default_at(RunConfig, key) if given is None else given
+    value = value_at(tree, key)
+    return default_at(RunConfig, key) if value is None else value
 
 
 def remote_code_keys(config: RunConfig) -> dict[str, str]:

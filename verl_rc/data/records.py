@@ -40,8 +40,8 @@ class RecordFile:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
-        wanted = [*columns, *(name for name in optional_columns if name in present)]
-        self._table = table.select(wanted)
+        selection = [*columns, *(name for name in optional_columns if name in present)]
+        self._table = table.select(selection)
         self._converted(lambda: self._table.validate(full=True), "its columns")
 
     def __len__(self) -> int:
@@ -238,17 +238,17 @@ class CustomRecords:
             raise ValueError(
                 f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}."
             ) from error
-        given = dict(row) if isinstance(row, Mapping) else {}
-        if self._prompt_key not in given and "raw_prompt" in given:
-            given[self._prompt_key] = given["raw_prompt"]
-        missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in given]
+        record = dict(row) if isinstance(row, Mapping) else {}
+        if self._prompt_key not in record and "raw_prompt" in record:
+            record[self._prompt_key] = record["raw_prompt"]
+        missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in record]
         if missing:
             raise ValueError(
                 f"a row of {self.path} must be a mapping with the keys {self._prompt_key!r} (or "
                 f"'raw_prompt'), 'data_source' and 'reward_model', but row {index} lacks {missing}; it is "
                 f"{str(row)[:120]}."
             )
-        return given
+        return record
 
 
 def load_class(path: str, name: str) -> Any:

@@ -190,15 +190,15 @@ class Conversations:
             raise
 
 
-def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template for every prompt: those given, and with ``format=hermes`` the
+def template_arguments(config: MultiTurnConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the chat template for every prompt: ``arguments``, and with ``format=hermes`` the
     descriptions of the tools.
 
     Raises ``ValueError`` when a tool is unknown.
     """
     if config.format != "hermes":
-        return dict(given)
-    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
+        return dict(arguments)
+    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **arguments}
 
 
 class OpenSamples:

@@ -1,4 +1,4 @@
-"""Values given by files, groups and raw overrides as a plain tree of schema keys, and their errors as
+"""What files, groups and raw overrides say, as a plain tree of the schema's keys, and their mistakes as
 sentences."""
 
 import contextlib

@@ -46,7 +46,8 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     whole = session.diagnosis(
-        statements, merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+        statements,
+        merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.replayed),
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
@@ -75,7 +76,7 @@ class _Session:
         self._tokenizer = load_tokenizer(
             str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
         )
-        self.found: list[ReplayedRecord] = []
+        self.replayed: list[ReplayedRecord] = []
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         if not self._rows:
@@ -95,7 +96,7 @@ class _Session:
             self._rows, trainer_results, best, by_engine, strict=True
         ):
             numbers = {**record.numbers, **engine_result.numbers}
-            self.found.append(
+            self.replayed.append(
                 replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
             )
 
