@@ -1,6 +1,7 @@
 """Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name
 the row."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl_rc.config.task import DataConfig
-from verl_rc.config.user_code import load_user_module
+from verl_rc.config.user_code import load_from_file
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -201,11 +202,12 @@ class CustomRecords:
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
         """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no
         row."""
-        assert config.custom_cls.path is not None
-        assert config.custom_cls.name is not None
-        self.path = f"{config.custom_cls.name} of {config.custom_cls.path}"
+        own_class = config.custom_cls
+        assert own_class.path is not None
+        assert own_class.name is not None
+        self.path = f"{own_class.name} of {own_class.path}"
         self._prompt_key = config.prompt_key
-        cls = load_class(config.custom_cls.path, config.custom_cls.name)
+        cls = load_from_file(own_class.path, own_class.name, _KEY, "class", inspect.isclass)
         try:
             self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
         except (Exception, SystemExit) as error:
@@ -249,13 +251,3 @@ class CustomRecords:
                 f"{str(row)[:120]}."
             )
         return record
-
-
-def load_class(path: str, name: str) -> Any:
-    """The class ``name`` of the Python file ``path``. Raises ``ValueError`` when there is none."""
-    module = load_user_module(path, f"{_KEY}.path")
-    cls = getattr(module, name, None)
-    if not isinstance(cls, type):
-        there = sorted(key for key, value in vars(module).items() if isinstance(value, type))
-        raise ValueError(f"{_KEY}.name must name a class of {path}, got {name!r}; its classes are {there}.")
-    return cls

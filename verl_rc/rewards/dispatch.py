@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_rc.config.task import RewardConfig
-from verl_rc.config.user_code import load_user_module
+from verl_rc.config.user_code import load_from_file
 from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
@@ -32,13 +32,7 @@ def load_reward_function(
     synchronous function. Raises ``ValueError`` when the file or the function is missing, or when it does not
     take the arguments it will get.
     """
-    module = load_user_module(path, f"{_KEY}.path")
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(
-            f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {functions}."
-        )
+    function = load_from_file(path, name, _KEY, "function", callable)
     settings = dict(reward_kwargs or {})
     arguments = [*_ARGUMENTS, *further_arguments]
     try:

@@ -63,7 +63,7 @@ def test_async_functions_run_to_their_end(path):
         (
             "missing",
             {},
-            r"must name a function of .*mine.py, got 'missing'; its functions are \['catch_all', 'compute",
+            r"must name a function of .*mine.py, got 'missing'; it has \['catch_all', 'compute",
         ),
         ("LIMIT", {}, "must name a function"),
         (
