@@ -3,7 +3,7 @@ of running."""
 
 import sys
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,14 +26,9 @@ COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun",
 """Options that print instead of running; at most one may be given."""
 
 
-def option_parser() -> ArgumentParser:
-    """Hydra's parser of its own options."""
-    return get_args_parser()
-
-
 def parse(arguments: Sequence[str]) -> Namespace:
     """Options by Hydra's names and, in ``overrides``, the rest. Raises ``ConfigError``."""
-    parser = option_parser()
+    parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     options = parser.parse_intermixed_args([str(argument) for argument in arguments])
     commands = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(options, name)]
@@ -117,7 +112,7 @@ def _show(schema: type[BaseModel], options: Namespace, prog: str) -> None:
     loader = _ShownLoader(schema, options.resolve, composer.loader.get_search_path())
     hydra = Hydra(task_name=prog.rpartition(".")[2], config_loader=loader)
     if options.hydra_help:
-        hydra.hydra_help(None, option_parser(), Namespace(overrides=[]))
+        hydra.hydra_help(None, get_args_parser(), Namespace(overrides=[]))
     elif options.shell_completion:
         hydra.shell_completion(composer.primary, options.overrides)
     else:

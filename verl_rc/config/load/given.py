@@ -176,7 +176,7 @@ def error_sentences(schema: type[BaseModel], error: ValidationError, tree: Mappi
 
 
 def _explain(schema: type[BaseModel], item: Any) -> str:
-    key, value, message = _key_of(item), item["input"], str(item["msg"])
+    key, value, message = _key_of_mistake(item), item["input"], str(item["msg"])
     if item["type"] == "missing":
         leaves = required_leaves(schema, key)
         return (
@@ -203,10 +203,10 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
 
 def _follows_another(item: Any, tree: Mapping[str, Any]) -> bool:
     """Whether an error is about a key that was not given and got its invalid value from another key."""
-    return _key_of(item) in FOLLOWED_KEYS and value_at(tree, _key_of(item)) is None
+    return _key_of_mistake(item) in FOLLOWED_KEYS and value_at(tree, _key_of_mistake(item)) is None
 
 
-def _key_of(item: Any) -> str:
+def _key_of_mistake(item: Any) -> str:
     return ".".join(str(part) for part in item["loc"])
 
 
