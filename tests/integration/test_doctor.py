@@ -87,7 +87,7 @@ FAULTS = {
     "prompts too long": (
         lambda task, folder: ["data.max_prompt_length=5"],
         "data.train_files",
-        "100.0% are longer",
+        "longer 100.0%",
     ),
     "sequences too long": (
         lambda task, folder: [
@@ -150,7 +150,9 @@ def test_contradictions_are_the_loaders(
         "data.train_batch_size=3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
-    assert main(["doctor", *overrides]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *overrides])
+    assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("configuration error:\n")
@@ -162,7 +164,7 @@ def test_longer_prompts_that_are_dealt_with_are_notes(
     overrides = [*run_overrides(task, tmp_path / "run"), "data.max_prompt_length=5", "data.truncation=left"]
     status, text = examined(capsys, *overrides)
     assert status == 0
-    assert "100.0% are longer and cut (data.truncation=left)" in text
+    assert "longer 100.0%; those are cut (data.truncation=left)" in text
     status, text = examined(capsys, *overrides[:-1], "data.filter_overlong_prompts=True")
     assert status == 1
     assert "FAIL  data.train_files, size: 0 prompts" in text

@@ -7,9 +7,9 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.models import LearnerFsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
-from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
 _UNUSABLE_QUANTIZATIONS = {
     "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
@@ -17,7 +17,6 @@ _UNUSABLE_QUANTIZATIONS = {
     "int8_per_channel_weight_only": "it changes nothing on a dense model",
     "experts_int8": "it changes nothing on a dense model",
 }
-_KNOWN_LOGGERS = ("console", "file", "wandb", "tensorboard")
 
 
 def check_run(config: RunConfig) -> None:
@@ -285,7 +284,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
     policy, ranks = config.actor_rollout_ref, config.num_ranks
     packs = {"critic": ("critic.model", config.critic.model.use_remove_padding)}
     for role, size in config.sequence_parallel_sizes.items():
-        key = SEQUENCE_PARALLEL_KEYS[role]
+        key = f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size"
         if ranks % size:
             fitting = max(divisor for divisor in range(1, min(size, ranks) + 1) if ranks % divisor == 0)
             yield (
@@ -311,20 +310,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
-    arguments, key = (
-        config.actor_rollout_ref.rollout.engine_kwargs.vllm,
-        "actor_rollout_ref.rollout.engine_kwargs.vllm",
-    )
-    filters = {
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logits_processors",
-    }
-    for name in sorted(filters & set(arguments)):
-        yield f"{key}.{name} changes the sampled distribution and is refused; drop it."
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(arguments)):
         yield f"{key}.{name}={arguments[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
     if "async_scheduling" in arguments and config.async_training.on_update != "finish":
@@ -389,16 +376,6 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
     return f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
 
 
-def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
-    """Sharding and precision of every role of the run that has its own model, by section."""
-    sections: dict[str, FsdpConfig] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
-    if config.needs_critic:
-        sections["critic"] = config.critic.fsdp_config
-    if config.has_reference_model:
-        sections["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref.fsdp_config
-    return sections
-
-
 _LONGEST_FLOAT32_ROW = 2048
 
 
@@ -408,10 +385,9 @@ def attention_problem(config: RunConfig, device: str) -> str | None:
     No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28
     heads.
     """
-    sections = _fsdp_sections(config)
     precise = [
-        f"{section}.fsdp_config.dtype"
-        for section, fsdp in sections.items()
+        f"{FSDP_SECTIONS[role]}.dtype"
+        for role, fsdp in config.fsdp_configs.items()
         if torch_name(fsdp.dtype) == "float32"
     ]
     if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
@@ -456,23 +432,23 @@ def _resuming(config: RunConfig) -> Iterator[str]:
 
 def _shard_groups(config: RunConfig) -> Iterator[str]:
     """Groups of ranks that share a copy of the weights have one size."""
-    for section, fsdp in _fsdp_sections(config).items():
+    for role, fsdp in config.fsdp_configs.items():
         size, ranks = fsdp.fsdp_size, config.num_ranks
         if size == 0 or (size < ranks and ranks % size):
             fits = max(count for count in range(1, max(1, size) + 1) if ranks % count == 0)
             yield (
-                f"{section}.fsdp_config.fsdp_size must divide the {ranks} trainer ranks (trainer.nnodes x "
+                f"{FSDP_SECTIONS[role]}.fsdp_size must divide the {ranks} trainer ranks (trainer.nnodes x "
                 f"trainer.n_gpus_per_node), got {size}. Pass {fits}, or -1 for all ranks."
             )
 
 
 def _half_precision(config: RunConfig) -> Iterator[str]:
     """Small gradients are 0 in float16 unless the loss is scaled."""
-    for section, fsdp in _fsdp_sections(config).items():
+    for role, fsdp in config.fsdp_configs.items():
         for key in ("model_dtype", "dtype") if isinstance(fsdp, LearnerFsdpConfig) else ():
             if torch_name(dtype := getattr(fsdp, key)) == "float16":
                 yield (
-                    f"{section}.fsdp_config.{key} must be bfloat16 or float32, got {dtype}: training in "
+                    f"{FSDP_SECTIONS[role]}.{key} must be bfloat16 or float32, got {dtype}: training in "
                     "float16 needs a loss scaler, which is not built. Pass bfloat16; engines and reference "
                     "may have float16."
                 )
@@ -522,12 +498,6 @@ def _ray(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tracking(config: RunConfig) -> Iterator[str]:
-    for name in config.trainer.logger:
-        if name not in _KNOWN_LOGGERS:
-            yield f"trainer.logger must name some of {list(_KNOWN_LOGGERS)}, got {name!r}."
-
-
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _data,
     _batch_arithmetic,
@@ -548,5 +518,4 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _resuming,
     _alerts,
     _ray,
-    _tracking,
 )

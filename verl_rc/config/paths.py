@@ -4,6 +4,7 @@ import argparse
 import errno
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl_rc.config.errors import ConfigError
@@ -55,32 +56,25 @@ def output_folder(text: str) -> Path:
 def check_files(config: RunConfig) -> None:
     """Raise ``ConfigError`` when an input path does not exist or an output path cannot be written to."""
     own_class = config.data.custom_cls.path  # which may find its data in its own way
-    paths = {
+    paths: dict[str, Sequence[str | None]] = {
         "data.train_files": config.data.train_files if own_class is None else [],
         "data.val_files": config.data.val_files if own_class is None else [],
-        "data.custom_cls.path": [own_class or __file__],
-        "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
+        "data.custom_cls.path": [own_class],
+        "reward.custom_reward_function.path": [config.reward.custom_reward_function.path],
     }
     problems = [
         f"{key} must name existing files, {path!r} does not exist."
         for key, files in paths.items()
         for path in files
-        if not Path(path).expanduser().is_file()
+        if path is not None and not Path(path).expanduser().is_file()
     ]
-    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    if config.needs_critic:
-        models["critic.model.path"] = config.critic.model.path
-    if config.needs_reference:
-        models["actor_rollout_ref.ref.model_path"] = config.actor_rollout_ref.ref.model_path
-    if config.reward.reward_model.enable:
-        models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
-    model_paths = dict.fromkeys(
-        models.values()
-    )  # a path that several keys follow is named once, by the first
+    first_keys: dict[str, str] = {}
+    for key, (path, _) in config.models.items():
+        first_keys.setdefault(path, key)  # a path that several keys follow is named once
     problems += [
-        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with "
+        f"{key} must be a Hugging Face model folder (with "
         f"config.json) or a hub id, got {path!r}. scripts/make_tiny_model.py writes a small one."
-        for path in model_paths
+        for path, key in first_keys.items()
         if not _may_be_a_model(path)
     ]
     trainer = config.trainer

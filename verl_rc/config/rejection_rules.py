@@ -186,9 +186,9 @@ largest -l says nothing about ratios above 1."""
 _FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
-def nearest_name(given: str, known: Iterable[str]) -> str:
-    """The most similar of ``known``."""
-    return difflib.get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The name in ``known`` that is most similar to ``name``."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
 def parse_rules(text: str, key: str) -> list[RejectionRule]:

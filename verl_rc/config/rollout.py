@@ -83,9 +83,16 @@ OWNED_ENGINE_ARGUMENTS = {
         ("logprobs_mode", "disable_log_stats", "weight_transfer_config", "worker_extension_cls"), _OF_THE_RUN
     ),
     **dict.fromkeys(("distributed_executor_backend", "skip_tokenizer_init"), _OF_THE_RUN),
+    **dict.fromkeys(
+        (
+            *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+            *("logit_bias", "logits_processors"),
+        ),
+        "it changes the sampled distribution; drop it",
+    ),
 }
 """Arguments of ``vllm.LLM`` that are refused in ``engine_kwargs.vllm``, and what to do instead: memory, plan
-and limit of the gap follow the keys that set them."""
+and limit of the gap follow the keys that set them, and the trainer's log-probs know no filter."""
 
 
 class CheckpointEngineConfig(StrictModel):

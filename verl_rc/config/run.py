@@ -2,16 +2,23 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
-from pydantic_core import PydanticUndefined
+from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
-from verl_rc.config.schema import StrictModel, UserPath, followed_keys
+from verl_rc.config.schema import (
+    StrictModel,
+    UserPath,
+    default_at,
+    fields_of,
+    followed_key,
+    set_value,
+    value_at,
+)
 from verl_rc.config.task import DataConfig, RewardConfig
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
@@ -83,7 +90,7 @@ class TrainerConfig(StrictModel):
     """Project in W&B."""
     experiment_name: str = "default"
     """Run name in W&B."""
-    logger: list[str] = ["console", "wandb"]
+    logger: list[Literal["console", "file", "wandb", "tensorboard"]] = ["console", "wandb"]
     """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
@@ -174,15 +181,12 @@ class RayKwargsConfig(StrictModel):
     """Arguments of ``ray.init``."""
 
 
-SEQUENCE_PARALLEL_KEYS = {
-    role: f"{section}.fsdp_config.ulysses_sequence_parallel_size"
-    for role, section in (
-        ("actor", "actor_rollout_ref.actor"),
-        ("critic", "critic"),
-        ("reference", "actor_rollout_ref.ref"),
-    )
+FSDP_SECTIONS = {
+    "actor": "actor_rollout_ref.actor.fsdp_config",
+    "critic": "critic.fsdp_config",
+    "reference": "actor_rollout_ref.ref.fsdp_config",
 }
-"""The key of ``RunConfig.sequence_parallel_sizes``, by role."""
+"""The section of sharding and precision of every trainer role."""
 
 
 class ActorRolloutRefConfig(StrictModel):
@@ -222,18 +226,24 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_fallbacks(cls, given: Any) -> Any:
+    def _follow_fallbacks(cls, source: Any) -> Any:
         """Fill every key that is null and takes the value of another key."""
-        if not isinstance(given, Mapping):
-            return given
-        tree: dict[str, Any] = copy.deepcopy(dict(given))
+        if not isinstance(source, Mapping):
+            return source
+        tree: dict[str, Any] = copy.deepcopy(dict(source))
         _size_of_a_step(tree)
         for key, followed in FOLLOWED_KEYS.items():
-            if _value_at(tree, key) is None and (value := _value_at(tree, followed)) is not None:
-                _fill(tree, key, value)
-        if _value_at(tree, "trainer.default_local_dir") is None:
-            names = (_value_at(tree, "trainer.project_name"), _value_at(tree, "trainer.experiment_name"))
-            _fill(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
+            if (
+                _given_or_default(tree, key) is None
+                and (value := _given_or_default(tree, followed)) is not None
+            ):
+                set_value(tree, key, value)
+        if _given_or_default(tree, "trainer.default_local_dir") is None:
+            names = (
+                _given_or_default(tree, "trainer.project_name"),
+                _given_or_default(tree, "trainer.experiment_name"),
+            )
+            set_value(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
         return tree
 
     @property
@@ -254,6 +264,11 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
+    def rows_per_step(self) -> int:
+        """Samples that a step trains on."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.data.max_prompt_length + self.data.max_response_length
@@ -269,21 +284,35 @@ class RunConfig(StrictModel):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
-    def sequence_parallel_sizes(self) -> dict[str, int]:
-        """Ranks that share a micro-batch, of every role that the run has."""
+    def fsdp_configs(self) -> dict[str, FsdpConfig]:
+        """Sharding and precision of every role of a trainer rank that has a model of its own: the actor, the
+        critic and the reference if there are any."""
         policy = self.actor_rollout_ref
-        sizes = {"actor": policy.actor.fsdp_config.ulysses_sequence_parallel_size}
+        configs: dict[str, FsdpConfig] = {"actor": policy.actor.fsdp_config}
         if self.needs_critic:
-            sizes["critic"] = self.critic.fsdp_config.ulysses_sequence_parallel_size
+            configs["critic"] = self.critic.fsdp_config
         if self.has_reference_model:
-            sizes["reference"] = policy.ref.fsdp_config.ulysses_sequence_parallel_size
-        return sizes
+            configs["reference"] = policy.ref.fsdp_config
+        return configs
 
     @property
-    def num_trainer_roles(self) -> int:
-        """Models of a trainer rank: the actor, the critic if there is one, the reference if it has a model of
-        its own."""
-        return 1 + int(self.needs_critic) + int(self.has_reference_model)
+    def sequence_parallel_sizes(self) -> dict[str, int]:
+        """Ranks that share a micro-batch, of every such role."""
+        return {role: fsdp.ulysses_sequence_parallel_size for role, fsdp in self.fsdp_configs.items()}
+
+    @property
+    def models(self) -> dict[str, tuple[str, bool]]:
+        """The path of every model of the run by its key, and whether code that comes with it may run."""
+        model, critic, judge = self.actor_rollout_ref.model, self.critic.model, self.reward.reward_model
+        models = {"actor_rollout_ref.model.path": (model.path, model.trust_remote_code)}
+        if self.needs_critic:
+            models["critic.model.path"] = (critic.path, critic.trust_remote_code)
+        if self.has_reference_model:
+            path = self.actor_rollout_ref.ref.model_path
+            models["actor_rollout_ref.ref.model_path"] = (path, model.trust_remote_code)
+        if judge.enable:
+            models["reward.reward_model.model_path"] = (str(judge.model_path), judge.trust_remote_code)
+        return models
 
     @property
     def overlaps(self) -> bool:
@@ -317,43 +346,25 @@ class RunConfig(StrictModel):
         return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
-FOLLOWED_KEYS = dict(followed_keys(RunConfig))
+FOLLOWED_KEYS = {
+    key: followed for key, field in fields_of(RunConfig).items() if (followed := followed_key(field))
+}
 """The key whose value a key takes where it is null."""
 
 
 def _size_of_a_step(tree: dict[str, Any]) -> None:
     """``data.train_batch_size`` as ``require_batches`` mini-batches, unless it is given; verl's recipes give
     it as 0."""
-    count = _value_at(tree, "async_training.require_batches")
-    mini = _value_at(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
-    data = tree.get("data")
-    size = data.get("train_batch_size") if isinstance(data, Mapping) else None
+    count = _given_or_default(tree, "async_training.require_batches")
+    mini = _given_or_default(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    size = value_at(tree, "data.train_batch_size")
     if isinstance(count, int) and isinstance(mini, int) and size in (None, 0):
-        _fill(tree, "data.train_batch_size", count * mini)
+        set_value(tree, "data.train_batch_size", count * mini)
 
 
-def _value_at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value given for ``key`` in a plain tree, or the schema's default."""
-    section: type[BaseModel] = RunConfig
-    value: Any = tree
-    *path, leaf = key.split(".")
-    for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else None
-        section = cast(type[BaseModel], section.model_fields[part].annotation)
-    if isinstance(value, Mapping) and value.get(leaf) is not None:
-        return value[leaf]
-    default = section.model_fields[leaf].default
-    return None if default is PydanticUndefined else default
-
-
-def _fill(tree: dict[str, Any], key: str, value: object) -> None:
-    *path, leaf = key.split(".")
-    section = tree
-    for part in path:
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):  # a wrong type, which validation will name
-            return
-    section[leaf] = value
+def _given_or_default(tree: Mapping[str, Any], key: str) -> Any:
+    value = value_at(tree, key)
+    return default_at(RunConfig, key) if value is None else value
 
 
 def remote_code_keys(config: RunConfig) -> dict[str, str]:

@@ -1,17 +1,18 @@
 """``StrictModel``, the base class of all configuration sections, and functions over the tree of sections."""
 
+import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from verl_rc.config.errors import shortened
 
+Model = TypeVar("Model", bound=BaseModel)
 _LONGEST_NAME = 255
 
 
@@ -37,16 +38,6 @@ def followed_key(field: FieldInfo) -> str | None:
     return str(field.json_schema_extra["follows"]) if isinstance(field.json_schema_extra, dict) else None
 
 
-def followed_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every leaf of a schema that follows another key, and that key."""
-    for name, field in schema.model_fields.items():
-        section, followed = section_of(field.annotation), followed_key(field)
-        if section is not None:
-            yield from followed_keys(section, f"{prefix}{name}.")
-        elif followed is not None:
-            yield prefix + name, followed
-
-
 def _usable_path(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError(f"a path must not be empty or hold NUL, got {text!r}")
@@ -64,14 +55,17 @@ UserPath = Annotated[str, AfterValidator(_usable_path)]
 """A path, or a model's hub id; ``~`` is the home folder of the user who starts the run."""
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all leaves of a schema."""
+@functools.cache
+def fields_of(schema: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The field of every leaf of a schema by its dotted key, in the schema's order."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         section = section_of(field.annotation)
         if section is None:
-            yield prefix + name
+            fields[name] = field
         else:
-            yield from known_keys(section, f"{prefix}{name}.")
+            fields |= {f"{name}.{key}": leaf for key, leaf in fields_of(section).items()}
+    return fields
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -89,71 +83,32 @@ def is_free_mapping(annotation: Any) -> bool:
     return annotation is dict or get_origin(annotation) is dict
 
 
-def defaults(schema: type[BaseModel]) -> dict[str, Any]:
-    """The tree of all leaves that have a default."""
-    tree: dict[str, Any] = {}
-    for name, field in schema.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None:
-            tree[name] = defaults(section)
-        elif field.default is not PydanticUndefined:
-            tree[name] = field.default
-    return tree
+def default_at(schema: type[BaseModel], key: str) -> Any:
+    """The default of the leaf ``key``, or of the leaf that holds this entry; None without a default."""
+    fields = fields_of(schema)
+    while key and key not in fields:
+        key = key.rpartition(".")[0]
+    return fields[key].default if key and not fields[key].is_required() else None
 
 
-def default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
-    """The default of the leaf at ``path``, or of the list that holds it; None without a default."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        field = None if section is None else section.model_fields.get(part)
-        if field is None:
-            return None
-        section = section_of(field.annotation)
-        if section is None:
-            return None if field.default is PydanticUndefined else field.default
-    return None
+def is_section(schema: type[BaseModel], key: str) -> bool:
+    """Whether ``key`` is a section of the schema."""
+    return any(name.startswith(f"{key}.") for name in fields_of(schema))
 
 
 def has_key(schema: type[BaseModel], key: str) -> bool:
     """Whether ``key`` is a leaf, a section, or anything below a mapping whose keys are the user's."""
-    section: type[BaseModel] | None = schema
-    for part in key.split("."):
-        field = None if section is None else section.model_fields.get(part)
-        if field is None:
-            return False
-        if is_free_mapping(field.annotation):
-            return True
-        section = section_of(field.annotation)
-    return True
+    is_leaf = any(
+        key == name or (key.startswith(f"{name}.") and is_free_mapping(field.annotation))
+        for name, field in fields_of(schema).items()
+    )
+    return is_leaf or is_section(schema, key)
 
 
-def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
-    """Whether ``key`` is not a section of the schema: a leaf, below a leaf, or unknown."""
-    section: type[BaseModel] | None = schema
-    for part in key.split("."):
-        if section is None or part not in section.model_fields:
-            return True
-        section = section_of(section.model_fields[part].annotation)
-    return section is None
-
-
-def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The leaves without a default at or below ``path``; ``path`` itself when there are none."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        section = (
-            section_of(section.model_fields[part].annotation)
-            if section and part in section.model_fields
-            else None
-        )
-    fields = {} if section is None else section.model_fields
-    below = [
-        leaf
-        for name, field in fields.items()
-        if field.is_required()
-        for leaf in required_leaves(schema, [*path, name])
-    ]
-    return below or [".".join(path)]
+def required_leaves(schema: type[BaseModel], key: str) -> list[str]:
+    """The leaves without a default below the section ``key``; ``key`` itself when there are none."""
+    fields = fields_of(schema)
+    return [name for name in fields if name.startswith(f"{key}.") and fields[name].is_required()] or [key]
 
 
 def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -165,6 +120,31 @@ def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
+def value_at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of a tree of mappings; None where it has none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def set_value(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set the value at a dotted key of a tree; nothing where a section has a wrong type, which validation
+    names."""
+    *path, leaf = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            return
+    tree[leaf] = value
+
+
+def with_value(config: Model, key: str, value: object) -> Model:
+    """A copy of a configuration with another value at a dotted key, which is not checked again."""
+    name, _, remainder = key.partition(".")
+    inner = with_value(getattr(config, name), remainder, value) if remainder else value
+    return config.model_copy(update={name: inner})
+
+
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|pwd|passphrase|credentials?|apikey|key|auth|authorization|dsn)$"
     r"|(api|access|secret|private|signing|encryption)_?key|secret|password",
@@ -173,10 +153,7 @@ _SECRET_NAME = re.compile(
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
-_OPEN_SECTIONS = (
-    ("ray_kwargs", "ray_init", "runtime_env"),
-    ("actor_rollout_ref", "rollout", "engine_kwargs"),
-)
+_OPEN_SECTIONS = ("ray_kwargs.ray_init.runtime_env", "actor_rollout_ref.rollout.engine_kwargs")
 """Sections with keys of the user's own; the schema's own keys never hold secrets."""
 
 
@@ -194,12 +171,10 @@ def without_secrets(
     tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN
 ) -> dict[str, Any]:
     """Replace each secret of a configuration tree in place by ``replace`` of its key; returns the tree."""
-    for path in _OPEN_SECTIONS:
-        parent: Any = tree
-        for name in path[:-1]:
-            parent = parent.get(name) or {}
-        if parent.get(path[-1]):
-            parent[path[-1]] = _masked(parent[path[-1]], replace)
+    for key in _OPEN_SECTIONS:
+        section = value_at(tree, key)
+        if section:
+            set_value(tree, key, _masked(section, replace))
     return tree
 
 
@@ -207,8 +182,7 @@ def override_without_secrets(override: str) -> str:
     """An override without its value where the value may hold a key of the user's own."""
     key = override.lstrip("+~").partition("=")[0]
     is_open = any(
-        f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path))
-        for path in _OPEN_SECTIONS
+        f"{section}.".startswith(f"{key}.") or key.startswith(section) for section in _OPEN_SECTIONS
     )
     return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override
 

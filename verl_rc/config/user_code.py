@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,18 +48,11 @@ class NamedFunctions(Generic[Function]):
         registered = self._functions.get(self._aliases.get(name, name))
         if registered is not None:
             return registered
-        module_name, separator, function_name = name.partition(":")
-        if not separator:
+        if ":" not in name:
             raise ValueError(
                 f"{self._key} must be one of {', '.join(self.names())}, or 'module:function'; got {name!r}"
             )
-        try:
-            function: Function = getattr(importlib.import_module(module_name), function_name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"the {self._kind} {name!r} must name a function in an importable module (is it on "
-                f"PYTHONPATH?): {error}"
-            ) from error
+        function: Function = import_attribute(name, f"the {self._kind} {name!r}", "function")
         return self._naming_absent_inputs(name, function)
 
     def _naming_absent_inputs(self, name: str, function: Function) -> Function:
@@ -99,3 +92,31 @@ def load_user_module(path: str, key: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ValueError(f"{key} must be a file that can be imported; {path!r} raised {error!r}.") from error
     return module
+
+
+def import_attribute(name: str, key: str, noun: str) -> Any:
+    """What ``module:attribute`` names; ``key`` of the configuration and ``noun`` are for messages.
+
+    Raises ``ValueError`` when the module cannot be imported, or has no such attribute.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    # A user's module may raise anything, and a script without a main guard calls sys.exit().
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{key} must name a {noun} in an importable module (is it on PYTHONPATH?): {error!r}"
+        ) from error
+
+
+def load_from_file(path: str, name: str, key: str, noun: str, is_usable: Callable[[object], bool]) -> Any:
+    """What ``key.path`` and ``key.name`` of the configuration name: a ``noun`` in a Python file.
+
+    Raises ``ValueError`` when the file cannot be imported, or has none of this name that ``is_usable``.
+    """
+    module = load_user_module(path, f"{key}.path")
+    value = getattr(module, name, None)
+    if not is_usable(value):
+        there = sorted(name for name, value in vars(module).items() if is_usable(value))
+        raise ValueError(f"{key}.name must name a {noun} of {path}, got {name!r}; it has {there}.")
+    return value

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from tensordict import TensorClass
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 T = TypeVar("T")
 
@@ -239,10 +240,8 @@ def positions_mask(lengths: Tensor, width: int) -> Tensor:
 def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token id lists as int64 ``[B, P]`` padded on the left, and their lengths int64 ``[B]``."""
     lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.full((len(rows), int(lengths.max())), pad_token_id)
-    for index, row in enumerate(rows):
-        padded[index, padded.shape[1] - len(row) :] = torch.tensor(row)
-    return padded, lengths
+    token_ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(token_ids, True, pad_token_id, padding_side="left"), lengths
 
 
 def unpadded(token_ids: Tensor, lengths: Tensor) -> list[list[int]]:

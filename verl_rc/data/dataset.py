@@ -5,9 +5,10 @@ import bisect
 import itertools
 import random
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
@@ -83,11 +84,12 @@ class EpochBatches(Sampler[list[int]]):
         }
 
     def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._num_rows))
-        return self._permutation(self._num_rows, epoch)
+        return self._rows_in_order(self._num_rows, epoch)
 
-    def _permutation(self, num_rows: int, *identity: int) -> list[int]:
+    def _rows_in_order(self, num_rows: int, *identity: int) -> list[int]:
+        """Row numbers, shuffled in a way of its own for each ``identity``."""
+        if not self._shuffle:
+            return list(range(num_rows))
         # SeedSequence takes no negative numbers; the sign is an entry of its own.
         entropy = [abs(self._seed), int(self._seed < 0), *identity]
         order: list[int] = np.random.default_rng(entropy).permutation(num_rows).tolist()
@@ -138,13 +140,8 @@ class MixedBatches(EpochBatches):
         size, count = self._file_sizes[file], self._rows_per_epoch[file]
         first = epoch * count
         passes = range(first // size, (first + count - 1) // size + 1)
-        rows = [row for number in passes for row in self._pass(file, number)]
+        rows = [row for number in passes for row in self._rows_in_order(size, file, number)]
         return rows[first % size : first % size + count]
-
-    def _pass(self, file: int, number: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._file_sizes[file]))
-        return self._permutation(self._file_sizes[file], file, number)
 
 
 def interleave(weights: Sequence[float], count: int) -> list[int]:
@@ -170,10 +167,7 @@ def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> st
     so on.
     """
     ordered = sorted(lengths)
-    bins: dict[int, int] = {}
-    for length in ordered:
-        exponent = length.bit_length()
-        bins[exponent] = bins.get(exponent, 0) + 1
+    bins = Counter(length.bit_length() for length in ordered)
     shares = ", ".join(
         f"{_bin_name(exponent)}: {count / len(ordered):.0%}" for exponent, count in bins.items()
     )
@@ -214,84 +208,49 @@ class PromptRow:
     """Further fields, passed to reward functions."""
 
 
-@dataclass(frozen=True)
-class PromptOptions:
-    """How rows become prompts."""
-
-    max_prompt_length: int
-    """Tokens."""
-    truncation: Literal["error", "left", "right", "middle"] = "error"
-    """The side on which a longer prompt is cut; ``error`` refuses it."""
-    filter_overlong: bool = False
-    """Leave longer prompts out."""
-    prompt_key: str = "prompt"
-    """Column with the chat messages."""
-    template_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template."""
-
-    @classmethod
-    def from_config(cls, config: DataConfig) -> "PromptOptions":
-        """The options in the ``data`` section."""
-        return cls(
-            config.max_prompt_length,
-            config.truncation,
-            config.filter_overlong_prompts,
-            config.prompt_key,
-            config.apply_chat_template_kwargs,
-        )
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """The selection of rows of the files."""
-
-    max_samples: int = -1
-    """How many; -1: all."""
-    seed: int | None = None
-    """Chosen at random with this seed; None: the first rows."""
-
-    def row_indices(self, num_rows: int) -> Sequence[int]:
-        """The selected rows out of ``num_rows``, in ascending order."""
-        if not 0 <= self.max_samples < num_rows:
-            return range(num_rows)
-        if self.seed is None:
-            return range(self.max_samples)
-        return sorted(random.Random(self.seed).sample(range(num_rows), self.max_samples))
+def chosen_rows(num_rows: int, max_samples: int, seed: int | None) -> Sequence[int]:
+    """At most ``max_samples`` (-1: all) of ``num_rows`` rows, in ascending order: chosen at random with
+    ``seed``, or the first ones when it is None."""
+    if not 0 <= max_samples < num_rows:
+        return range(num_rows)
+    if seed is None:
+        return range(max_samples)
+    return sorted(random.Random(seed).sample(range(num_rows), max_samples))
 
 
 class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised on access."""
 
     def __init__(
-        self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice
+        self, files: Sequence[str], tokenizer: Any, config: DataConfig, max_samples: int = -1
     ) -> None:
-        """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is
-        wrong."""
-        if not files:
+        """Read ``files``, or let ``data.custom_cls`` read them, choose rows, filter.
+
+        Raises ``ValueError`` naming the file, column or row that is wrong, or the class that cannot be
+        loaded.
+        """
+        self._files: list[RecordFile | CustomRecords]
+        if config.custom_cls.path is not None:
+            self._files = [CustomRecords(config, files, tokenizer)]
+        elif files:
+            self._files = [_record_file(path, config.prompt_key) for path in files]
+        else:
             raise ValueError(
                 "data.train_files and data.val_files must name at least one file each, got an empty list."
             )
-        columns = (options.prompt_key, "data_source", "reward_model")
-        self._files: list[RecordFile | CustomRecords] = [
-            RecordFile(file, columns, ["extra_info"]) if isinstance(file, str) else file for file in files
-        ]
-        for file in self._files:
-            if isinstance(file, RecordFile):
-                file.check_messages(options.prompt_key)
-                file.check_given("data_source")
-                file.check_given("reward_model")
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
-        self._options = options
-        self._row_indices = choice.row_indices(self._ends[-1])
-        if options.filter_overlong:
-            limit = options.max_prompt_length
+        self._config = config
+        seed = config.seed if config.shuffle else None
+        self._row_indices = chosen_rows(self._ends[-1], max_samples, seed)
+        limit = config.max_prompt_length
+        if config.filter_overlong_prompts:
             self._row_indices = [
                 row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit
             ]
         if not self._row_indices:
             raise ValueError(
-                f"data.max_prompt_length={options.max_prompt_length} must leave at least one prompt of "
+                f"data.max_prompt_length={limit} must leave at least one prompt of "
                 f"{[file.path for file in self._files]}, but data.filter_overlong_prompts leaves none. Raise "
                 "the limit."
             )
@@ -320,10 +279,9 @@ class PromptDataset(Dataset[PromptRow]):
         rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
         token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
         for ids, where in token_ids:
-            fit_prompt(ids, self._options, where)
-        return describe_lengths(
-            [len(ids) for ids, _ in token_ids], len(self), self._options.max_prompt_length
-        )
+            fit_prompt(ids, self._config, where)
+        lengths = [len(ids) for ids, _ in token_ids]
+        return describe_lengths(lengths, len(self), self._config.max_prompt_length)
 
     def row(self, row_index: int) -> PromptRow:
         """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this
@@ -352,7 +310,7 @@ class PromptDataset(Dataset[PromptRow]):
             )
         return PromptRow(
             row_index=row_index,
-            prompt_token_ids=fit_prompt(token_ids, self._options, where),
+            prompt_token_ids=fit_prompt(token_ids, self._config, where),
             messages=messages,
             data_source=str(record["data_source"]),
             ground_truth=reward_model["ground_truth"],
@@ -368,11 +326,19 @@ class PromptDataset(Dataset[PromptRow]):
 
     def _encode(self, record: Record, where: str) -> tuple[list[dict[str, Any]], list[int]]:
         """A record's messages and their token ids, untruncated."""
-        messages = check_messages(record[self._options.prompt_key], self._options.prompt_key, where)
+        messages = check_messages(record[self._config.prompt_key], self._config.prompt_key, where)
         try:
-            return messages, encode_prompt(self._tokenizer, messages, self._options.template_arguments)
+            return messages, encode_prompt(self._tokenizer, messages, self._config.apply_chat_template_kwargs)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+
+
+def _record_file(path: str, prompt_key: str) -> RecordFile:
+    file = RecordFile(path, (prompt_key, "data_source", "reward_model"), ["extra_info"])
+    file.check_messages(prompt_key)
+    file.check_given("data_source")
+    file.check_given("reward_model")
+    return file
 
 
 def _extra_info(record: Record, where: str) -> dict[str, Any]:
@@ -385,16 +351,16 @@ def _extra_info(record: Record, where: str) -> dict[str, Any]:
     return extra_info or {}
 
 
-def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list[int]:
+def fit_prompt(token_ids: list[int], config: DataConfig, where: str) -> list[int]:
     """``token_ids`` cut to the maximum length according to ``truncation``; ``middle`` cuts out the middle.
 
     Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is
     ``error``.
     """
-    limit = options.max_prompt_length
+    limit = config.max_prompt_length
     if len(token_ids) <= limit:
         return token_ids
-    match options.truncation:
+    match config.truncation:
         case "left":
             return token_ids[-limit:]
         case "right":
@@ -417,8 +383,7 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
     ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises
     ``ValueError`` for invalid data.
     """
-    choice = RowChoice(config.train_max_samples, config.seed if config.shuffle else None)
-    dataset = _prompts(config.train_files, config, tokenizer, choice)
+    dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples)
     if len(dataset) < config.prompts_per_draw:
         key = "train_batch_size" if config.prompts_per_draw == config.train_batch_size else "gen_batch_size"
         raise ValueError(
@@ -431,23 +396,9 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
         return StatefulDataLoader(
             dataset,
             batch_sampler=_batches(dataset, config),
-            collate_fn=_as_list,
+            collate_fn=list,
             num_workers=config.dataloader_num_workers,
         )
-
-
-def prompt_sources(files: Sequence[str], config: DataConfig, tokenizer: Any) -> Sequence[str | CustomRecords]:
-    """The sources of rows: the files, or an instance of ``data.custom_cls`` that reads them.
-
-    Raises ``ValueError`` when that class cannot be loaded or instantiated.
-    """
-    return files if config.custom_cls.path is None else [CustomRecords(config, files, tokenizer)]
-
-
-def _prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, choice: RowChoice) -> PromptDataset:
-    return PromptDataset(
-        prompt_sources(files, config, tokenizer), tokenizer, PromptOptions.from_config(config), choice
-    )
 
 
 def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
@@ -458,15 +409,10 @@ def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
     )
 
 
-def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
-    return rows
-
-
 def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:
     """All validation prompts in the order of the files, or ``val_max_samples`` of them; ``ValueError`` for
     invalid data."""
-    choice = RowChoice(config.val_max_samples, config.seed if config.shuffle else None)
-    dataset = _prompts(config.val_files, config, tokenizer, choice)
+    dataset = PromptDataset(config.val_files, tokenizer, config, config.val_max_samples)
     return [dataset[index] for index in range(len(dataset))]
 
 

@@ -1,6 +1,7 @@
 """Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name
 the row."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl_rc.config.task import DataConfig
-from verl_rc.config.user_code import load_user_module
+from verl_rc.config.user_code import load_from_file
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -40,8 +41,8 @@ class RecordFile:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
-        wanted = [*columns, *(name for name in optional_columns if name in present)]
-        self._table = table.select(wanted)
+        selection = [*columns, *(name for name in optional_columns if name in present)]
+        self._table = table.select(selection)
         self._converted(lambda: self._table.validate(full=True), "its columns")
 
     def __len__(self) -> int:
@@ -201,11 +202,12 @@ class CustomRecords:
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
         """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no
         row."""
-        assert config.custom_cls.path is not None
-        assert config.custom_cls.name is not None
-        self.path = f"{config.custom_cls.name} of {config.custom_cls.path}"
+        own_class = config.custom_cls
+        assert own_class.path is not None
+        assert own_class.name is not None
+        self.path = f"{own_class.name} of {own_class.path}"
         self._prompt_key = config.prompt_key
-        cls = load_class(config.custom_cls.path, config.custom_cls.name)
+        cls = load_from_file(own_class.path, own_class.name, _KEY, "class", inspect.isclass)
         try:
             self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
         except (Exception, SystemExit) as error:
@@ -238,24 +240,14 @@ class CustomRecords:
             raise ValueError(
                 f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}."
             ) from error
-        given = dict(row) if isinstance(row, Mapping) else {}
-        if self._prompt_key not in given and "raw_prompt" in given:
-            given[self._prompt_key] = given["raw_prompt"]
-        missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in given]
+        record = dict(row) if isinstance(row, Mapping) else {}
+        if self._prompt_key not in record and "raw_prompt" in record:
+            record[self._prompt_key] = record["raw_prompt"]
+        missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in record]
         if missing:
             raise ValueError(
                 f"a row of {self.path} must be a mapping with the keys {self._prompt_key!r} (or "
                 f"'raw_prompt'), 'data_source' and 'reward_model', but row {index} lacks {missing}; it is "
                 f"{str(row)[:120]}."
             )
-        return given
-
-
-def load_class(path: str, name: str) -> Any:
-    """The class ``name`` of the Python file ``path``. Raises ``ValueError`` when there is none."""
-    module = load_user_module(path, f"{_KEY}.path")
-    cls = getattr(module, name, None)
-    if not isinstance(cls, type):
-        there = sorted(key for key, value in vars(module).items() if isinstance(value, type))
-        raise ValueError(f"{_KEY}.name must name a class of {path}, got {name!r}; its classes are {there}.")
-    return cls
+        return record

@@ -1,11 +1,10 @@
-"""Samples: responses with their scores, and concatenation of the samples of several calls."""
+"""Samples: responses with their scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
@@ -81,60 +80,3 @@ class Samples:
         given = self.extras.get("acc", [None] * len(self))
         pairs = zip(given, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
-
-    @classmethod
-    def concatenate(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
-        """Concatenate parts in order; prompts are renumbered, and a missing extra becomes None.
-
-        Raises ``ValueError`` when there is no part.
-        """
-        prompts: list[PromptRow] = []
-        rollouts = []
-        for part in parts:
-            renumbered = part.rollouts.clone()
-            renumbered.group_ids += len(prompts)
-            rollouts.append(renumbered)
-            prompts += part.prompts
-        names = sorted({name for part in parts for name in part.extras})
-        before = [
-            part.unpenalised for part in parts if part.unpenalised is not None
-        ]  # all parts of a run have it, or none
-        return cls(
-            concatenate_rollouts(rollouts, pad_token_id),
-            torch.cat([part.scores for part in parts]),
-            prompts=prompts,
-            texts=[text for part in parts for text in part.texts],
-            extras={
-                name: [value for part in parts for value in part.extras.get(name, [None] * len(part))]
-                for name in names
-            },
-            unpenalised=torch.cat(before) if before else None,
-        )
-
-
-def concatenate_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
-    """The rows of all parts, in order, padded to the widest prompt and response; group ids stay unchanged.
-
-    Raises ``ValueError`` when there is no part.
-    """
-    if not parts:
-        raise ValueError("at least one rollout batch must be given, got none.")
-    prompt_width = max(part.tokens.prompts.shape[1] for part in parts)
-    width = max(part.tokens.responses.shape[1] for part in parts)
-    joined: RolloutBatch = RolloutBatch.cat(
-        [_padded(part, prompt_width, width, pad_token_id) for part in parts]
-    )
-    return joined
-
-
-def _padded(part: RolloutBatch, prompt_width: int, width: int, pad_token_id: int) -> RolloutBatch:
-    missing = width - part.tokens.responses.shape[1]
-    padded = part.clone()
-    padded.tokens.prompts = pad(
-        part.tokens.prompts, (prompt_width - part.tokens.prompts.shape[1], 0), value=pad_token_id
-    )
-    padded.tokens.responses = pad(part.tokens.responses, (0, missing), value=pad_token_id)
-    padded.response_mask = pad(part.response_mask, (0, missing), value=False)
-    padded.rollout_log_probs = pad(part.rollout_log_probs, (0, missing), value=0.0)
-    padded.policy_versions = pad(part.policy_versions, (0, missing), value=-1)
-    return padded

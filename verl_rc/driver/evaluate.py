@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TypeGuard
 
 from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import unpadded
+from verl_rc.data.parts import Sample, token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver import stages, weights
 from verl_rc.driver.decide import score
@@ -99,23 +99,21 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
     ]
     sampling = SamplingOptions.for_validation(options, data.max_response_length, services.stop_token_ids)
     size = (data.val_batch_size or len(services.validation_rows)) * options.n
-    parts = []
-    for start in range(0, len(rows), size):
+    samples: list[Sample] = []
+    for start in range(0, len(requests), size):
         batch = requests[start : start + size]
-        samples = weights.generate(services, state, batch, sampling, step, record).result
-        rollouts = build_rollout_batch(
-            [request.prompt_token_ids for request in batch],
-            range(len(batch)),
-            samples,
-            services.tokenizer.pad_token_id,
-            with_tools=services.config.actor_rollout_ref.rollout.multi_turn.enable,
-        )
-        check_versions(rollouts, expected_version=step)
-        responses = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
-        prompts = rows[start : start + size]
-        scores = score(services.tokenizer, services.scorer, prompts, responses)
-        parts.append(Samples(rollouts, scores.values, prompts, scores.texts, scores.extras))
-    return Samples.concatenate(parts, services.tokenizer.pad_token_id)
+        samples += weights.generate(services, state, batch, sampling, step, record).result
+    rollouts = build_rollout_batch(
+        [row.prompt_token_ids for row in rows],
+        range(len(rows)),
+        samples,
+        services.tokenizer.pad_token_id,
+        with_tools=services.config.actor_rollout_ref.rollout.multi_turn.enable,
+    )
+    check_versions(rollouts, expected_version=step)
+    responses = [token_ids(sample.parts) for sample in samples]
+    scores = score(services.tokenizer, services.scorer, rows, responses)
+    return Samples(rollouts, scores.values, rows, scores.texts, scores.extras)
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:

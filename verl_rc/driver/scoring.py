@@ -109,7 +109,7 @@ class ResponseScorer:
             else score_on_timeout(sample.data_source)
         )
         if built_in is not None:
-            return RewardOutput(built_in.score, {"acc": built_in.acc, FAILURE_COLUMN: str(error)})
+            return RewardOutput(built_in, {"acc": 0.0, FAILURE_COLUMN: str(error)})
         if self._config.failure_score is not None:
             return RewardOutput(self._config.failure_score, {FAILURE_COLUMN: str(error)})
         raise RewardError(

@@ -1,17 +1,15 @@
 """Plotting a run's accuracy, reward, ESS and gap over its steps."""
 
 import io
-import json
 import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.run_folder import RunData, Series, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,69 +50,16 @@ _SMOOTHED_SHARE = 15
 _MAX_NAMED_SOURCES = 6
 
 
-@dataclass
-class Series:
-    """One metric at the steps where it is finite."""
-
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add(self, step: int, value: object) -> None:
-        """Append a value of ``metrics.jsonl``; non-finite numbers, which are strings there, are skipped."""
-        if isinstance(value, int | float):
-            self.steps.append(step)
-            self.values.append(float(value))
-
-
-@dataclass
-class Curves:
-    """What the picture shows."""
-
-    validation: dict[tuple[str, str], Series]
-    """Validation by data source and variable (``acc`` or ``reward``)."""
-    score: Series
-    ess: Series
-    gap: Series
-
-
-def read_curves(folder: Path) -> Curves:
-    """Read the curves from a run's ``metrics.jsonl``, also of a resumed or interrupted run.
-
-    Raises ``ValueError`` when ``folder`` is not that of a run, or the run has not logged a step.
-    """
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} must be the folder of a run, with metrics.jsonl in it.")
-    curves, has_steps = Curves({}, Series(), Series(), Series()), False
-    for number, line in whole_lines(path):
-        has_steps = True
-        try:
-            record = json.loads(line)
-            _add(curves, int(record["step"]), record)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}, line {number} must be {{"step": …, metric: value, …}}: {error}.'
-            ) from error
-    if not has_steps:
-        raise ValueError(f"{path} must hold at least one step; the run has logged none yet.")
-    return curves
-
-
-def _add(curves: Curves, step: int, record: Mapping[str, object]) -> None:
-    for name, series in ((_SCORE, curves.score), (_ESS, curves.ess), (_GAP, curves.gap)):
-        series.add(step, record.get(name))
-    for name, value in record.items():
-        if match := _VALIDATION.fullmatch(name):
-            curves.validation.setdefault((match[1], match[2]), Series()).add(step, value)
-
-
-def draw_run(folder: Path) -> Path:
-    """Write the picture of the run in ``folder`` beside its metrics; returns its path.
+def draw_run(path: Path) -> Path:
+    """Write the picture of the run at ``path`` into its folder, or beside its log; returns its path.
 
     Raises ``ValueError`` when there is nothing to draw, and ``OSError`` when the picture cannot be written.
     """
-    curves = read_curves(folder)
-    return write_picture(folder / PICTURE, (9.6, 5.8), partial(_draw, curves=curves))
+    run = read_run(path)
+    if not run.steps:
+        raise ValueError(f"{path} must hold at least one step; the run has logged none yet.")
+    folder = path if path.is_dir() else path.parent
+    return write_picture(folder / PICTURE, (9.6, 5.8), partial(_draw, run=run))
 
 
 def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figure], None]") -> Path:
@@ -134,15 +79,16 @@ def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figu
     return path
 
 
-def _draw(figure: "Figure", curves: Curves) -> None:
+def _draw(figure: "Figure", run: RunData) -> None:
     ((accuracy, reward), (ess, gap)) = figure.subplots(2, 2, sharex=True)
-    _draw_validation(accuracy, curves.validation)
-    _draw_metric(reward, curves.score, "Reward of the training samples", "mean score")
+    names = {name: match for name in run.series if (match := _VALIDATION.fullmatch(name))}
+    _draw_validation(accuracy, {(match[1], match[2]): run.get(name) for name, match in names.items()})
+    _draw_metric(reward, run.get(_SCORE), "Reward of the training samples", "mean score")
     if handles := reward.get_legend_handles_labels()[0]:
         reward.legend(handles=handles, loc="lower right")
-    _draw_metric(ess, curves.ess, "Effective sample size (ESS)", "share of the batch")
+    _draw_metric(ess, run.get(_ESS), "Effective sample size (ESS)", "share of the batch")
     ess.set_ylim(0, 1.03)
-    _draw_metric(gap, curves.gap, "Gap between engine and trainer", "mean |log-ratio| (nats per token)")
+    _draw_metric(gap, run.get(_GAP), "Gap between engine and trainer", "mean |log-ratio| (nats per token)")
     gap.set_ylim(bottom=0)
     for panel in (ess, gap):
         panel.set_xlabel("training step")
@@ -161,7 +107,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
     for index, ((source, _), series) in enumerate(sorted(validation.items())):
         colour = COLOURS[index % len(COLOURS)]
         panel.plot(series.steps, series.values, color=colour, marker="o", markersize=5, label=source)
-        if len(validation) == 1 and series.steps:
+        if len(validation) == 1 and len(series):
             _write_value(panel, series.steps[0], series.values[0], "below")
             _write_value(panel, series.steps[-1], series.values[-1])
     if quantity == "Accuracy":
@@ -175,7 +121,7 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
     """Plot every step in a light colour, and the running mean with its last value."""
     panel.set_title(title)
     panel.set_ylabel(unit)
-    if not series.steps:
+    if not len(series):
         _write_no_data(panel)
         return
     width = max(1, len(series.steps) // _SMOOTHED_SHARE)

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from verl_rc.insight.run_folder import whole_lines
 from verl_rc.metrics.trace import STEP, TRACE_FILE
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PERFETTO_FILE = "trace.json"
@@ -225,14 +225,12 @@ def draw_timeline(timeline: Timeline, folder: Path) -> Path:
     """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched.
     Returns the file."""
     names = sorted({span.who for span in timeline.spans}, key=_rank)
-
-    def draw(figure: "Figure") -> None:
-        _draw_rows(figure.subplots(), timeline, names)
-
+    draw = partial(_draw_rows, timeline=timeline, names=names)
     return write_picture(folder / PICTURE_FILE, (11, 1.6 + 0.5 * len(names)), draw)
 
 
-def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
+def _draw_rows(figure: "Figure", timeline: Timeline, names: Sequence[str]) -> None:
+    axes = figure.subplots()
     seconds: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
         seconds[span.what] += span.seconds

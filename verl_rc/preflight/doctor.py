@@ -1,5 +1,6 @@
 """Preflight checks before a run starts: models, tokenizer, data and reward function."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -9,8 +10,7 @@ from typing import Any
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
-from verl_rc.data.records import CustomRecords, RecordFile, check_messages
+from verl_rc.data.dataset import PromptDataset, PromptRow, describe_lengths, evenly_spread
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
 from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import (
@@ -28,11 +28,9 @@ from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_ti
 from verl_rc.workers.language_model import unsupported_attention
 
 SAMPLED_PROMPTS = 1000
-"""Number of prompts per file whose lengths are counted, evenly spaced."""
+"""Number of prompts whose lengths are counted, evenly spaced over all files."""
 SCORED_ROWS = 3
 """Number of rows on which the reward function is tried."""
-_BARS = " ▁▂▃▄▅▆▇█"
-_BINS = 10
 
 
 @dataclass
@@ -127,14 +125,11 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     if inputs.tokenizer is None:
         yield Finding("note", "data", "not checked: there is no tokenizer")
         return
+    data = config.data
     sources = {
-        "data.train_files": (
-            config.data.train_files,
-            config.data.train_batch_size,
-            config.data.train_max_samples,
-        )
+        "data.train_files": (data.train_files, data.train_batch_size, data.train_max_samples),
+        "data.val_files": (data.val_files, 1, data.val_max_samples),
     }
-    sources["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
     for key, (files, fewest, max_samples) in sources.items():
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
@@ -149,7 +144,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             continue
         inputs.rows = inputs.rows or rows
         total = min(total, max_samples) if max_samples >= 0 else total
-        yield from _lengths(config, key, lengths, total)
+        yield _lengths(config, key, lengths, total)
         num_usable = (
             total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
         )
@@ -178,59 +173,28 @@ def _steps(config: RunConfig, prompts: int) -> str:
 
 def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list[int], int, list[PromptRow]]:
     """Lengths of some prompts in tokens, the number of prompts, and some rows."""
-    options = PromptOptions.from_config(config.data)
-    sources, columns = (
-        prompt_sources(files, config.data, tokenizer),
-        (options.prompt_key, "data_source", "reward_model"),
+    whole = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
+    dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=whole))
+    rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
+    return [len(row.prompt_token_ids) for row in rows], len(dataset), rows[:SCORED_ROWS]
+
+
+def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Finding:
+    data = config.data
+    summary = describe_lengths(lengths, total, data.max_prompt_length)
+    is_longer = max(lengths) > data.max_prompt_length
+    if is_longer and data.filter_overlong_prompts:
+        return Finding("note", key, f"{summary}; those are left out")
+    if is_longer and data.truncation != "error":
+        return Finding("note", key, f"{summary}; those are cut (data.truncation={data.truncation})")
+    return Finding.from_condition(
+        not is_longer,
+        key,
+        summary,
+        "no prompt may be longer than data.max_prompt_length",
+        f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or "
+        "data.truncation=left",
     )
-    records: list[RecordFile | CustomRecords] = [
-        RecordFile(source, columns) if isinstance(source, str) else source for source in sources
-    ]
-    total = sum(map(len, records))
-    lengths = []
-    for file in records:
-        step = max(1, len(file) * len(records) // SAMPLED_PROMPTS)
-        for index in range(0, len(file), step):
-            messages = check_messages(
-                file[index][options.prompt_key], options.prompt_key, f"row {index} of {file.path}"
-            )
-            lengths.append(len(encode_prompt(tokenizer, messages, options.template_arguments)))
-    lenient = PromptOptions(max(lengths), "left", False, options.prompt_key, options.template_arguments)
-    dataset = PromptDataset(sources, tokenizer, lenient, RowChoice())
-    return lengths, total, [dataset[index] for index in range(min(SCORED_ROWS, len(dataset)))]
-
-
-def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Iterator[Finding]:
-    limit, data = config.data.max_prompt_length, config.data
-    longer = sum(length > limit for length in lengths)
-    sample = (
-        f"{total} prompts of {min(lengths)} to {max(lengths)} tokens {_histogram(lengths)}, at most {limit} "
-        "are allowed"
-    )
-    counted = "" if len(lengths) == total else f" ({len(lengths)} counted)"
-    share = f"{longer / len(lengths):.1%} are longer"
-    if longer and data.filter_overlong_prompts:
-        yield Finding("note", key, f"{sample}{counted}; {share} and left out")
-    elif longer and data.truncation != "error":
-        yield Finding("note", key, f"{sample}{counted}; {share} and cut (data.truncation={data.truncation})")
-    else:
-        yield Finding.from_condition(
-            not longer,
-            key,
-            f"{sample}{counted}" + (f"; {share}" if longer else ""),
-            "no prompt may be longer than data.max_prompt_length",
-            f"pass data.max_prompt_length={max(lengths)}, data.filter_overlong_prompts=True, or "
-            "data.truncation=left",
-        )
-
-
-def _histogram(lengths: Sequence[int]) -> str:
-    """Ten bins of equal width from the shortest to the longest."""
-    low, width = min(lengths), max(max(lengths) - min(lengths) + 1, _BINS) / _BINS
-    counts = [0] * _BINS
-    for length in lengths:
-        counts[int((length - low) / width)] += 1
-    return "[" + "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts) + "]"
 
 
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:

@@ -58,10 +58,10 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
         "Rollout correction": _correction(config, plan),
         "Advantages": _advantages(config, plan),
-        "Critic": _critic(config, plan),
+        "Critic": _critic(config),
         "A step": _step(config, plan),
         "Generation ahead of training": _ahead(config, measured),
-        "Batch": _batch(plan),
+        "Batch": _batch(config, plan),
         "Set, and without effect here": _without_effect(plan, is_changed=True),
         "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
         "Worth a second look": (line for text in plan.warnings for line in _wrapped("  ", text)),
@@ -237,8 +237,9 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
             if algorithm.norm_adv_by_std_in_grpo
             else "centred only"
         )
+    several_samples = config.actor_rollout_ref.rollout.n > 1
     baseline = (
-        ("samples of one prompt" if plan.sizes.samples > 1 else "none: a prompt has one sample")
+        ("samples of one prompt" if several_samples else "none: a prompt has one sample")
         if advantages.compares_groups
         else "the critic's values"
         if advantages.uses_values
@@ -260,13 +261,13 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
-    if plan.value is None:
+def _critic(config: RunConfig) -> Iterator[str]:
+    if not config.needs_critic:
         return
     critic = config.critic
     loss = "1/2 max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)"
     yield from _wrapped(
-        "  ", f"L_value = {loss}, {plan.value.aggregation} over response_mask, c = {critic.cliprange_value:g}"
+        "  ", f"L_value = {loss}, {critic.loss_agg_mode} over response_mask, c = {critic.cliprange_value:g}"
     )
     yield from _table(
         [
@@ -306,24 +307,23 @@ def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
         yield from _table([("predicted", sentence) for sentence in prediction(measured, options)])
 
 
-def _batch(plan: Plan) -> Iterator[str]:
-    sizes = plan.sizes
+def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
+    sizes, data, trainer = plan.sizes, config.data, config.trainer
     steps = (
-        f"{sizes.total_steps} (at most {sizes.epochs} epochs)"
-        if sizes.total_steps
-        else f"as many as {sizes.epochs} epochs have"
+        f"{trainer.total_training_steps} (at most {trainer.total_epochs} epochs)"
+        if trainer.total_training_steps
+        else f"as many as {trainer.total_epochs} epochs have"
     )
     if sizes.critic_only_steps:
         steps += f"; the first {sizes.critic_only_steps} do not update the actor"
-    rows = f"{sizes.prompts} prompts x {sizes.samples} samples = {sizes.rows} rows a step"
-    yield f"  {rows}, at most {sizes.rows_per_engine} for each of {sizes.engines} engine(s)"
-    yield (
-        f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} "
-        "tokens"
-    )
+    samples, engines = config.actor_rollout_ref.rollout.n, config.num_engines
+    rows = f"{data.train_batch_size} prompts x {samples} samples = {config.rows_per_step} rows a step"
+    yield f"  {rows}, at most {-(-config.rows_per_step // engines)} for each of {engines} engine(s)"
+    lengths = f"{data.max_prompt_length} + {data.max_response_length} = {config.longest_sequence}"
+    yield f"  a row has at most {lengths} tokens"
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
-            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, config.longest_sequence)}")
             if update.ranks_per_copy < update.ranks:
                 yield from _wrapped(
                     "  ",

@@ -76,7 +76,7 @@ def check_packages() -> Iterator[Finding]:
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
     """Check that there is a core or a GPU for every rank and engine."""
-    roles, engines = config.num_trainer_roles, config.num_engines
+    roles, engines = len(config.fsdp_configs), config.num_engines
     processes = (
         f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} "
         "processes"

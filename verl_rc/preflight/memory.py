@@ -4,10 +4,8 @@ reduce them."""
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
-from pydantic import BaseModel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from verl_rc.config.models import (
@@ -18,7 +16,8 @@ from verl_rc.config.models import (
     recomputes_activations,
 )
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.schema import with_value
 from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
 from verl_rc.tensor_ops.logprobs import logits_at_once
 from verl_rc.workers.language_model import torch_dtype
@@ -189,7 +188,7 @@ def estimate_roles(
     roles = [_actor(config, shapes[model.path], sizes, gpu_bytes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
-        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
+        tokens = _micro_batch_tokens(sizes.critic, config.longest_sequence)
         checkpointing = recomputes_activations(critic.model, on_gpus)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, checkpointing, gpu_bytes)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
@@ -218,8 +217,8 @@ def estimate_roles(
 def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, gpu_bytes: int | None) -> RoleMemory:
     policy, on_gpus = config.actor_rollout_ref, gpu_bytes is not None
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
-    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
-    predicted = tokens * sizes.longest_response // sizes.longest_sequence
+    tokens = _micro_batch_tokens(sizes.actor, config.longest_sequence)
+    predicted = tokens * config.data.max_response_length // config.longest_sequence
     checkpointing = recomputes_activations(model, on_gpus)
     update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, checkpointing, gpu_bytes)
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
@@ -317,7 +316,7 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     # that is loaded, and the tensors of a layer that is not complete.
     is_alone = not config.actor_rollout_ref.hybrid_engine
     arriving = is_alone * (2 * _bucket_bytes(rollout, shape) + blocks // shape.layers * width)
-    logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
+    logits = min(rollout.max_num_seqs, config.rows_per_step) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
         cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
     elif gpu_bytes is None:
@@ -352,7 +351,7 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
     extra = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
     # Roles of a rank compute one after the other, in memory that the one before has freed.
-    transient = [role.gathered + role.activations for role in roles if role.role in _fsdp_sections(config)]
+    transient = [role.gathered + role.activations for role in roles if role.role in config.fsdp_configs]
     reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
     return sum(per_role) - reused + (DRIVER_MIB + RAY_MIB) * MIB + extra
 
@@ -371,15 +370,15 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
 def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
     if not on_gpu:
         return 0
-    sections = _fsdp_sections(config)
+    configs = config.fsdp_configs
     return sum(
         role.processes
         * (
-            role.weights * sections[role.role].param_offload
-            + role.optimizer * sections[role.role].optimizer_offload
+            role.weights * configs[role.role].param_offload
+            + role.optimizer * configs[role.role].optimizer_offload
         )
         for role in roles
-        if role.role in sections
+        if role.role in configs
     )
 
 
@@ -416,20 +415,12 @@ def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str
 
 def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
     """Bytes that a rank of each role keeps on its GPU between two uses."""
-    sections = _fsdp_sections(config)
+    configs = config.fsdp_configs
     return {
-        role.role: role.weights * (not sections[role.role].param_offload)
-        + role.optimizer * (not sections[role.role].optimizer_offload)
+        role.role: role.weights * (not configs[role.role].param_offload)
+        + role.optimizer * (not configs[role.role].optimizer_offload)
         for role in roles
-        if role.role in sections
-    }
-
-
-def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
-    return {
-        "actor": config.actor_rollout_ref.actor.fsdp_config,
-        "critic": config.critic.fsdp_config,
-        "reference": config.actor_rollout_ref.ref.fsdp_config,
+        if role.role in configs
     }
 
 
@@ -453,8 +444,7 @@ class GradientChoice:
         )
 
 
-_LEARNERS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
-_SUMMED_ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
+_SUMMED_ONCE = "use_no_sync_for_gradient_accumulation"
 
 
 def choose_gradient_sums(
@@ -468,27 +458,15 @@ def choose_gradient_sums(
     """
     if gpu_bytes is None or config.num_ranks == 1:
         return config, []
-    sections = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     peaks = gpu_update_peaks(config, estimate_roles(config, shapes, gpu_bytes))
     choices = [
         GradientChoice(role, peaks[role] <= _FULL_UP_TO * gpu_bytes, peaks[role], gpu_bytes)
-        for role, fsdp in sections.items()
-        if role in peaks and fsdp.use_no_sync_for_gradient_accumulation is None
+        for role, fsdp in config.fsdp_configs.items()
+        if isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is None
     ]
     for choice in choices:
-        config = _with_value(config, f"{_LEARNERS[choice.role]}.{_SUMMED_ONCE}".split("."), choice.whole)
+        config = with_value(config, f"{FSDP_SECTIONS[choice.role]}.{_SUMMED_ONCE}", choice.whole)
     return config, choices
-
-
-Tree = TypeVar("Tree", bound=BaseModel)
-
-
-def _with_value(tree: Tree, path: Sequence[str], value: object) -> Tree:
-    """A copy with another value at ``path``."""
-    name, *remainder = path
-    return tree.model_copy(
-        update={name: _with_value(getattr(tree, name), remainder, value) if remainder else value}
-    )
 
 
 def _gib(size: int) -> str:
@@ -510,13 +488,7 @@ def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int
 
 def model_paths(config: RunConfig) -> dict[str, bool]:
     """The path of every model of a run, and whether its remote code is trusted."""
-    model = config.actor_rollout_ref.model
-    paths = {model.path: model.trust_remote_code}
-    if config.needs_critic:
-        paths.setdefault(config.critic.model.path, config.critic.model.trust_remote_code)
-    if config.has_reference_model:
-        paths.setdefault(config.actor_rollout_ref.ref.model_path, model.trust_remote_code)
-    judge = config.reward.reward_model
-    if judge.enable:
-        paths.setdefault(str(judge.model_path), judge.trust_remote_code)
+    paths: dict[str, bool] = {}
+    for path, trusted in config.models.values():
+        paths.setdefault(path, trusted)
     return paths

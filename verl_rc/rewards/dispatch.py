@@ -5,11 +5,10 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.task import RewardConfig
-from verl_rc.config.user_code import load_user_module
+from verl_rc.config.user_code import load_from_file
 from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
@@ -33,13 +32,7 @@ def load_reward_function(
     synchronous function. Raises ``ValueError`` when the file or the function is missing, or when it does not
     take the arguments it will get.
     """
-    module = load_user_module(path, f"{_KEY}.path")
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(
-            f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {functions}."
-        )
+    function = load_from_file(path, name, _KEY, "function", callable)
     settings = dict(reward_kwargs or {})
     arguments = [*_ARGUMENTS, *further_arguments]
     try:
@@ -82,18 +75,7 @@ _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
 """Scorers by prefix of the data source's name."""
 
 
-@dataclass(frozen=True)
-class ScoreOnTimeout:
-    """The result for a response on which a scorer without bounded run time exceeded the time limit."""
-
-    score: float
-    acc: float = 0.0
-
-
-_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {
-    math_answer: ScoreOnTimeout(score=0.0),
-    dapo_math: ScoreOnTimeout(score=-1.0),
-}
+_SCORES_ON_TIMEOUT: dict[Scorer, float] = {math_answer: 0.0, dapo_math: -1.0}
 """Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an
 answer that is not proven equal in time counts as wrong."""
 
@@ -139,9 +121,9 @@ def check_data_sources(sources: Mapping[str, str]) -> None:
         raise ValueError("\n".join(unknown))
 
 
-def score_on_timeout(data_source: str) -> ScoreOnTimeout | None:
-    """The result when the built-in scorer of ``data_source`` exceeds the time limit; None for a scorer that
-    always finishes."""
+def score_on_timeout(data_source: str) -> float | None:
+    """The score, that of a wrong answer, when the built-in scorer of ``data_source`` exceeds the time limit;
+    None for a scorer that always finishes."""
     return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 

@@ -33,15 +33,8 @@ class ToolCall:
     arguments: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class MalformedCall:
-    """Something marked as a call that is none."""
-
-    reason: str
-    """What is wrong, for the policy."""
-
-
-ParsedCall = ToolCall | MalformedCall
+ParsedCall = ToolCall | str
+"""A call; or what is wrong with something that is marked as one, in words for the policy."""
 Parser = Callable[[str], list[ParsedCall]]
 """Parses the text of a turn into its calls, in order."""
 
@@ -57,13 +50,13 @@ def _hermes_call(body: str) -> ParsedCall:
         call = json.loads(body)
     # A policy writes anything: deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError):
-        return MalformedCall("a tool call must be JSON")
+        return "a tool call must be JSON"
     if (
         not isinstance(call, dict)
         or not isinstance(call.get("name"), str)
         or not isinstance(call.get("arguments"), dict)
     ):
-        return MalformedCall("a tool call must be an object with a name and arguments")
+        return "a tool call must be an object with a name and arguments"
     return ToolCall(call["name"], call["arguments"])
 
 
@@ -92,8 +85,8 @@ def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller)
 
     Raises ``ToolFailedError`` when the tool itself fails, or hangs.
     """
-    if isinstance(call, MalformedCall):
-        return f"error: {call.reason}"
+    if isinstance(call, str):
+        return f"error: {call}"
     tool = tools.get(call.name)
     if tool is None:
         return f"error: the tools are {json.dumps(sorted(tools))}"
@@ -197,15 +190,15 @@ class Conversations:
             raise
 
 
-def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template for every prompt: those given, and with ``format=hermes`` the
+def template_arguments(config: MultiTurnConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the chat template for every prompt: ``arguments``, and with ``format=hermes`` the
     descriptions of the tools.
 
     Raises ``ValueError`` when a tool is unknown.
     """
     if config.format != "hermes":
-        return dict(given)
-    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
+        return dict(arguments)
+    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **arguments}
 
 
 class OpenSamples:

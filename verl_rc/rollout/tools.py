@@ -1,7 +1,6 @@
 """Tools that a policy may call between its turns: text in, text out, bounded in time."""
 
 import ast
-import importlib
 import json
 import math
 import operator
@@ -15,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_rc.config.errors import nearest_key
+from verl_rc.config.user_code import import_attribute
 
 
 class ToolError(ValueError):
@@ -232,12 +232,15 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
     """
     tools: dict[str, Tool] = {}
     for name in names:
-        tool = _import_tool(name) if ":" in name else BUILT_IN.get(name)
+        key = f"{_KEY}.tools={name}"
+        tool = import_attribute(name, key, "tool") if ":" in name else BUILT_IN.get(name)
         if tool is None:
             raise ValueError(
                 f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or "
                 f"module:attribute, got {name!r}; the nearest is {nearest_key(name, list(BUILT_IN))}."
             )
+        if not isinstance(tool, Tool):
+            raise ValueError(f"{key} must be a verl_rc.rollout.tools.Tool, got {tool!r}.")
         if tool.name in tools:
             raise ValueError(
                 "actor_rollout_ref.rollout.multi_turn.tools must have different names, got two "
@@ -245,16 +248,3 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
             )
         tools[tool.name] = tool
     return tools
-
-
-def _import_tool(name: str) -> Tool:
-    module_name, _, attribute = name.partition(":")
-    key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
-    try:
-        tool = getattr(importlib.import_module(module_name), attribute, None)
-    # A user's module may raise anything, and a script without a main guard calls sys.exit().
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{key} cannot be imported: {error!r}. The module must be on PYTHONPATH.") from error
-    if not isinstance(tool, Tool):
-        raise ValueError(f"{key} must be a verl_rc.rollout.tools.Tool, got {tool!r}.")
-    return tool

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
-from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.attention import PACKED_ATTENTION, attention_problem
@@ -150,8 +150,8 @@ def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool)
                 count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0
             )
             problems.append(
-                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} must divide its {heads} attention heads: pass "
-                f"{largest}, and lengths whose part of a row then fits"
+                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} must divide its {heads} "
+                f"attention heads: pass {largest}, and lengths whose part of a row then fits"
             )
     return next((problem for problem in problems if problem is not None), None)
 

@@ -109,7 +109,7 @@ MISTAKES: list[Mistake] = [
     (f"{AHEAD} {S}.max_off_policy_threshold=0", f"must be at least {S}.staleness_threshold=1", "raise it"),
     (
         f"{AHEAD} {S}.max_off_policy_threshold=2 {S}.partial_rollout=False",
-        "=2 has no effect in the order of admission",
+        "=2.0 has no effect in the order of admission",
         f"{S}.order=ready",
     ),
     (

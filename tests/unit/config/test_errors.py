@@ -7,7 +7,7 @@ import pytest
 
 from verl_rc.config.errors import listed, nearest_key
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 
 
 def test_long_lists_are_counted() -> None:
@@ -22,7 +22,7 @@ KNOWN = [
     "algorithm.rollout.preset",
     "algorithm.loss_type",
 ]
-KEYS = [*known_keys(RunConfig), "algorithm.rollout_correction.preset"]
+KEYS = [*fields_of(RunConfig), "algorithm.rollout_correction.preset"]
 
 SLIPS: dict[str, Callable[[str, int], str]] = {
     "dropped": lambda text, at: text[:at] + text[at + 1 :],

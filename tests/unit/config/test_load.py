@@ -197,6 +197,10 @@ MISTAKES = [
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
+    (
+        "actor_rollout_ref.actor.optim=3 actor_rollout_ref.actor.grad_clip=1",  # which moved below optim
+        "actor_rollout_ref.actor.optim must be a section; got 3",
+    ),
     ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
     ("trainer.resume_mode=yes", "trainer.resume_mode"),
     ("critic.enable=False algorithm.adv_estimator=gae", "gae needs a critic"),
@@ -247,7 +251,7 @@ MISTAKES = [
         "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4",
         "joins a running cluster, which has its own resources",
     ),
-    ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
+    ("trainer.logger=[console,fax]", "trainer.logger.1 must be"),
     ("trainer.device=tpu", "trainer.device"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node"),
     ("transfer_queue.enable=True", "there is no separate data plane here"),

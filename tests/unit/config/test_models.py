@@ -73,7 +73,7 @@ def test_a_clip_range_of_zero_is_refused() -> None:
 def test_a_reference_is_needed_where_something_compares_with_it(override: str, needed: bool) -> None:
     config = small_run_config(Path("/models/m"), override)
     assert config.needs_reference is needed
-    assert config.num_trainer_roles == 1 + needed
+    assert len(config.fsdp_configs) == 1 + needed
 
 
 def test_roles_share_the_processes_of_the_ranks() -> None:
@@ -84,7 +84,7 @@ def test_roles_share_the_processes_of_the_ranks() -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     )
     config = small_run_config(Path("/models/m"), *roles, *ranks)
-    assert (config.num_trainer_roles, config.num_engines) == (3, 4)
+    assert (len(config.fsdp_configs), config.num_engines) == (3, 4)
     assert config.num_processes == 8
 
 
@@ -93,7 +93,7 @@ def test_with_lora_the_actor_itself_is_the_reference() -> None:
         Path("/models/m"), "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4"
     )
     assert config.needs_reference
-    assert config.num_trainer_roles == 1
+    assert len(config.fsdp_configs) == 1
 
 
 def test_what_a_reference_leaves_open_follows_the_actor() -> None:

@@ -170,7 +170,7 @@ VARIANTS: list[Mistake] = [
         "yes",
         "drop it for 'auto'",
     ),
-    ("trainer.logger=[console,fax]", "trainer.logger", "must name some of", "'fax'", "'tensorboard'"),
+    ("trainer.logger=[console,fax]", "trainer.logger.1", "must be", "'fax'", "'tensorboard'"),
     (
         "trainer.device=tpu",
         "trainer.device",

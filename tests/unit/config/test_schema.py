@@ -1,6 +1,7 @@
 """Sections are frozen, closed and checked; walking their tree finds leaves, free mappings and defaults."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
@@ -9,11 +10,12 @@ from verl_rc.config.schema import (
     StrictModel,
     UserPath,
     default_at,
-    defaults,
+    fields_of,
     has_key,
-    known_keys,
-    leads_to_leaf,
+    is_section,
     required_leaves,
+    set_value,
+    value_at,
 )
 
 
@@ -75,37 +77,38 @@ class Outer(BaseModel):
 
 
 def test_leaves_and_defaults() -> None:
-    assert list(known_keys(Outer)) == ["inner.size", "inner.path", "inner.free", "name"]
-    assert defaults(Outer) == {"inner": {"size": 3, "free": None}, "name": "x"}
-    assert (
-        default_at(Outer, ["inner", "size"]),
-        default_at(Outer, ["inner", "path"]),
-        default_at(Outer, ["no"]),
-    ) == (
-        3,
-        None,
-        None,
-    )
+    assert list(fields_of(Outer)) == ["inner.size", "inner.path", "inner.free", "name"]
+    keys = ("inner.size", "inner.size.0", "inner.path", "no")
+    assert [default_at(Outer, key) for key in keys] == [3, 3, None, None]
+
+
+def test_a_value_is_set_and_read_by_its_dotted_key() -> None:
+    tree: dict[str, Any] = {"inner": {"size": 1}, "name": "x"}
+    set_value(tree, "inner.path", "a")
+    set_value(tree, "other.size", 2)
+    set_value(tree, "name.size", 3)  # a section of a wrong type stays, for validation to name
+    assert tree == {"inner": {"size": 1, "path": "a"}, "name": "x", "other": {"size": 2}}
+    assert [value_at(tree, key) for key in ("inner.path", "inner.no", "name.size")] == ["a", None, None]
 
 
 def test_what_must_be_given() -> None:
-    assert required_leaves(Outer, ["inner"]) == ["inner.path"]
-    assert required_leaves(Outer, ["inner", "path"]) == ["inner.path"]
+    assert required_leaves(Outer, "inner") == ["inner.path"]
+    assert required_leaves(Outer, "inner.path") == ["inner.path"]
 
 
 @pytest.mark.parametrize(
-    ("key", "known", "is_leaf"),
+    ("key", "known", "is_a_section"),
     [
-        ("name", True, True),
-        ("inner", True, False),
-        ("inner.size", True, True),
-        ("inner.free.a.b", True, True),
-        ("inner.size.x", False, True),
-        ("outer", False, True),
-        ("inner.sise", False, True),
-        ("", False, True),
+        ("name", True, False),
+        ("inner", True, True),
+        ("inner.size", True, False),
+        ("inner.free.a.b", True, False),
+        ("inner.size.x", False, False),
+        ("outer", False, False),
+        ("inner.sise", False, False),
+        ("", False, False),
     ],
 )
-def test_keys(key: str, known: bool, is_leaf: bool) -> None:
+def test_keys(key: str, known: bool, is_a_section: bool) -> None:
     assert has_key(Outer, key) == known
-    assert leads_to_leaf(Outer, key) == is_leaf
+    assert is_section(Outer, key) == is_a_section

@@ -11,17 +11,14 @@ from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
     EpochBatches,
     PromptDataset,
-    PromptOptions,
     PromptStream,
-    RowChoice,
     build_train_loader,
     build_validation_rows,
+    chosen_rows,
     describe_lengths,
     evenly_spread,
 )
 from verl_rc.data.tokenize import load_tokenizer
-
-OPTIONS = PromptOptions(max_prompt_length=32)
 
 
 def questions(rows):
@@ -39,6 +36,10 @@ def config(path, **changes):
     return DataConfig.model_validate({"gen_batch_size": given["train_batch_size"], "seed": 1, **given})
 
 
+def options(**changes):
+    return config("unused", **changes)
+
+
 @pytest.fixture
 def ten_rows(write_parquet, record):
     return write_parquet([record(str(10 + i)) for i in range(10)])
@@ -46,7 +47,7 @@ def ten_rows(write_parquet, record):
 
 def test_a_row_in_verls_format(write_parquet, record, tokenizer):
     path = write_parquet([record("407", data_source="s", extra_info={"index": 7, "question": "q"})])
-    row = PromptDataset([path], tokenizer, OPTIONS, RowChoice())[0]
+    row = PromptDataset([path], tokenizer, options())[0]
     assert tokenizer.decode(row.prompt_token_ids) == "407="
     assert (row.row_index, row.data_source, row.ground_truth) == (0, "s", "704")
     assert row.messages == [{"role": "user", "content": "407"}]
@@ -56,14 +57,14 @@ def test_a_row_in_verls_format(write_parquet, record, tokenizer):
 def test_files_with_different_columns_follow_each_other(write_parquet, record, tokenizer):
     bare = {key: value for key, value in record("3").items() if key not in ("extra_info", "ability")}
     first, second = write_parquet([record("1"), record("2")], "a.parquet"), write_parquet([bare], "b.parquet")
-    dataset = PromptDataset([first, second], tokenizer, OPTIONS, RowChoice())
+    dataset = PromptDataset([first, second], tokenizer, options())
     assert questions(dataset[i] for i in range(len(dataset))) == ["1", "2", "3"]
     assert [dataset[i].row_index for i in range(3)] == [0, 1, 2]
     assert dataset[2].extra_info == {}
 
 
 def test_a_row_is_found_by_its_index_in_the_files(ten_rows, tokenizer):
-    dataset = PromptDataset([ten_rows], tokenizer, OPTIONS, RowChoice(max_samples=4))
+    dataset = PromptDataset([ten_rows], tokenizer, options(shuffle=False), 4)
     rows = [dataset[place].row_index for place in range(4)]
     assert [dataset.row(row).row_index for row in rows] == rows
     with pytest.raises(ValueError, match=r"row 10 of data\.train_files, which the chosen rows do not have"):
@@ -73,27 +74,27 @@ def test_a_row_is_found_by_its_index_in_the_files(ten_rows, tokenizer):
 def test_prompt_key_names_the_column(write_parquet, record, tokenizer):
     row = record("5")
     path = write_parquet([{**row, "question": row["prompt"], "prompt": "text"}])
-    options = PromptOptions(max_prompt_length=8, prompt_key="question")
-    assert questions([PromptDataset([path], tokenizer, options, RowChoice())[0]]) == ["5"]
+    data = options(max_prompt_length=8, prompt_key="question")
+    assert questions([PromptDataset([path], tokenizer, data)[0]]) == ["5"]
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "345="), ("right", "1234"), ("middle", "125=")])
 def test_truncation(truncation, kept, write_parquet, record, tokenizer):
     """ "12345=" has 6 tokens; 4 are kept."""
-    options = PromptOptions(max_prompt_length=4, truncation=truncation)
-    row = PromptDataset([write_parquet([record("12345")])], tokenizer, options, RowChoice())[0]
+    data = options(max_prompt_length=4, truncation=truncation)
+    row = PromptDataset([write_parquet([record("12345")])], tokenizer, data)[0]
     assert tokenizer.decode(row.prompt_token_ids) == kept
 
 
 def test_middle_truncation_to_an_odd_length_keeps_one_more_at_the_end(write_parquet, record, tokenizer):
-    options = PromptOptions(max_prompt_length=3, truncation="middle")
-    row = PromptDataset([write_parquet([record("12345")])], tokenizer, options, RowChoice())[0]
+    data = options(max_prompt_length=3, truncation="middle")
+    row = PromptDataset([write_parquet([record("12345")])], tokenizer, data)[0]
     assert tokenizer.decode(row.prompt_token_ids) == "15="
 
 
 def test_a_long_prompt_is_an_error_that_names_its_row(write_parquet, record, tokenizer):
     path = write_parquet([record("1"), record("12345")])
-    dataset = PromptDataset([path], tokenizer, PromptOptions(max_prompt_length=5), RowChoice())
+    dataset = PromptDataset([path], tokenizer, options(max_prompt_length=5))
     assert tokenizer.decode(dataset[0].prompt_token_ids) == "1="
     with pytest.raises(ValueError, match=r"max_prompt_length=5 tokens, got 6 in row 1 of .*data.parquet"):
         dataset[1]
@@ -101,26 +102,24 @@ def test_a_long_prompt_is_an_error_that_names_its_row(write_parquet, record, tok
 
 def test_filter_leaves_long_prompts_out_and_keeps_row_numbers(write_parquet, record, tokenizer):
     path = write_parquet([record("12345"), record("1"), record("123456"), record("2")])
-    options = PromptOptions(max_prompt_length=5, filter_overlong=True)
-    dataset = PromptDataset([path], tokenizer, options, RowChoice())
+    data = options(max_prompt_length=5, filter_overlong_prompts=True)
+    dataset = PromptDataset([path], tokenizer, data)
     assert [(dataset[i].row_index, *questions([dataset[i]])) for i in range(len(dataset))] == [
         (1, "1"),
         (3, "2"),
     ]
     with pytest.raises(ValueError, match="leaves none"):
-        PromptDataset(
-            [path], tokenizer, PromptOptions(max_prompt_length=1, filter_overlong=True), RowChoice()
-        )
+        PromptDataset([path], tokenizer, options(max_prompt_length=1, filter_overlong_prompts=True))
 
 
 def test_row_choice():
-    assert list(RowChoice().row_indices(4)) == [0, 1, 2, 3]
-    assert list(RowChoice(9, seed=1).row_indices(4)) == [0, 1, 2, 3]
-    assert list(RowChoice(2).row_indices(4)) == [0, 1]
-    chosen = [tuple(RowChoice(5, seed).row_indices(100)) for seed in range(20)]
+    assert list(chosen_rows(4, -1, None)) == [0, 1, 2, 3]
+    assert list(chosen_rows(4, 9, 1)) == [0, 1, 2, 3]
+    assert list(chosen_rows(4, 2, None)) == [0, 1]
+    chosen = [tuple(chosen_rows(100, 5, seed)) for seed in range(20)]
     assert all(list(rows) == sorted(set(rows)) and len(rows) == 5 and rows[-1] < 100 for rows in chosen)
     assert len(set(chosen)) == 20
-    assert chosen[3] == tuple(RowChoice(5, 3).row_indices(100))
+    assert chosen[3] == tuple(chosen_rows(100, 5, 3))
 
 
 @pytest.mark.parametrize(
@@ -134,12 +133,12 @@ def test_row_choice():
 )
 def test_malformed_rows_are_refused_at_start(change, message, write_parquet, record, tokenizer):
     with pytest.raises(ValueError, match=message):
-        PromptDataset([write_parquet([record("1", **change)])], tokenizer, OPTIONS, RowChoice())
+        PromptDataset([write_parquet([record("1", **change)])], tokenizer, options())
 
 
 def test_no_file_at_all_is_refused(tokenizer):
     with pytest.raises(ValueError, match="at least one file"):
-        PromptDataset([], tokenizer, OPTIONS, RowChoice())
+        PromptDataset([], tokenizer, options())
 
 
 def test_loader_serves_seeded_batches_that_differ_by_epoch(ten_rows, tokenizer):
@@ -227,9 +226,9 @@ def test_sizes_of_files_count_what_is_left(write_parquet, record, tokenizer):
         write_parquet([record(q) for q in rows], f"{rows[0]}.parquet")
         for rows in (["1", "123456"], ["2"], ["34", "5"])
     ]
-    options = PromptOptions(max_prompt_length=5, filter_overlong=True)
-    assert PromptDataset(files, tokenizer, options, RowChoice()).file_sizes() == [1, 1, 2]
-    assert PromptDataset(files, tokenizer, OPTIONS, RowChoice(2)).file_sizes() == [2, 0, 0]
+    data = options(max_prompt_length=5, filter_overlong_prompts=True)
+    assert PromptDataset(files, tokenizer, data).file_sizes() == [1, 1, 2]
+    assert PromptDataset(files, tokenizer, options(shuffle=False), 2).file_sizes() == [2, 0, 0]
 
 
 def test_arguments_of_the_chat_template_change_the_prompts(ten_rows, tokenizer_folder, tmp_path):
@@ -248,8 +247,10 @@ def test_the_line_about_lengths_refuses_prompts_that_the_run_would_stumble_over(
 ):
     path = write_parquet([record("1"), record("123456")])
     with pytest.raises(ValueError, match=r"max_prompt_length=5 tokens, got 7 in row 1 of"):
-        PromptDataset([path], tokenizer, PromptOptions(5), RowChoice()).describe_lengths()
-    line = PromptDataset([path], tokenizer, PromptOptions(5, "left"), RowChoice()).describe_lengths()
+        PromptDataset([path], tokenizer, options(max_prompt_length=5)).describe_lengths()
+    line = PromptDataset(
+        [path], tokenizer, options(max_prompt_length=5, truncation="left")
+    ).describe_lengths()
     assert (
         line
         == "2 prompts by tokens: 2-3: 50%, 4-7: 50%; median 2, longest 7, data.max_prompt_length=5, longer "
@@ -260,13 +261,15 @@ def test_the_line_about_lengths_refuses_prompts_that_the_run_would_stumble_over(
 def test_data_sources_are_found_in_all_chosen_rows_of_all_files(write_parquet, record, tokenizer):
     first = write_parquet([record("1", data_source="a"), record("2", data_source="b")], "first.parquet")
     second = write_parquet([record("3", data_source="a"), record("12345", data_source="c")], "second.parquet")
-    dataset = PromptDataset([first, second], tokenizer, OPTIONS, RowChoice())
+    dataset = PromptDataset([first, second], tokenizer, options())
     assert dataset.data_sources() == {
         "a": f"row 0 of {first}",
         "b": f"row 1 of {first}",
         "c": f"row 1 of {second}",
     }
-    fewer = PromptDataset([first, second], tokenizer, PromptOptions(5, filter_overlong=True), RowChoice())
+    fewer = PromptDataset(
+        [first, second], tokenizer, options(max_prompt_length=5, filter_overlong_prompts=True)
+    )
     assert fewer.data_sources().keys() == {"a", "b"}
 
 
@@ -289,7 +292,7 @@ def test_extra_info_is_a_mapping_or_nothing(write_parquet, record, tokenizer):
     with pytest.raises(
         ValueError, match=r"column 'extra_info' must hold a mapping .* got 'text' in row 0 of"
     ):
-        PromptDataset([path], tokenizer, OPTIONS, RowChoice())
+        PromptDataset([path], tokenizer, options())
 
 
 def test_a_template_that_cannot_render_a_row_names_it(write_parquet, record, tokenizer):
@@ -302,7 +305,7 @@ def test_a_template_that_cannot_render_a_row_names_it(write_parquet, record, tok
         ValueError,
         match=r"row 0 of .*: the chat template must render .* but raised RuntimeError: roles must altern",
     ):
-        PromptDataset([path], Refusing(), OPTIONS, RowChoice())
+        PromptDataset([path], Refusing(), options())
 
 
 def test_bins_double_and_the_limit_is_counted():

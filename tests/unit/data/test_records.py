@@ -195,7 +195,7 @@ def test_rows_are_tokenised_filtered_and_batched(key, config, tokenizer):
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        (SOURCE, "Cubes", r"must name a class of .*own.py, got 'Cubes'; its classes are \['Squares'\]"),
+        (SOURCE, "Cubes", r"must name a class of .*own.py, got 'Cubes'; it has \['Squares'\]"),
         ("import nothing_of_this_name", "Squares", "can be imported; .*ModuleNotFoundError"),
         (SOURCE.replace("__getitem__", "get").replace("KEY", "'prompt'"), "Squares", "lacks one of them"),
         (

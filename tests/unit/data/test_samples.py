@@ -1,5 +1,4 @@
-"""Rollouts of several calls as one: every row's tokens unchanged, padding where it belongs, groups
-renumbered."""
+"""Samples: every row has its prompt, and what does not fit the rollouts is named."""
 
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.samples import Samples, concatenate_rollouts
+from verl_rc.data.samples import Samples
 
 PAD = 99
 
@@ -38,26 +37,6 @@ def make_rollouts(prompts: list[list[int]], responses: list[list[int]], group_id
 PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6], [7]], [[11], [12, 13], [14, 15, 16], [17]]
 
 
-def test_parts_of_different_widths_become_one_batch() -> None:
-    parts = [
-        make_rollouts(PROMPTS[:2], RESPONSES[:2], [0, 0]),
-        make_rollouts(PROMPTS[2:], RESPONSES[2:], [1, 2]),
-    ]
-    joined = concatenate_rollouts(parts, PAD)
-    expected = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 2])
-    assert joined.batch_size == torch.Size([4])
-    for found, wanted in ((joined, expected), (joined.tokens, expected.tokens)):
-        fields = {name: value for name, value in wanted.to_dict().items() if isinstance(value, torch.Tensor)}
-        assert len(fields) >= 4
-        for name, value in fields.items():
-            assert torch.equal(getattr(found, name), value), name
-
-
-def test_no_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        concatenate_rollouts([], PAD)
-
-
 def make_samples(first: int, **changes: Any) -> Samples:
     """Two prompts with two samples each; scores count from ``first``."""
     rollouts = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 1])
@@ -70,14 +49,10 @@ def make_samples(first: int, **changes: Any) -> Samples:
     return Samples(rollouts, **{**fields, **changes})
 
 
-def test_joined_samples_keep_their_prompts_and_extras() -> None:
-    whole = Samples.concatenate(
-        [make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD
-    )
-    assert whole.scores.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert [row.row_index for row in whole.rows] == [0, 0, 1, 1, 10, 10, 11, 11]
-    assert whole.extras == {"acc": [0, 1, 2, 3] + [None] * 4, "note": [None] * 4 + ["a", "b", "c", "d"]}
-    assert whole.accuracies() == [0, 1, 2, 3, 10, 11, 12, 13]
+def test_rows_have_the_prompt_of_their_group_and_a_score_stands_for_a_missing_accuracy() -> None:
+    samples = make_samples(10, extras={"acc": [1.0, None, 0.0, None]})
+    assert [row.row_index for row in samples.rows] == [10, 10, 11, 11]
+    assert samples.accuracies() == [1, 11, 0, 13]
 
 
 @pytest.mark.parametrize(

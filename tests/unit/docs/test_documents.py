@@ -20,7 +20,7 @@ from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.sft import SftConfig
 from verl_rc.config.verl.keys import is_verl_key
 from verl_rc.config.verl.migration import is_correction_key
@@ -63,13 +63,13 @@ _OTHER_PROGRAMS = {
     "pre-commit",
 }
 
-_KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
+_KNOWN = set(fields_of(RunConfig)) | {"algorithm.rollout_correction.preset"}
 _COMPOSER = Composer(parse([]), has_groups=True)
 _CHOICES = {
     f"{group}={name}" for group in _COMPOSER.groups() for name in _COMPOSER.loader.get_group_options(group)
 }
 """Choices of configuration groups, as they are typed."""
-_KNOWN_SFT = set(known_keys(SftConfig))
+_KNOWN_SFT = set(fields_of(SftConfig))
 
 
 def is_key(key, known=frozenset(_KNOWN)):
@@ -83,7 +83,7 @@ def code_of(text):
     return "\n".join([*(body for _, body in _BLOCK.findall(text)), *spans])
 
 
-def unknown_keys(text, about_verl=False):
+def unfields_of(text, about_verl=False):
     """Configuration keys in code that no run would take."""
     found = {match for match in _KEY.findall(code_of(text)) if not match.endswith(_FILE_SUFFIXES)}
     wrong = {key for key in found if not is_key(key)}
@@ -197,16 +197,16 @@ def _runs_of_a_sweep(word):
 def _mistake_in_subcommand(arguments):
     """A subcommand alone is its name, not a call."""
     try:
-        given = cli._build_parser().parse_args([*arguments, "--help"] if len(arguments) == 1 else arguments)
+        parser = cli.build_parser()
+        given, words = parser.parse_known_args([*arguments, "--help"] if len(arguments) == 1 else arguments)
     except SystemExit as end:
         return "verl-rc would refuse these arguments" if end.code else None
-    if given.subcommand in ("explain", "doctor"):
-        _, given.arguments = cli._measured_seconds(given.arguments)
-        recipe, *overrides = given.arguments
+    if words and cli.SUBCOMMANDS[given.subcommand].takes_configuration:
+        recipe, *overrides = words
         if not recipe.endswith(".sh"):
-            return _mistake_in_overrides(given.arguments, _KNOWN)
+            return _mistake_in_overrides(words, _KNOWN)
         return (
-            _mistake_in_script(given.arguments)
+            _mistake_in_script(words)
             if recipe.startswith("recipes/")
             else _mistake_in_overrides(overrides, _KNOWN)
         )
@@ -227,7 +227,7 @@ def headings(text):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAME)
 def test_keys_exist(document):
-    assert unknown_keys(document.read_text(), document.name in ABOUT_VERL) == []
+    assert unfields_of(document.read_text(), document.name in ABOUT_VERL) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAME)
@@ -381,11 +381,11 @@ def test_every_panel_shows_metrics_of_the_catalogue():
     ],
 )
 def test_a_key_that_does_not_exist_is_found(text, wrong):
-    assert unknown_keys(text) == wrong
+    assert unfields_of(text) == wrong
 
 
 def test_keys_of_verl_pass_where_verl_is_the_subject():
-    assert unknown_keys("`actor_rollout_ref.actor.grad_clip`, `trainer.ghost`", about_verl=True) == [
+    assert unfields_of("`actor_rollout_ref.actor.grad_clip`, `trainer.ghost`", about_verl=True) == [
         "trainer.ghost"
     ]
 

@@ -12,6 +12,7 @@ from small_runs import ROOT
 
 from verl_rc.cli import main
 from verl_rc.insight import picture
+from verl_rc.insight.run_folder import read_run
 from verl_rc.metrics import check_names
 from verl_rc.metrics.sinks.local import JsonlSink
 
@@ -44,7 +45,7 @@ def small_run(folder: Path) -> Path:
 
 def panels_of(folder: Path) -> list:
     figure = Figure()
-    picture._draw(figure, picture.read_curves(folder))
+    picture._draw(figure, read_run(folder))
     return figure.axes
 
 
@@ -172,7 +173,7 @@ def test_importing_the_module_loads_no_matplotlib():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "must be the folder of a run"), ("", "must hold at least one step")]
+    ("content", "message"), [(None, "must hold a run"), ("", "must hold at least one step")]
 )
 def test_a_folder_without_steps_is_refused_by_the_command(tmp_path, capsys, content, message):
     if content is not None:
@@ -184,7 +185,13 @@ def test_a_folder_without_steps_is_refused_by_the_command(tmp_path, capsys, cont
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", '{"reward": 1}', "step 1", '{"step": "one"}', "1"])
-def test_a_file_that_is_no_metrics_file_is_refused(tmp_path, capsys, line):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n')
-    assert main(["plot", str(tmp_path)]) == 2
-    assert "metrics.jsonl, line 2 must be" in capsys.readouterr().err
+def test_a_line_that_is_no_record_is_left_out(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "{SCORE}": 0.5}}\n{line}\n')
+    assert points(panels_of(tmp_path)[REWARD]) == [(1, 0.5)]
+
+
+def test_a_log_of_another_trainer_is_drawn_beside_it(tmp_path):
+    log = tmp_path / "console.log"
+    log.write_text(f"step:1 - {SCORE}:0.25\nstep:2 - {SCORE}:0.75\n")
+    assert points(panels_of(log)[REWARD]) == [(1, 0.25), (2, 0.75)]
+    assert picture.draw_run(log) == tmp_path / "training_curves.png"

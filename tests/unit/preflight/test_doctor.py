@@ -59,7 +59,7 @@ def test_steps_that_the_prompts_give_are_not_called_too_few(model: str, tmp_path
     ("rows", "given", "subject", "message"),
     [
         (ROWS, {"actor_rollout_ref__model__path": "/nowhere"}, "model", "/nowhere: there is no such folder"),
-        (ROWS, {"data__max_prompt_length": 2}, "data.train_files", "100.0% are longer"),
+        (ROWS, {"data__max_prompt_length": 2}, "data.train_files", "longer 100.0%"),
         (ROWS[:9], {}, "data.train_files, size", "9 prompts"),
         ([{"question": "21"}], {}, "data.train_files", "lacks ['prompt', 'data_source', 'reward_model']"),
         ([{**ROWS[0], "prompt": "21"}] * 10, {}, "data.train_files", "must hold a list of chat messages"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from planned_runs import Given, config_of
 
-from verl_rc.cli import main
+from verl_rc.cli import USER_ERROR, main
 from verl_rc.config.algorithms import AGGREGATIONS, LOSS_MODES
 from verl_rc.preflight.explain import (
     divisors_of,
@@ -88,8 +88,8 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "take longer than 60 s is sampled once more",
             "after every 2 steps and the last one",
             "only a step that publishes is validated and saved: trainer.save_freq=3 is rounded up to 4",
-            "max_off_policy_threshold, async_training.max_off_policy_strategy: responses end before the next "
-            "publication",
+            "max_off_policy_threshold, async_training.max_off_policy_strategy: with "
+            "async_training.partial_rollout=False, where all responses end before the next publication",
         ],
         ["drop throws sampled tokens away"],
     ),
@@ -135,11 +135,11 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "engines share the trainer's devices: all that a version admits is sampled before its first step "
             "is trained",
             "a response has one version of the weights",
-            "without a lead all that is admitted is trained on before the next publication",
+            "without a lead (async_training.staleness_threshold=0): all that is admitted is trained on",
         ],
         [],
     ),
-    ({}, ["async_training.partial_rollout", "the run is synchronous"], []),
+    ({}, ["async_training.partial_rollout", "in a synchronous run"], []),
     (
         {
             **AHEAD,
@@ -299,20 +299,27 @@ def test_the_command_predicts_a_step_from_what_was_measured(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "seconds", [["--sampling-seconds=12"], ["--sampling-seconds=x", "--training-seconds=1"]]
+    ("seconds", "problem"),
+    [
+        (["--sampling-seconds=12"], "must be given together"),
+        (["--sampling-seconds=x", "--training-seconds=1"], "invalid float value: 'x'"),
+        (["--sampling-seconds=0", "--training-seconds=1"], "must take more than 0 seconds"),
+    ],
 )
-def test_seconds_that_are_missing_or_no_numbers(
-    seconds: list[str], capsys: pytest.CaptureFixture[str]
+def test_seconds_that_are_missing_or_cannot_be(
+    seconds: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["explain", *overrides(), *seconds])
     assert ended.value.code == 2
-    assert "must be given together, as numbers" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
-def test_seconds_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *overrides(), "--sampling-seconds=0", "--training-seconds=1"]) == 2
-    assert "must take more than 0 seconds" in capsys.readouterr().err
+def test_other_subcommands_take_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", "run", "trainer.seed=2"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: trainer.seed=2" in capsys.readouterr().err
 
 
 def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,18 +355,23 @@ def test_the_command_takes_groups_as_a_run_does(capsys: pytest.CaptureFixture[st
 def test_contradictions_are_errors(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", *overrides(), *arguments]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *overrides(), *arguments])
+    assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said in printed.err
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["a=1", "-h"], 0)])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["a=1", "-h"]])
 @pytest.mark.parametrize("subcommand", ["explain", "doctor"])
-def test_usage(
-    subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([subcommand, *arguments]) == status
+def test_usage(subcommand: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments:
+        with pytest.raises(SystemExit) as ended:
+            main([subcommand, *arguments])
+        assert ended.value.code == 0
+    else:
+        assert main([subcommand]) == USER_ERROR
     assert (
         f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]"
         in capsys.readouterr().out

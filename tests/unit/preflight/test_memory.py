@@ -229,7 +229,8 @@ def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
     critic = RoleMemory(
         "critic", 1, weights=10, gathered=2, activations=5
     )  # in the actor's process, after it
-    assert host_bytes(config, [*roles, critic], on_gpu=False) == host_bytes(config, roles, on_gpu=False) + 10
+    both = host_bytes(config_of({**FULL, **CRITIC}), [*roles, critic], on_gpu=False)
+    assert both == host_bytes(config, roles, on_gpu=False) + 10
     roles = list(roles_of(FULL, gpu_bytes=10**11).values())
     assert host_bytes(config, roles, on_gpu=True) == common + 2 * CUDA_PROCESS_MIB * MIB
     offloading = config_of({**FULL, f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True})
@@ -240,6 +241,7 @@ def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
     assert host_bytes(saving, roles, on_gpu=True) == host_bytes(config, roles, on_gpu=True) + 12 * 10**9
 
 
+CRITIC: Given = {"critic.enable": True}
 QUICKSTART = ModelShape(1_318_080, 258 * 192, 3 * 4480, 3, 192, 258, 1024)
 
 
@@ -278,17 +280,18 @@ def test_who_shares_a_gpu_with_whom() -> None:
     critic = replace(actor, role="critic", activations=2)
     engine = RoleMemory("engine", 1, weights=2, cache=30)
     context, sleeping = CONTEXT_MIB * MIB, ASLEEP_MIB * MIB
-    asleep = gpu_peaks(config_of({}), [actor, critic, engine])
+    asleep = gpu_peaks(config_of(CRITIC), [actor, critic, engine])
     assert asleep == {"an update": 12 + 27 + context + sleeping, "generation": 32 + 24 + 1 + context}
-    awake = gpu_peaks(config_of({f"{ROLLOUT}.free_cache_engine": False}), [actor, critic, engine])
+    awake = gpu_peaks(config_of({**CRITIC, f"{ROLLOUT}.free_cache_engine": False}), [actor, critic, engine])
     assert awake["an update"] == 12 + 27 + 32 + context
-    offload: Given = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
+    offload: Given = {**CRITIC, f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
     offloaded = gpu_peaks(config_of(offload), [actor, critic, engine])
     assert (
         offloaded["generation"] == 32 + 12 + (4 + 1) + context
     )  # the actor's weights are needed for canary tokens
     assert offloaded["an update"] == 12 + 27 + context + sleeping  # the actor's, beside the critic at rest
-    apart = gpu_peaks(config_of({"actor_rollout_ref.hybrid_engine": False}), [actor, critic, engine])
+    own_devices: Given = {**CRITIC, "actor_rollout_ref.hybrid_engine": False}
+    apart = gpu_peaks(config_of(own_devices), [actor, critic, engine])
     assert apart == {"an update": 39 + context, "generation": 32}
 
 
@@ -394,6 +397,7 @@ def test_models_of_a_run() -> None:
     assert model_paths(config_of(other)) == {"unused": True, "critic": True, "other": True}
 
 
+CRITIC: Given = {"critic.enable": True}
 QUICKSTART = ModelShape(
     parameters=1_318_080,
     embedding_parameters=99_072,

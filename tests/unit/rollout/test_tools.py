@@ -265,8 +265,9 @@ def test_found_by_name_in_their_order(own_module: str) -> None:
 def test_what_cannot_be_found_is_named(own_module: str) -> None:
     for name, message in (
         ("calculater", "got 'calculater'; the nearest is calculator"),
-        (f"{own_module}:NONE", "must be a verl_rc.rollout.tools.Tool, got None"),
-        ("no_such_module:X", "cannot be imported"),
+        (f"{own_module}:NONE", "has no attribute 'NONE'"),
+        (f"{own_module}:Tool", "must be a verl_rc.rollout.tools.Tool, got"),
+        ("no_such_module:X", "must name a tool in an importable module"),
     ):
         with pytest.raises(ValueError, match=message):
             find_tools([name])

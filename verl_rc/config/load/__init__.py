@@ -6,10 +6,10 @@ defaults); the schema adds the defaults and decides.
 
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
 from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.paths import check_files
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import StrictModel, override_without_secrets, public_values
+from verl_rc.config.schema import StrictModel, override_without_secrets, public_values, with_value
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
@@ -112,14 +112,9 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Names
 def _with_separate_folders(configs: Sequence[Schema]) -> list[Schema]:
     """The configurations of a sweep; runs with the same folder get a subfolder each, so that none resumes
     from another."""
-    leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"
-    sections = [cast(Any, config).trainer for config in configs]
-    uses = Counter(getattr(section, leaf) for section in sections)
+    key = "trainer.default_local_dir" if isinstance(configs[0], RunConfig) else "trainer.output_dir"
+    folders = [attrgetter(key)(config) for config in configs]
     return [
-        config.model_copy(
-            update={"trainer": section.model_copy(update={leaf: f"{getattr(section, leaf)}/{number}"})}
-        )
-        if uses[getattr(section, leaf)] > 1
-        else config
-        for number, (config, section) in enumerate(zip(configs, sections, strict=True))
+        with_value(config, key, f"{folder}/{number}") if folders.count(folder) > 1 else config
+        for number, (config, folder) in enumerate(zip(configs, folders, strict=True))
     ]

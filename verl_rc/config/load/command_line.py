@@ -3,7 +3,7 @@ of running."""
 
 import sys
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,22 +18,17 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.load.compose import CONFIGS, Composer
-from verl_rc.config.load.given import MISSING, composing, plain_tree, prepare, translated_tree
+from verl_rc.config.load.given import composing, every_key, plain_tree, prepare, translated_tree
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import defaults, known_keys, override_without_secrets, without_secrets
+from verl_rc.config.schema import override_without_secrets, without_secrets
 
 COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun", "run")
 """Options that print instead of running; at most one may be given."""
 
 
-def option_parser() -> ArgumentParser:
-    """Hydra's parser of its own options."""
-    return get_args_parser()
-
-
 def parse(arguments: Sequence[str]) -> Namespace:
     """Options by Hydra's names and, in ``overrides``, the rest. Raises ``ConfigError``."""
-    parser = option_parser()
+    parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     options = parser.parse_intermixed_args([str(argument) for argument in arguments])
     commands = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(options, name)]
@@ -117,7 +112,7 @@ def _show(schema: type[BaseModel], options: Namespace, prog: str) -> None:
     loader = _ShownLoader(schema, options.resolve, composer.loader.get_search_path())
     hydra = Hydra(task_name=prog.rpartition(".")[2], config_loader=loader)
     if options.hydra_help:
-        hydra.hydra_help(None, option_parser(), Namespace(overrides=[]))
+        hydra.hydra_help(None, get_args_parser(), Namespace(overrides=[]))
     elif options.shell_completion:
         hydra.shell_completion(composer.primary, options.overrides)
     else:
@@ -146,7 +141,7 @@ class _ShownLoader(ConfigLoaderImpl):
         with open_dict(composed):
             hydra = composed.pop("hydra")
         tree = plain_tree(self._schema, composed, self._resolve)
-        merged = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
+        merged = OmegaConf.merge(every_key(self._schema), translated_tree(self._schema, tree).tree)
         assert isinstance(merged, DictConfig)
         merged = OmegaConf.create(without_secrets(OmegaConf.to_container(merged)))  # type: ignore[arg-type]
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
@@ -155,16 +150,6 @@ class _ShownLoader(ConfigLoaderImpl):
         hydra.job.env_set = {}  # of no effect here, and a place where secrets are kept
         merged.hydra = hydra
         return merged
-
-
-def _all_keys(schema: type[BaseModel]) -> DictConfig:
-    """Every key with its default; required keys have Hydra's mark ``???``."""
-    tree = OmegaConf.create({})
-    for key in known_keys(schema):
-        OmegaConf.update(tree, key, MISSING, force_add=True)
-    merged = OmegaConf.merge(tree, defaults(schema))
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _help(composer: Composer, prog: str, is_run: bool) -> str:

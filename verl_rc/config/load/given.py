@@ -1,4 +1,4 @@
-"""Values given by files, groups and raw overrides as a plain tree of schema keys, and their errors as
+"""What files, groups and raw overrides say, as a plain tree of the schema's keys, and their mistakes as
 sentences."""
 
 import contextlib
@@ -19,7 +19,15 @@ from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
-from verl_rc.config.schema import default_at, defaults, has_key, known_keys, leads_to_leaf, required_leaves
+from verl_rc.config.schema import (
+    default_at,
+    fields_of,
+    has_key,
+    is_section,
+    leaves_of,
+    required_leaves,
+    value_at,
+)
 from verl_rc.config.verl.keys import TranslatedTree, is_verl_key, refused_for, translate_tree
 from verl_rc.config.verl.migration import legacy_translation
 from verl_rc.config.verl.refused import REFUSALS
@@ -70,7 +78,7 @@ def check_keys(schema: type[BaseModel], tree: Mapping[str, Any], prefix: str = "
         key = f"{prefix}{name}"
         if not _is_known(schema, key):
             raise ConfigError(_unknown(schema, key))
-        if isinstance(value, Mapping) and not leads_to_leaf(schema, key):
+        if isinstance(value, Mapping) and is_section(schema, key):
             check_keys(schema, value, f"{key}.")
 
 
@@ -134,7 +142,7 @@ def _is_known(schema: type[BaseModel], key: str) -> bool:
 
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
-    known = [*known_keys(schema), *([PRESET] if schema is RunConfig else [])]
+    known = [*fields_of(schema), *([PRESET] if schema is RunConfig else [])]
     return (
         f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, known)}. All keys: "
         "docs/configuration.md."
@@ -152,15 +160,12 @@ def _parsing_fails(override: str) -> bool:
 _INTEGER_BITS = 63
 
 
-def refuse_huge_numbers(tree: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_huge_numbers(tree: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for integers of more than 64 bits, which libraries that read them cannot hold."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            refuse_huge_numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+    for key, value in leaves_of(tree):
+        if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             raise ConfigError(
-                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; "
-                "lower it."
+                f"{key} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
             )
 
 
@@ -171,10 +176,9 @@ def error_sentences(schema: type[BaseModel], error: ValidationError, tree: Mappi
 
 
 def _explain(schema: type[BaseModel], item: Any) -> str:
-    path = [str(part) for part in item["loc"]]
-    key, value, message = ".".join(path), item["input"], str(item["msg"])
+    key, value, message = _key_of_mistake(item), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        leaves = required_leaves(schema, path)
+        leaves = required_leaves(schema, key)
         return (
             f"{' and '.join(leaves)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in leaves)}."
         )
@@ -192,18 +196,18 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
             f"{key}.<name>=<value>."
         )
     must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
-    default = default_at(schema, path)
+    default = default_at(schema, key)
     instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
     return f"{key} must be {must_be}; got {shortened(repr(value))}: {instead}."
 
 
 def _follows_another(item: Any, tree: Mapping[str, Any]) -> bool:
     """Whether an error is about a key that was not given and got its invalid value from another key."""
-    key = ".".join(str(part) for part in item["loc"])
-    value: Any = tree
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value is None and key in FOLLOWED_KEYS
+    return _key_of_mistake(item) in FOLLOWED_KEYS and value_at(tree, _key_of_mistake(item)) is None
+
+
+def _key_of_mistake(item: Any) -> str:
+    return ".".join(str(part) for part in item["loc"])
 
 
 MISSING = "???"
@@ -274,10 +278,16 @@ def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> 
     assert isinstance(tree, dict)
     resolved: Any = tree
     if resolve and "${" in str(tree):
-        resolved = OmegaConf.to_container(
-            OmegaConf.merge(OmegaConf.create(defaults(schema)), composed), resolve=True
-        )
+        resolved = OmegaConf.to_container(OmegaConf.merge(every_key(schema), composed), resolve=True)
     return _only_given(tree, resolved)
+
+
+def every_key(schema: type[BaseModel]) -> DictConfig:
+    """Every key with its default; required keys have Hydra's mark ``???``."""
+    tree = OmegaConf.create({})
+    for key, field in fields_of(schema).items():
+        OmegaConf.update(tree, key, MISSING if field.is_required() else field.default, force_add=True)
+    return tree
 
 
 def _only_given(tree: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[str, Any]:
@@ -312,8 +322,7 @@ def _refuse_preset_under_a_file(tree: Mapping[str, Any], file_tree: Mapping[str,
 
 
 def _correction_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    section = tree.get("algorithm", {})
-    section = section.get("rollout_correction") if isinstance(section, Mapping) else None
+    section = value_at(tree, CORRECTION)
     return section if isinstance(section, dict) else {}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import default_at, leaves_of
+from verl_rc.config.schema import default_at, leaves_of, set_value
 from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
@@ -49,11 +49,6 @@ def with_verls_async_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
     if not _is_separate(leaves):
         return dict(leaves)
     return {**leaves, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in leaves}}
-
-
-def is_translated(key: str) -> bool:
-    """Whether ``translate`` may have an answer."""
-    return key in _TRANSLATIONS
 
 
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
@@ -116,7 +111,7 @@ def _batch(leaves: Mapping[str, Any]) -> int:
 
 
 def _value(leaves: Mapping[str, Any], key: str) -> Any:
-    return leaves.get(key, default_at(RunConfig, key.split(".")))
+    return leaves.get(key, default_at(RunConfig, key))
 
 
 _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
@@ -254,7 +249,7 @@ def refused_for(pairs: Sequence[str], reason: str) -> str:
 
 def is_verl_key(key: str) -> bool:
     """Whether ``key`` is one of verl's that ``translate_tree`` knows, or lies below one."""
-    return moved(key) != key or key in AGREEMENTS or is_translated(key) or refusal_of(key) is not None
+    return moved(key) != key or key in AGREEMENTS or key in _TRANSLATIONS or refusal_of(key) is not None
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
@@ -328,15 +323,8 @@ def translate_tree(source: Mapping[str, Any]) -> TranslatedTree:
                 f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once."
             )
         elif not leaf.accepted:
-            _put(tree, leaf.key, leaf.value)
+            set_value(tree, leaf.key, leaf.value)
     problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
     if problems or duplicates:
         raise ConfigError("\n".join(problems + duplicates))
     return TranslatedTree(tree, demands)
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *path, leaf = key.split(".")
-    for part in path:
-        tree = tree.setdefault(part, {})
-    tree[leaf] = value

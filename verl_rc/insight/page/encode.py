@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from verl_rc.insight.run_folder import Series
 from verl_rc.insight.run_folder.records import is_usable
@@ -43,18 +44,11 @@ def curve_of(
             None if highs is None else [highs.get(step, math.nan) for step in line.steps],
         )
     first, width = line.steps[0], (line.steps[-1] - line.steps[0] + 1) / most_points
-    buckets: list[list[int]] = []
-    current = -1
-    for index, step in enumerate(line.steps):
-        bucket = int((step - first) / width)
-        if bucket != current:
-            buckets.append([])
-            current = bucket
-        buckets[-1].append(index)
+    points = zip(line.steps, line.values, strict=True)
     x, y, smallest, largest = [], [], [], []
-    for bucket_indices in buckets:
-        steps = [line.steps[i] for i in bucket_indices]
-        values = [line.values[i] for i in bucket_indices if is_usable(line.values[i])]
+    for _, bucket in groupby(points, lambda point: int((point[0] - first) / width)):
+        steps, every_value = zip(*bucket, strict=True)
+        values = [value for value in every_value if is_usable(value)]
         x.append(float(steps[len(steps) // 2]))
         y.append(math.fsum(values) / len(values) if values else math.nan)
         smallest.append(min(_finite(steps, lows) or values, default=math.nan))

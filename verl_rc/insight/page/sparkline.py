@@ -3,12 +3,14 @@ table."""
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from verl_rc.insight.page.encode import Curve
 from verl_rc.insight.run_folder.records import is_usable
 
 _WIDTH, _HEIGHT = 320.0, 80.0
 _MOST_LINES = 6
+_MOST_POINTS = 160
 
 
 def sparkline(curves: Sequence[Curve]) -> str:
@@ -35,15 +37,10 @@ def sparkline(curves: Sequence[Curve]) -> str:
     return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-hidden="true">{"".join(shapes)}</svg>'
 
 
-def _unbroken(curve: Curve, most_points: int = 160) -> Iterator[list[tuple[float, float]]]:
+def _unbroken(curve: Curve) -> Iterator[list[tuple[float, float]]]:
     """Runs of finite points, thinned out."""
-    step = max(1, math.ceil(len(curve.x) / most_points))
-    part: list[tuple[float, float]] = []
-    for x, y in list(zip(curve.x, curve.y, strict=True))[::step]:
-        if is_usable(y):
-            part.append((x, y))
-        elif part:
-            yield part
-            part = []
-    if part:
-        yield part
+    step = max(1, math.ceil(len(curve.x) / _MOST_POINTS))
+    points = list(zip(curve.x, curve.y, strict=True))[::step]
+    for is_drawn, part in groupby(points, lambda point: is_usable(point[1])):
+        if is_drawn:
+            yield list(part)

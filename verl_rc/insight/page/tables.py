@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import defaults, leaves_of
+from verl_rc.config.schema import fields_of
 from verl_rc.insight.page.encode import curve_of
 from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.text import escaped, listed, number, shortened, table
@@ -251,7 +251,7 @@ def configuration_panel(run: RunData) -> str:
     """Keys that differ from the defaults, all keys, and the plan."""
     if not run.settings:
         return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
-    usual = dict(leaves_of(defaults(RunConfig)))
+    usual = {key: field.default for key, field in fields_of(RunConfig).items() if not field.is_required()}
     settings = [
         (key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value
     ]

@@ -4,7 +4,8 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     whole = session.diagnosis(
-        statements, merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.found)
+        statements,
+        merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.replayed),
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
@@ -74,7 +76,7 @@ class _Session:
         self._tokenizer = load_tokenizer(
             str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
         )
-        self.found: list[ReplayedRecord] = []
+        self.replayed: list[ReplayedRecord] = []
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         if not self._rows:
@@ -94,7 +96,7 @@ class _Session:
             self._rows, trainer_results, best, by_engine, strict=True
         ):
             numbers = {**record.numbers, **engine_result.numbers}
-            self.found.append(
+            self.replayed.append(
                 replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
             )
 
@@ -165,7 +167,7 @@ class _Session:
         """R5 and R7, by one engine built as the run's was."""
         with self._timed("R5" if "R5" in self._wanted else "R7"):
             engine = ReplayEngine(self._config, self._kept.folder(versions[0]), caches="R7" in self._wanted)
-        try:
+        with closing(engine):
             for rows, result, version in zip(self._rows, results, versions, strict=True):
                 if "R5" in self._wanted:
                     with self._timed("R5"):
@@ -173,8 +175,6 @@ class _Session:
                 if "R7" in self._wanted:
                     with self._timed("R7"):
                         self._by_cache(engine, rows, result, version)
-        finally:
-            engine.end()
 
     def _by_cache(
         self, engine: ReplayEngine, rows: RecordedRows, result: "_EngineResult", version_held: int
@@ -193,12 +193,9 @@ class _Session:
     def _by_plain_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
         """R6: the engine's code alone, against the trainer's in float32."""
         with self._timed("R6"):
-            engine = ReplayEngine(self._config, self._kept.folder(versions[0]), plain=True)
-            try:
+            with closing(ReplayEngine(self._config, self._kept.folder(versions[0]), plain=True)) as engine:
                 for rows, result, version in zip(self._rows, results, versions, strict=True):
                     result.plain = engine.prefilled(rows, self._kept.folder(version))
-            finally:
-                engine.end()
             for rows, result, version in zip(self._rows, results, versions, strict=True):
                 assert result.plain is not None
                 exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(
@@ -239,21 +236,14 @@ class _Session:
     def _model(self, version: int) -> TrainerReplay:
         return TrainerReplay(self._config, self._kept.folder(version))
 
-    def _timed(self, name: str) -> "_Stopwatch":
-        return _Stopwatch(self.seconds, name)
-
-
-class _Stopwatch:
-    """Adds the seconds inside it to those of a replay."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name, self._began = seconds, name, 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.monotonic() - self._began
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the seconds inside it to those of a replay."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
 @dataclass

@@ -18,7 +18,7 @@ _Row = tuple[list[int], list[int]]
 
 
 class ReplayEngine:
-    """An engine that is given recorded tokens; ``end`` ends its process."""
+    """An engine that is given recorded tokens; ``close`` ends its process."""
 
     def __init__(
         self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False
@@ -51,7 +51,7 @@ class ReplayEngine:
         answer, cached = self._engine.call("decoded", model_folder, _token_prompts(rows), cached_by)
         return _on_grid(rows, answer), cached
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the engine's process."""
         self._engine.end()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_rc.data.batches import TokenBatch, left_padded
 from verl_rc.data.token_parquet import read_record, record_files
@@ -64,14 +65,10 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
     assert record.prompts is not None, "records without prompts are left out"
     order = np.argsort(record.rows["chosen_by"] != "random", kind="stable")[:most_rows].tolist()
     prompts, prompt_lengths = left_padded([record.prompts[row].tolist() for row in order], pad_token_id=0)
-    width = int(record.lengths[order].max())
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
-        values = torch.zeros(len(order), max(width, 1), dtype=kind)
-        for place, row in enumerate(order):
-            row_values = torch.from_numpy(record.tokens[name][record.of_row(row)].copy())
-            values[place, : len(row_values)] = row_values.to(kind)
-        return values
+        rows = [torch.tensor(record.tokens[name][record.of_row(row)], dtype=kind) for row in order]
+        return pad_sequence(rows, batch_first=True)
 
     rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)
     train = padded("old_log_prob", torch.float32) if "old_log_prob" in record.tokens else None

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
-from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import PREFIX, state

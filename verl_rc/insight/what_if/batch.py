@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_rc.config.algorithms import RatioOptions
 from verl_rc.data.token_record import Array, TokenRecord, noise_scale
@@ -102,7 +103,6 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         for record in records
         for index in np.flatnonzero(record.rows["chosen_by"] == "random").tolist()
     ]
-    width = max(1, max(int(record.lengths[index]) for record, index in rows))
     numbers: dict[tuple[int, int], int] = {}
     for record, index in rows:
         numbers.setdefault((record.step, int(record.rows["group"][index])), len(numbers))
@@ -117,11 +117,8 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     }
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
-        values = torch.zeros(len(rows), width, dtype=kind)
-        for place, (record, index) in enumerate(rows):
-            row_values = torch.from_numpy(columns[record.step][name][record.of_row(index)].copy())
-            values[place, : len(row_values)] = row_values.to(kind)
-        return values
+        values = [columns[record.step][name][record.of_row(index)] for record, index in rows]
+        return pad_sequence([torch.tensor(row, dtype=kind) for row in values], batch_first=True)
 
     if has_gradients:
         columns = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import with_value
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
@@ -45,7 +46,8 @@ class Stages:
 
     def __init__(self, config: RunConfig) -> None:
         """Of a run over several nodes, what it would be on one of them is measured."""
-        self._config = config = _on_one_node(config)
+        config = with_value(config, "trainer.nnodes", 1)
+        self._config = config = with_value(config, "actor_rollout_ref.rollout.nnodes", 1)
         self._device = "cuda" if uses_gpus(config) else "cpu"
         self._num_ranks = config.num_ranks
 
@@ -283,7 +285,7 @@ class Stages:
         """Seconds of sampling as many sequences as a run keeps in an engine, and those in which the engine's
         process computes: it schedules and returns outputs in the thread that feeds the GPU."""
         config = self._config
-        rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // config.num_engines
+        rows = config.rows_per_step // config.num_engines
         count = max(1, min(config.actor_rollout_ref.rollout.max_num_seqs, rows))
         _, requests, sampling = self._requests(count)
         process = psutil.Process(engine.pid)
@@ -383,15 +385,6 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
-
-
-def _on_one_node(config: RunConfig) -> RunConfig:
-    policy = config.actor_rollout_ref
-    rollout = policy.rollout.model_copy(update={"nnodes": 1})
-    trainer = config.trainer.model_copy(update={"nnodes": 1})
-    return config.model_copy(
-        update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})}
-    )
 
 
 _MICRO_BATCHES = 2

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from verl_rc.config.run import RunConfig
 from verl_rc.preflight.plan.objective import (
     AdvantagePlan,
-    Operand,
     PolicyPlan,
-    ValuePlan,
     plan_advantages,
     plan_policy,
-    plan_value,
 )
 from verl_rc.preflight.plan.options import UnusedOption, unused_options, warnings_of
 from verl_rc.preflight.plan.schedule import (
@@ -26,12 +23,10 @@ __all__ = [
     "AdvantagePlan",
     "BatchArithmetic",
     "UnusedOption",
-    "Operand",
     "Phase",
     "Plan",
     "PolicyPlan",
     "UpdateArithmetic",
-    "ValuePlan",
     "plan_of",
 ]
 
@@ -41,8 +36,6 @@ class Plan:
     """What a run will do."""
 
     policy: PolicyPlan
-    value: ValuePlan | None
-    """The value objective; None: no critic."""
     advantages: AdvantagePlan
     sizes: BatchArithmetic
     phases: tuple[Phase, ...]
@@ -58,7 +51,6 @@ def plan_of(config: RunConfig) -> Plan:
     advantages = plan_advantages(config, policy)
     return Plan(
         policy=policy,
-        value=plan_value(config),
         advantages=advantages,
         sizes=sizes,
         phases=plan_phases(config, policy, sizes),

@@ -1,4 +1,4 @@
-"""The terms of the objective, the tensors they depend on, and the inputs of the advantages."""
+"""The terms of the objective, and the inputs of the advantages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,17 +7,6 @@ from typing import Literal
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first, policy_loss_name
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor that a loss depends on."""
-
-    name: str
-    """Field of ``TokenScores``, ``TrainBatch`` or ``CriticBatch``; ``values`` are the critic's current ones.
-    """
-    has_gradient: bool
-    """False: a constant of the loss."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +37,6 @@ class PolicyPlan:
     """None: no KL term; 0: it is only reported."""
     statistics_passes: int
     """Passes without gradient over each mini-batch that come first, for statistics that its loss needs."""
-    operands: tuple[Operand, ...]
-    """All tensors that affect the loss of a mini-batch whose log-probs are finite."""
 
     @property
     def old_policy(self) -> Literal["proximal", "rollout"]:
@@ -68,20 +55,6 @@ class PolicyPlan:
         return {self.aggregation} | ({self.regulariser_aggregation} if has_regulariser else set())
 
 
-@dataclass(frozen=True)
-class ValuePlan:
-    """The critic's objective."""
-
-    aggregation: str
-    operands: tuple[Operand, ...] = (
-        Operand("values", has_gradient=True),
-        Operand("old_values", has_gradient=False),
-        Operand("returns", has_gradient=False),
-        Operand("response_mask", has_gradient=False),
-    )
-    """All tensors that affect the loss."""
-
-
 def plan_policy(config: RunConfig) -> PolicyPlan:
     """The actor's objective under ``config``."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -89,7 +62,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
     spec = POLICY_LOSSES.get(loss)
     bypass = correction.bypass_mode
     own_aggregation = None if spec is None else spec.aggregation
-    plan = PolicyPlan(
+    return PolicyPlan(
         loss=loss,
         spec=spec,
         bypass=bypass,
@@ -103,42 +76,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
         + int(covariance_loss_name(actor, correction) is not None),
-        operands=(),
     )
-    names = dict.fromkeys(_operand_names(plan))
-    operands = tuple(Operand(name, has_gradient=name in ("log_probs", "entropies")) for name in names)
-    return replace(plan, operands=operands)
-
-
-def plan_value(config: RunConfig) -> ValuePlan | None:
-    """The critic's objective under ``config``; None without a critic."""
-    return ValuePlan(config.critic.loss_agg_mode) if config.needs_critic else None
-
-
-def _operand_names(plan: PolicyPlan) -> Iterator[str]:
-    yield "log_probs"
-    if plan.entropy_coeff != 0:
-        yield "entropies"
-    reads_old = plan.spec is None or plan.spec.reads_old_log_probs
-    if reads_old and not plan.in_actor:
-        yield "proximal_log_probs"
-    if plan.in_actor and (reads_old or plan.weights or plan.rejects):
-        yield "rollout_log_probs"
-    yield "advantages"
-    if plan.weights and not plan.in_actor:
-        yield "rollout_is_weights"
-    if plan.kl_loss_coef:
-        yield "reference_log_probs"
-    if not plan.in_actor:
-        yield "loss_mask"
-    if plan.in_actor or _reads_response_mask(plan):
-        yield "response_mask"
-
-
-def _reads_response_mask(plan: PolicyPlan) -> bool:
-    """Whether tokens outside ``loss_mask`` matter: in a denominator, or in the ratio of a whole row."""
-    is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
-    return is_counted or plan.spec is None or plan.spec.ratio == "row"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Options without effect under a configuration, and warnings about probably unintended combinations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-from pydantic import BaseModel
+from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
-from verl_rc.config.run import FOLLOWED_KEYS, SEQUENCE_PARALLEL_KEYS, RunConfig
+from verl_rc.config.async_training import SECTION, unread_keys
+from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
+from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.preflight.plan.schedule import BatchArithmetic
 
@@ -15,8 +17,6 @@ _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
-_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
-_OF_CUT_RESPONSES = ("kv_cache_on_update", "deterministic_steps")
 
 Unread = tuple[bool, Sequence[str], str]
 """Whether the keys are unused, the keys, and the reason."""
@@ -50,15 +50,15 @@ def unused_options(
 
 def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
     """Warnings about allowed but probably unintended combinations, each with a remedy."""
-    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config, sizes))
+    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config))
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
-    reasons = {
+    reasons: dict[str, Iterable[Unread]] = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": _unused_by_roles(config),
-        "async_training.": _unused_by_asynchrony(config),
+        f"{SECTION}.": ((True, keys, reason) for keys, reason, _ in unread_keys(config.async_training)),
     }
     for prefix, rows in reasons.items():
         for is_unread, keys, reason in rows:
@@ -177,37 +177,6 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
 
 
-def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:
-    options = config.async_training
-    synchronous = (
-        "partial_rollout",
-        "order",
-        *_OF_AGES,
-        *_OF_CUT_RESPONSES,
-        "max_token_age",
-        "group_timeout_seconds",
-    )
-    yield options.is_synchronous, synchronous, "the run is synchronous"
-    if options.is_synchronous:
-        return
-    no_lead = "without a lead all that is admitted is trained on before the next publication"
-    yield options.staleness == 0, ("partial_rollout",), no_lead
-    yield not options.cuts, _OF_CUT_RESPONSES, no_lead if options.staleness == 0 else "partial_rollout=False"
-    whole = "responses end before the next publication, so nothing grows older than staleness_threshold"
-    in_order = "in the order of admission nothing grows older than staleness_threshold"
-    yield options.keeps_ages, _OF_AGES, in_order if options.resolved_order == "admitted" else whole
-    alone = (
-        options.trigger_parameter_sync_step == 1
-        and not options.partial_rollout
-        and options.staleness.denominator == 1
-    )
-    yield (
-        alone,
-        ("order",),
-        "whole responses and a publication after every step: the oldest are the lowest numbers",
-    )
-
-
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     if correction.bypass_mode and correction.loss_type == "ppo_clip":
@@ -242,7 +211,7 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     estimator = config.algorithm.estimator
-    if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
+    if config.actor_rollout_ref.rollout.n == 1 and estimator is not None and estimator.compares_groups:
         yield (
             f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} "
             "nothing to compare a sample with: its advantage is made of its own score, without a baseline, "
@@ -254,10 +223,11 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
             f"{sizes.critic_only_steps} steps, and there is no critic to warm up: these steps train nothing. "
             "Drop it."
         )
-    if sizes.total_steps is not None and trainer.critic_warmup > sizes.total_steps:
+    if trainer.total_training_steps is not None and trainer.critic_warmup > trainer.total_training_steps:
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the {sizes.total_steps} steps of the "
-            "run (trainer.total_training_steps): the actor is never updated. Lower it."
+            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the steps of the run "
+            f"(trainer.total_training_steps={trainer.total_training_steps}): the actor is never updated. "
+            "Lower it."
         )
     if policy.kl_loss_coef and actor.kl_loss_type in _K1_KINDS:
         yield (
@@ -268,7 +238,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
     for role, size in config.sequence_parallel_sizes.items():
         if trainer.n_gpus_per_node % size:
             yield (
-                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} does not divide "
+                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} does not divide "
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks on different nodes share tokens, "
                 "and every layer's attention waits for the network between them."
             )
@@ -289,7 +259,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
         )
 
 
-def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[str]:
+def _asynchrony_warnings(config: RunConfig) -> Iterator[str]:
     options, correction = config.async_training, config.algorithm.rollout_correction
     if options.is_synchronous:
         return
@@ -308,8 +278,8 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
     ):
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that "
-            f"of one step: {sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} "
-            "steps of a publication."
+            f"of one step: {config.data.train_batch_size} prompts, not those of all "
+            f"{options.trigger_parameter_sync_step} steps of a publication."
         )
     corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
     if options.usual_age >= 1 and not corrects:
@@ -330,31 +300,9 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
 def _is_changed(config: RunConfig, key: str) -> bool:
     """Whether a leaf, or any leaf of ``section.*``, differs from its default, or from the key that it
     follows."""
-    if key.endswith(".*"):
-        section = key.removesuffix(".*")
-        return any(_is_changed(config, f"{section}.{leaf}") for leaf in _leaves(_value(config, section)))
-    default = _default(config, key)
-    value, followed = _value(config, key), FOLLOWED_KEYS.get(key)
-    return value != default and (followed is None or value != _value(config, followed))
-
-
-def _leaves(section: object, prefix: str = "") -> Iterator[str]:
-    assert isinstance(section, BaseModel)
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _value(config: RunConfig, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    return value
-
-
-def _default(config: RunConfig, key: str) -> object:
-    owner, _, leaf = key.rpartition(".")
-    return type(_value(config, owner)).model_fields[leaf].get_default(call_default_factory=True)  # type: ignore[attr-defined]
+    for leaf in fnmatch.filter(fields_of(RunConfig), key):
+        value, followed = attrgetter(leaf)(config), FOLLOWED_KEYS.get(leaf)
+        is_own = followed is None or value != attrgetter(followed)(config)
+        if is_own and value != fields_of(RunConfig)[leaf].default:
+            return True
+    return False

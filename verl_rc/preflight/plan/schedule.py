@@ -55,42 +55,12 @@ class UpdateArithmetic:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """Sizes of batches, from prompts to optimizer steps."""
+    """How the rows of a step become updates."""
 
-    prompts: int
-    """Per training step."""
-    samples: int
-    """Per prompt."""
-    ranks: int
-    """Trainer ranks."""
-    engines: int
-    longest_prompt: int
-    """Tokens."""
-    longest_response: int
-    """Tokens."""
-    total_steps: int | None
-    """Training steps asked for; None: as many as the epochs have."""
-    epochs: int
-    """Passes over the prompts, at most."""
     critic_only_steps: int
     """Steps in which the actor is not updated."""
     actor: UpdateArithmetic
     critic: UpdateArithmetic | None
-
-    @property
-    def rows(self) -> int:
-        """Per training step."""
-        return self.prompts * self.samples
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens."""
-        return self.longest_prompt + self.longest_response
-
-    @property
-    def rows_per_engine(self) -> int:
-        """The largest number of rows for one engine."""
-        return -(-self.rows // self.engines)
 
 
 @dataclass(frozen=True)
@@ -109,37 +79,28 @@ class Phase:
 
 
 def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """Sizes and counts under ``config``."""
+    """How actor and critic cut the rows of a step under ``config``."""
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
-    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
 
     def arithmetic(
         mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
     ) -> UpdateArithmetic:
-        setting = fsdp.use_no_sync_for_gradient_accumulation
-        once = True if setting is None and trainer.device == "cpu" else setting
-        sizes = (
-            mini,
-            mini * samples,
-            prompts // mini,
-            epochs,
-            config.num_ranks,
-            limit.max_tokens,
-            limit.max_rows,
+        setting, ranks = fsdp.use_no_sync_for_gradient_accumulation, config.num_ranks
+        return UpdateArithmetic(
+            mini_batch_prompts=mini,
+            mini_batch_rows=mini * config.actor_rollout_ref.rollout.n,
+            mini_batches_per_epoch=config.data.train_batch_size // mini,
+            epochs=epochs,
+            ranks=ranks,
+            max_tokens=limit.max_tokens,
+            max_rows=limit.max_rows,
+            sharing=fsdp.ulysses_sequence_parallel_size,
+            sums_gradients_once=True if setting is None and trainer.device == "cpu" else setting,
+            ranks_per_copy=fsdp.ranks_per_copy(ranks),
         )
-        sharing, copies = fsdp.ulysses_sequence_parallel_size, fsdp.ranks_per_copy(config.num_ranks)
-        return UpdateArithmetic(*sizes, sharing, sums_gradients_once=once, ranks_per_copy=copies)
 
     warmup = max(trainer.critic_warmup - 1, 0)
     return BatchArithmetic(
-        prompts=prompts,
-        samples=samples,
-        ranks=config.num_ranks,
-        engines=config.num_engines,
-        longest_prompt=config.data.max_prompt_length,
-        longest_response=config.data.max_response_length,
-        total_steps=trainer.total_training_steps,
-        epochs=trainer.total_epochs,
         critic_only_steps=warmup
         if trainer.total_training_steps is None
         else min(warmup, trainer.total_training_steps),
@@ -158,7 +119,7 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 
 
 def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
-    trainer, rows = config.trainer, sizes.rows
+    trainer, rows = config.trainer, config.rows_per_step
     facts = []
     if config.algorithm.estimator_reads("reward_baselines"):
         facts.append("with one greedy response for each prompt")

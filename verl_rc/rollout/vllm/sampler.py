@@ -126,9 +126,9 @@ class VllmSampler:
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiving end of weight updates; only an engine without tensor parallelism has it in this
         process."""
-        found = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
-        assert isinstance(found, receiver.WeightReceiver)
-        return found
+        engine = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        assert isinstance(engine, receiver.WeightReceiver)
+        return engine
 
     def join_transfer(self, address: receiver.ReceiverAddress) -> None:
         """Let every worker join the group of a broadcast."""

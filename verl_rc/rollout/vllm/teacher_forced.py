@@ -63,16 +63,16 @@ class TeacherForcedEngine:
         """
         self._load(model_path)
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        given = [tokens_input([*prompt, *response]) for prompt, response in rows]
-        found = []
+        prompts = [tokens_input([*prompt, *response]) for prompt, response in rows]
+        log_probs = []
         for (prompt, response), output in zip(
-            rows, self._llm.generate(given, parameters, use_tqdm=False), strict=True
+            rows, self._llm.generate(prompts, parameters, use_tqdm=False), strict=True
         ):
             entries = output.prompt_logprobs
             assert entries is not None, "prompt log-probs were asked for"
             scored = zip(response, entries[len(prompt) :], strict=True)
-            found.append([entry[token].logprob for token, entry in scored if entry is not None])
-        return found
+            log_probs.append([entry[token].logprob for token, entry in scored if entry is not None])
+        return log_probs
 
     def decoded(
         self,
@@ -105,12 +105,12 @@ class TeacherForcedEngine:
             for _, response in rows
         ]
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        found = []
+        log_probs = []
         for (_, response), output in zip(rows, outputs, strict=True):
             entries = output.outputs[0].logprobs
             assert entries is not None, "log-probs were asked for"
-            found.append([entry[token].logprob for token, entry in zip(response, entries, strict=True)])
-        return found, sum(output.num_cached_tokens or 0 for output in outputs)
+            log_probs.append([entry[token].logprob for token, entry in zip(response, entries, strict=True)])
+        return log_probs, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def _load(self, model_path: str) -> None:
         if model_path != self._loaded:

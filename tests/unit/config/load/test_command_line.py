@@ -13,7 +13,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config, run_with_config
 from verl_rc.config.load.command_line import parse, sources_of
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.sft import SftConfig
 
 
@@ -105,7 +105,7 @@ def test_the_configuration_of_a_job_can_be_given_back(printed, tmp_path: Path) -
 
 def test_without_arguments_every_key_is_shown_and_what_is_missing(printed) -> None:  # type: ignore[no-untyped-def]
     tree = yaml.safe_load(printed("--cfg=job"))
-    for key in known_keys(RunConfig):
+    for key in fields_of(RunConfig):
         value = tree
         for part in key.split("."):
             value = value[part]

@@ -8,7 +8,7 @@ import pytest
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.verl.keys import (
     AGREEMENTS,
     MOVED,
@@ -20,7 +20,7 @@ from verl_rc.config.verl.keys import (
 )
 from verl_rc.config.verl.refused import refusal_of
 
-KNOWN = set(known_keys(RunConfig))
+KNOWN = set(fields_of(RunConfig))
 SOUND = [
     "data.train_files=a.parquet",
     "data.val_files=b.parquet",

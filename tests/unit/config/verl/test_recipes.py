@@ -17,7 +17,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import FOLLOWED_KEYS as OURS
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, translate_key, translate_tree
 from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
 from verl_rc.preflight.explain import plan_text
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parents[3] / "verl_recipes"
 RECIPES = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "examples").glob("*.json"))}
 DEFAULTS = json.loads((FOLDER / "defaults" / "ppo_trainer.json").read_text())
 FOLLOWED_KEYS = json.loads((FOLDER / "defaults" / "followed_keys.json").read_text())
-KNOWN = set(known_keys(RunConfig))
+KNOWN = set(fields_of(RunConfig))
 
 
 @pytest.mark.parametrize("name", RECIPES)

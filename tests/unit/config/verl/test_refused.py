@@ -6,10 +6,10 @@ import re
 import pytest
 
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, refusal_of
 
-KNOWN = set(known_keys(RunConfig))
+KNOWN = set(fields_of(RunConfig))
 SECTIONS = {key.rsplit(".", depth)[0] for key in KNOWN for depth in range(1, 5) if key.count(".") >= depth}
 
 

@@ -189,7 +189,7 @@ class TableEngine:
     def decoded(self, rows: RecordedRows, folder: str, cached_by: str | None = None) -> tuple[Tensor, int]:
         return self._moved(rows, self.OWN_CACHE if cached_by is None else self.STALE_CACHE), 64
 
-    def end(self) -> None:
+    def close(self) -> None:
         pass
 
     def _moved(self, rows: RecordedRows, size: float) -> Tensor:

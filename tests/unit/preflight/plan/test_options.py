@@ -7,7 +7,7 @@ import pytest
 from planned_runs import Given, config_of, outcome
 
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan import Plan, plan_of
 from verl_rc.preflight.plan.options import UnusedOption
 
@@ -132,7 +132,7 @@ def test_an_option_has_an_effect_or_is_listed(name: str) -> None:
 
 
 def test_keys_exist_and_are_listed_once() -> None:
-    known = set(known_keys(RunConfig))
+    known = set(fields_of(RunConfig))
     for given in CASES.values():
         keys = [option.key for option in plan_of(config_of(given)).unused]
         assert len(keys) == len(set(keys))

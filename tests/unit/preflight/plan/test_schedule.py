@@ -25,21 +25,20 @@ REFERENCE: Given = {f"{ACTOR}.use_kl_loss": True}
 
 
 def test_counts_worked_out_by_hand() -> None:
-    sizes = plan_of(
-        config_of(
-            {
-                "data.train_batch_size": 12,
-                f"{ACTOR}.ppo_mini_batch_size": 4,
-                f"{ACTOR}.ppo_epochs": 2,
-                "actor_rollout_ref.rollout.n": 5,
-                f"{TRAINER}.n_gpus_per_node": 3,
-                **GAE,
-                f"{CRITIC}.ppo_mini_batch_size": 6,
-                f"{TRAINER}.critic_warmup": 3,
-            }
-        )
-    ).sizes
-    assert (sizes.rows, sizes.rows_per_engine, sizes.longest_sequence) == (60, 20, 13)
+    config = config_of(
+        {
+            "data.train_batch_size": 12,
+            f"{ACTOR}.ppo_mini_batch_size": 4,
+            f"{ACTOR}.ppo_epochs": 2,
+            "actor_rollout_ref.rollout.n": 5,
+            f"{TRAINER}.n_gpus_per_node": 3,
+            **GAE,
+            f"{CRITIC}.ppo_mini_batch_size": 6,
+            f"{TRAINER}.critic_warmup": 3,
+        }
+    )
+    assert (config.rows_per_step, config.longest_sequence) == (60, 13)
+    sizes = plan_of(config).sizes
     assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (
         3,
         6,
@@ -65,10 +64,11 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
         f"{ACTOR}.ppo_epochs": epochs,
         "actor_rollout_ref.rollout.n": samples,
     }
-    sizes = plan_of(config_of(given)).sizes
+    config = config_of(given)
+    sizes = plan_of(config).sizes
     mask = torch.ones(prompts * samples, 3, dtype=torch.bool)
     batches = plan_mini_batches(mask, mask, MiniBatchOptions(mini * samples, epochs, shuffle=True, seed=1))
-    assert sizes.rows == len(mask)
+    assert config.rows_per_step == len(mask)
     assert sizes.actor.optimizer_steps == len(batches)
     assert {len(batch.rows) for batch in batches} == {sizes.actor.mini_batch_rows}
 

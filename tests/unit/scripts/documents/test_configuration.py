@@ -6,7 +6,7 @@ from documents.configuration import render_reference
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 
 GIVEN = [
     "data.train_files=a",
@@ -28,12 +28,12 @@ def test_it_names_every_key_and_its_meaning() -> None:
         if (
             colon
             and " " not in key
-            and any(known == name or known.startswith(f"{name}.") for known in known_keys(RunConfig))
+            and any(known == name or known.startswith(f"{name}.") for known in fields_of(RunConfig))
         ):
             path[indent:] = [key]
             found.append(name)
             assert lines[number - 1].lstrip().startswith("# "), f"{name} has no meaning above it"
-    assert set(known_keys(RunConfig)) <= set(found)
+    assert set(fields_of(RunConfig)) <= set(found)
 
 
 def test_given_as_a_run_file_it_changes_nothing() -> None:

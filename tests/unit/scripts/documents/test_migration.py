@@ -6,7 +6,7 @@ from documents.migration import CORRECTION_EXAMPLES, SAME_KEYS, render
 
 from verl_rc.config.load import load_config
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
+from verl_rc.config.schema import fields_of
 from verl_rc.config.verl.keys import MOVED
 from verl_rc.config.verl.migration import migrate
 from verl_rc.config.verl.refused import REFUSALS, RENAMED
@@ -19,7 +19,7 @@ def test_every_key_of_the_tables_is_named():
 
 
 def test_keys_that_mean_something_else_are_keys():
-    known = set(known_keys(RunConfig))
+    known = set(fields_of(RunConfig))
     assert set(SAME_KEYS) <= known
 
 

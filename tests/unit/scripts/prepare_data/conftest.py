@@ -69,14 +69,18 @@ def tokenizer(tmp_path_factory):
 def score(tokenizer):
     """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward
     of its source."""
-    from verl_rc.config.task import RewardConfig
-    from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice
+    from verl_rc.config.task import DataConfig, RewardConfig
+    from verl_rc.data.dataset import PromptDataset
     from verl_rc.rewards import RewardSample, build_reward
 
     reward = build_reward(RewardConfig())
 
     def judge(path, index, response):
-        dataset = PromptDataset([str(path)], tokenizer, PromptOptions(max_prompt_length=1024), RowChoice())
+        files = [str(path)]
+        data = DataConfig(
+            train_files=files, val_files=files, max_prompt_length=1024, gen_batch_size=1, seed=1
+        )
+        dataset = PromptDataset(files, tokenizer, data)
         return reward(RewardSample.from_row(dataset[index], response)).score
 
     return judge
