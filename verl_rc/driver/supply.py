@@ -7,6 +7,7 @@ from typing import Literal
 
 from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
@@ -21,6 +22,7 @@ from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.rewards import RewardError
+from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError
 
 _POLL_SECONDS = 0.05
@@ -78,10 +80,17 @@ class Supply:
         self._rule = ReplayRule(options.resolved_order, batch, oldest, strategy)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
-        self._requests = GroupRequests(services, one_version=not options.cuts)
+        rollout = config.actor_rollout_ref.rollout
+        self._requests = GroupRequests(
+            services.engines,
+            SamplingOptions.for_training(rollout, services.stop_token_ids),
+            rollout.n,
+            config.trainer.seed,
+            one_version=not options.cuts,
+        )
         self._stepped: int | None = None
         """The version of the weights at the last ``begin_steps``."""
-        self._canaries: list[list[int]] = []
+        self._canaries: list[list[Request]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
         self._totals = StepTotals()
@@ -340,16 +349,16 @@ class Supply:
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
             whole = self._file(ended)
-            self._totals.arrived += self._requests.take_parts(self._progress.groups)
+            self._totals.arrived += self._requests.take_parts()
         with record.stage("reward"):
             self._decide(whole)
 
-    def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples; returns the groups that are whole with them.
+    def _file(self, ended: Sequence[Request]) -> list[Group]:
+        """Put what came of requests into their samples; returns the groups that are whole with them.
 
         The group of a sample that failed fails with it.
         """
-        taken = self._requests.take(numbers, self._progress.groups)
+        taken = self._requests.take(ended)
         self._totals.arrived += taken.num_tokens
         self._arrived_at = time.perf_counter()
         for number, why in taken.failures.items():

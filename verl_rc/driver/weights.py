@@ -7,6 +7,7 @@ from typing import Literal
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
+from verl_rc.cluster.engine_work import Request
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Sample
@@ -146,9 +147,9 @@ def generate(
 
 def collect(
     services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord
-) -> list[int]:
-    """The numbers of submitted requests that have ended and can be taken; every busy engine is waited for
-    ``wait_seconds``, or until a quarter of what it has ended.
+) -> list[Request]:
+    """The submitted requests that have ended; every busy engine is waited for ``wait_seconds``, or until a
+    quarter of what it has ended.
 
     Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the
     new ones what the old ones owed.
@@ -157,14 +158,14 @@ def collect(
 
 
 def wait_for(
-    services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
+    services: Services, state: RunState, requests: Sequence[Request], version: int, record: StepRecord
 ) -> None:
     """Wait until these submitted requests have ended; lost engines are dealt with as in ``collect``."""
-    services.engines.wait_for(numbers, _replacing(services, state, version, record))
+    services.engines.wait_for(requests, _replacing(services, state, version, record))
 
 
-def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
-    """Return the numbers of the running requests that have ended after an update; the group of engines knows
+def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[Request]:
+    """Return the running requests that have ended after an update; the group of engines knows
     how far the others are. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
     ended, interrupted = services.engines.collect_parts(_replacing(services, state, version, record))
     record.add(pause_metrics(list(interrupted.values())))
@@ -220,14 +221,13 @@ def _deliver(services: Services, version: int) -> None:
     services.engines.wake_up("kv_cache")
 
 
-def submit_canary(services: Services) -> list[list[int]]:
-    """Let canary tokens be generated beside what the engines do; returns the numbers of the requests by
-    engine."""
+def submit_canary(services: Services) -> list[list[Request]]:
+    """Let canary tokens be generated beside what the engines do; returns the requests by engine."""
     return services.engines.submit_to_each(canary_requests(services), _canary_options(services))
 
 
 def collect_canary(
-    services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord
+    services: Services, state: RunState, requests: Sequence[Sequence[Request]], record: StepRecord
 ) -> None:
     """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights
     published with it.
@@ -237,7 +237,7 @@ def collect_canary(
     version = state.step
     with record.stage("sync_canary"):
         on_loss = _replacing(services, state, version, record)
-        answers = [services.engines.finish(engine_numbers, on_loss).result for engine_numbers in numbers]
+        answers = [services.engines.finish(of_engine, on_loss).result for of_engine in requests]
         _judge_answers(services, answers, state.canary_gap_limit, version, record)
 
 

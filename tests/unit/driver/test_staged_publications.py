@@ -53,11 +53,11 @@ class OneAtATime(World):
         held = self.engine, self.version
         if self.older is not None:
             self.engine, self.version = self.staged_value, self.staged.version
-        numbers = super().submit(requests, options)
+        numbers = super().submit(requests, options, **_)
         self.engine, self.version = held
         return numbers
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.ended |= set(sorted(self.under_way - self.ended)[:1])
         if self.older is not None and not self.older - self.ended:
             self.engine, self.version, self.older = self.staged_value, self.staged.version, None
@@ -70,7 +70,7 @@ class OneAtATime(World):
             raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
         self.staged = SimpleNamespace(version=version, sent=None)
         self.staged_value, self.older = self.trained, self.under_way - self.ended
-        self.collect(0.0)
+        self.look(0.0)
 
     def loaded(self) -> list[Any] | None:
         if self.older is None:
