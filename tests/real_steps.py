@@ -19,10 +19,11 @@ from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.load import load_run_config
 from verl_rc.data.parts import Part, Sample, token_ids
-from verl_rc.driver import train, weights
+from verl_rc.driver import train
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.weights import Publisher
 from verl_rc.rollout.vllm.options import VllmOptions
 
 
@@ -32,6 +33,10 @@ class RealRun:
 
     services: Services
     state: RunState
+
+    @property
+    def publisher(self) -> Publisher:
+        return Publisher(self.services, self.state)
 
 
 @contextmanager
@@ -55,10 +60,10 @@ def real_step(run: RealRun) -> dict[str, Any]:
     """The loop itself, for one step: the weights are published, then everything of a step; returns its
     metrics."""
 
-    def publish(services: Services, state: RunState) -> None:
+    def publish(services: Services, state: RunState, publisher: Publisher) -> None:
         """No canary tokens but those that the configuration asks for: the engines were proved when the run
         began."""
-        weights.publish(services, state, state.step, StepRecord())
+        publisher.publish(state.step, StepRecord())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start", publish)

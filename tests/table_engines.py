@@ -16,6 +16,7 @@ from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply import Supply
+from verl_rc.driver.weights import Publisher
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -114,10 +115,15 @@ def make_run(*overrides: str) -> Any:
     )
 
 
+def new_supply(run: Any, state: RunState) -> Supply:
+    services = cast(Services, run)
+    return Supply(services, state, Publisher(services, state))
+
+
 def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
-    supply = Supply(cast(Services, run), RunState())
+    supply = new_supply(run, RunState())
     batch = supply.take(record)
     assert run.engines.asleep
     record.ledger.book({"trained": batch.num_tokens})

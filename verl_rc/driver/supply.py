@@ -11,13 +11,13 @@ from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
-from verl_rc.driver import weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.decide import decide, join, record_batch_of_groups, too_few_informative
 from verl_rc.driver.group_requests import GroupRequests
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
+from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
@@ -44,7 +44,7 @@ class Supply:
     exactly.
     """
 
-    def __init__(self, services: Services, state: RunState) -> None:
+    def __init__(self, services: Services, state: RunState, publisher: Publisher) -> None:
         """Go on from ``state.supply``; ``admit`` hands over what it held unfinished.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
@@ -54,6 +54,7 @@ class Supply:
         batch = config.data.train_batch_size
         self._services = services
         self._state = state
+        self._publisher = publisher
         self._options = options
         self._takes_turns = options.is_synchronous
         """Whether engines and trainer work in turns: a step waits for all that it samples."""
@@ -145,7 +146,7 @@ class Supply:
         if self._draws:
             self._leave(list(progress.groups.values()), "surplus")
         if self._canaries:  # the trainer still holds the weights of their publication
-            weights.collect_canary(self._services, self._state, self._canaries, record)
+            self._publisher.collect_canary(self._canaries, record)
             self._canaries = []
         samples, baselines = join(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
@@ -161,10 +162,10 @@ class Supply:
 
     def publish(self, step: int, record: StepRecord) -> float | None:
         """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
-        while not weights.is_settled(self._services, self._state, step, record):
+        while not self._publisher.is_settled(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
-            weights.publish_beside(self._services, self._state, step, record)
+            self._publisher.publish_beside(step, record)
             self._progress.admission = self._progress.admission.publish(step)
             return self._state.canary_gap_limit
         while self._requests and not self._cuts:
@@ -173,11 +174,9 @@ class Supply:
         # come with. Engines that take turns with the trainer have nothing to do beside them.
         is_alone = self._takes_turns or self._options.deterministic_steps is not None
         canaries_ride = not is_alone and step < self._services.total_steps
-        limit = weights.publish(
-            self._services, self._state, step, record, canary="never" if canaries_ride else "if due"
-        )
-        if canaries_ride and weights.canary_is_due(self._services, step):
-            self._canaries = weights.submit_canary(self._services)
+        limit = self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
+        if canaries_ride and self._publisher.canary_is_due(step):
+            self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
         if self._cuts:
             self._note_parts(record, version=step)
@@ -192,7 +191,7 @@ class Supply:
         services = self._services
         ends = step == services.total_steps
         return services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates and not (
-            self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step)
+            self._cuts or ends or services.saves_at(step) or self._publisher.canary_is_due(step)
         )
 
     def close_step(self, record: StepRecord) -> SupplyState:
@@ -315,11 +314,12 @@ class Supply:
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
+            on_loss = self._publisher.replacing(version, record)
             if self._options.deterministic_steps is None:
-                ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+                ended = self._services.engines.collect(_POLL_SECONDS, on_loss)
             else:
                 ended = self._requests.requests_of(awaited)
-                weights.wait_for(self._services, self._state, ended, version, record)
+                self._services.engines.wait_for(ended, on_loss)
             whole = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
@@ -347,7 +347,10 @@ class Supply:
     def _note_parts(self, record: StepRecord, version: int) -> None:
         """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
-            ended = weights.collect_parts(self._services, self._state, version, record)
+            ended, interrupted = self._services.engines.collect_parts(
+                self._publisher.replacing(version, record)
+            )
+            record.add(pause_metrics(list(interrupted.values())))
             whole = self._file(ended)
             self._totals.arrived += self._requests.take_parts()
         with record.stage("reward"):

@@ -159,9 +159,9 @@ def test_a_loss_while_weights_are_staged_is_mended(
 ) -> None:
     replaced: list[Any] = []
     monkeypatch.setattr(
-        "verl_rc.driver.weights.replace_engines", lambda services, lost, record: replaced.append(lost)
+        "verl_rc.driver.weights.Publisher._replace_engines", lambda self, lost, record: replaced.append(lost)
     )
-    monkeypatch.setattr("verl_rc.driver.weights.judge_canary", lambda *_: None)
+    monkeypatch.setattr("verl_rc.driver.weights.Publisher._judge_canary", lambda *_: None)
     world = OneAtATime(lost_at=publication)
     run(tmp_path, "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=world)
     assert len(replaced) == 1
