@@ -15,13 +15,11 @@ from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_sampled, token_ids
+from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 SampleState = Literal["waiting", "sampling", "calling", "ended"]
-_ANSWER = UNKNOWN
-"""Stands in a checkpoint for the version of tokens that no weights sampled."""
 
 
 @dataclass
@@ -250,9 +248,8 @@ def _plain_group(group: Group) -> dict[str, Any]:
 
 def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
-        "turns": [
-            (len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER)
-            for turn in sample.turns
+        "turns": [  # an answer of tools has no version
+            (len(turn.token_ids), turn.version if isinstance(turn, Part) else None) for turn in sample.turns
         ],
         "ended": sample.state == "ended",
         "finished": sample.finished,
@@ -261,9 +258,9 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
 
 
 def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _Reader) -> Group:
-    def turn(length: int, version: int) -> Part | Answer:
+    def turn(length: int, version: int | None) -> Part | Answer:
         token_ids = tokens.take(length)
-        return Answer(token_ids) if version == _ANSWER else Part(token_ids, log_probs.take(length), version)
+        return Answer(token_ids) if version is None else Part(token_ids, log_probs.take(length), version)
 
     samples = [
         GroupSample(

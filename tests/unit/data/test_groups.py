@@ -8,7 +8,7 @@ import torch
 
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
-from verl_rc.data.parts import Answer, Part
+from verl_rc.data.parts import UNKNOWN, Answer, Part
 from verl_rc.rollout.response import build_rollout_batch
 
 PAD = 0
@@ -156,6 +156,14 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
                     assert torch.equal(turn.log_probs, same.log_probs)
     assert found[0].scores is not None
     assert (found[0].scores.values.tolist(), found[0].scores.extras) == ([1.0, 0.0], {"acc": [True, False]})
+
+
+def test_a_part_of_unknown_weights_stays_one_and_is_no_answer_of_a_tool() -> None:
+    turns = [part([11, 12], UNKNOWN), answer([90]), part([13], 4)]
+    (found,), _ = saved([Group(7, row(7), 0, 1, 0, [GroupSample(7, 0, [1], list(turns))])])
+    restored = found.samples[0]
+    assert [type(turn) for turn in restored.turns] == [Part, Answer, Part]
+    assert (restored.versions, restored.num_sampled) == ([UNKNOWN, 4], 3)
 
 
 def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
