@@ -16,6 +16,7 @@ from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.engine import Interrupted
@@ -209,7 +210,11 @@ class Publisher:
             limit = max(limit or 0.0, services.gap_limit.calibrate(gap, calibrated, where))
             gaps.append(gap)
         largest = max(gap.mean for gap in gaps)
-        record.add({"sync/canary_mean_gap": largest, "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
+        # New engines prove themselves too: a step may have canary tokens several times.
+        gaps_of_step = {"mean": largest, "max": max(gap.maximum for gap in gaps)}
+        record.add_records(
+            Metric(f"sync/canary_{name}_gap", gap, Reduction.MAX) for name, gap in gaps_of_step.items()
+        )
         services.guards.act_on_canary_gap(largest, services.gap_limit.limit(limit), record, version)
         return limit
 

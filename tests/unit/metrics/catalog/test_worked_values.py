@@ -922,7 +922,8 @@ def weights_on_their_way():
 
 @example
 def canary_tokens_of_two_engines():
-    """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one."""
+    """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one; then,
+    in the same step, of 1/2 and 1/4 in both."""
     mask = torch.tensor([[True, True]])
     rollouts = [
         SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask)
@@ -943,10 +944,14 @@ def canary_tokens_of_two_engines():
     record = StepRecord()
     with (
         patch("verl_rc.driver.weights.Publisher._canary_requests", []),
-        patch("verl_rc.driver.weights.build_rollout_batch", side_effect=rollouts),
+        patch(
+            "verl_rc.driver.weights.build_rollout_batch", side_effect=[*rollouts, rollouts[0], rollouts[0]]
+        ),
         patch("verl_rc.driver.weights.check_versions"),
     ):
-        Publisher(services, SimpleNamespace(canary_gap_limit=None))._judge_canary(1, record)
+        publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
+        publisher._judge_canary(1, record)
+        publisher._judge_canary(1, record)
     return record.metrics(), {"sync/canary_mean_gap": 1 / 2, "sync/canary_max_gap": 1}
 
 
