@@ -6,7 +6,6 @@ The tensors are written by torch.distributed.checkpoint (DCP), each once, under 
 Adam's step count stays one too high, and it cannot load when a parameter has no state.
 """
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl_rc.checkpoint import saved_files
 from verl_rc.checkpoint.shard_folder import (
     HEADER_FILE,
     MODEL,
@@ -33,6 +33,7 @@ from verl_rc.checkpoint.shard_folder import (
     write_tensors,
 )
 from verl_rc.checkpoint.store import CheckpointError, sync
+from verl_rc.config.errors import listed
 
 
 def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
@@ -132,15 +133,7 @@ def save_random_state(state: dict[str, Tensor], path: Path) -> None:
 def read_random_state(path: Path) -> dict[str, Tensor]:
     """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a
     broken file."""
-    if not path.exists():
-        return {}
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} must hold random states, but reading it gave: {reason}. Use another one."
-        ) from error
+    return saved_files.read_tensors(path, "random states") if path.exists() else {}
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
@@ -149,10 +142,6 @@ def set_random_state(state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-MAX_NAMES = 5
-"""Maximum number of names in an error message; the rest are counted."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +269,7 @@ def _model_differences(
         "has in addition": sorted(saved.keys() - named.keys()),
         "has in another shape": shapes,
     }
-    return [f"it {verb} {_some(names)}" for verb, names in differences.items() if names]
+    return [f"it {verb} {listed(names)}" for verb, names in differences.items() if names]
 
 
 def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
@@ -288,16 +277,11 @@ def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: S
         return ["it was saved without an optimizer"]
     expected, saved = set(optimized), set(header.optimizer_parameters)
     names_by_verb = {"does not step": sorted(expected - saved), "steps in addition": sorted(saved - expected)}
-    differences = [f"its optimizer {verb} {_some(names)}" for verb, names in names_by_verb.items() if names]
+    differences = [f"its optimizer {verb} {listed(names)}" for verb, names in names_by_verb.items() if names]
     groups, saved_groups = len(optimizer.param_groups), len(header.learning_rates)
     if groups != saved_groups:
         differences.append(f"its optimizer has {saved_groups} parameter group(s) instead of {groups}")
     return differences
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest
 
 
 @contextmanager
