@@ -83,8 +83,8 @@ class ShardHeader:
 
     frozen_left_out: bool
     """Whether parameters without gradient are missing from the folder."""
-    optimizer_parameters: list[str] | None
-    """Names of the optimizer's parameters; None: no optimizer was saved."""
+    optimizer_parameters: list[str]
+    """Names of the optimizer's parameters."""
     learning_rates: list[float]
     """Learning rates of the optimizer's parameter groups."""
     extra: dict[str, Any]

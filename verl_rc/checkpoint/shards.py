@@ -153,19 +153,8 @@ class Shards:
     random_state: dict[str, Tensor]
 
 
-def save_shards(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: dict[str, Any],
-    leave_out_frozen: bool = False,
-) -> None:
-    """``collect_shards`` followed by ``write_shards``; a collective of all ranks."""
-    write_shards(folder, collect_shards(model, optimizer, extra, leave_out_frozen))
-
-
 def collect_shards(
-    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
+    model: nn.Module, optimizer: Optimizer, extra: dict[str, Any], leave_out_frozen: bool = False
 ) -> Shards:
     """This rank's part of ``model`` and ``optimizer``, its random state, and ``extra`` (JSON data).
 
@@ -178,12 +167,11 @@ def collect_shards(
         for name, tensor in named.items()
         if not (leave_out_frozen and is_frozen(tensor))
     }
-    if optimizer is not None:
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
+    tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
     header = ShardHeader(
         frozen_left_out=leave_out_frozen,
-        optimizer_parameters=None if optimizer is None else optimized_names(named, optimizer),
-        learning_rates=[] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
+        optimizer_parameters=optimized_names(named, optimizer),
+        learning_rates=[float(group["lr"]) for group in optimizer.param_groups],
         extra=extra,
     )
     return Shards(tensors, header, get_random_state())
@@ -205,7 +193,7 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
     write_tensors(folder, shards.tensors, group)
 
 
-def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fill ``model`` and ``optimizer`` in place from ``folder``; a collective of all ranks. Returns
     ``extra``.
 
@@ -218,8 +206,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
         header, metadata = ShardHeader.read(folder), read_metadata(folder)
         saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
         differences = _model_differences(named, saved_model, header.frozen_left_out)
-        if optimizer is not None:
-            differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
+        differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
         if differences:
             raise CheckpointError(
                 f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the "
@@ -227,11 +214,10 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
             )
         random_state = read_random_state(_random_file(folder))
     tensors = {MODEL + name: named[name].detach() for name in saved_model}
-    state = {} if optimizer is None else empty_state_tensors(named, saved_state)
+    state = empty_state_tensors(named, saved_state)
     tensors |= {OPTIMIZER + name: tensor for name, tensor in state.items()}
     read_tensors(folder, tensors, collective=dist.is_initialized())
-    if optimizer is not None:
-        set_state_tensors(optimizer, named, state, header.learning_rates)
+    set_state_tensors(optimizer, named, state, header.learning_rates)
     set_random_state(random_state)
     return header.extra
 
@@ -273,8 +259,6 @@ def _model_differences(
 
 
 def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
-    if header.optimizer_parameters is None:
-        return ["it was saved without an optimizer"]
     expected, saved = set(optimized), set(header.optimizer_parameters)
     names_by_verb = {"does not step": sorted(expected - saved), "steps in addition": sorted(saved - expected)}
     differences = [f"its optimizer {verb} {listed(names)}" for verb, names in names_by_verb.items() if names]
