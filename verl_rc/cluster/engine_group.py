@@ -113,28 +113,23 @@ class EngineGroup:
             for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
         }
         answers_by_engine = {engine: answer_by_call[item.reference] for engine, item in pending.items()}
-        died = {
+        lost = {
             engine: answer
             for engine, answer in answers_by_engine.items()
             if isinstance(answer, ProcessLostError)
         }
-        silent = {
-            engine: died.pop(engine)
-            for engine, answer in answers_by_engine.items()
-            if isinstance(answer, HangError)
-        }
-        known = [*died.values(), *silent.values()]
         failures = [
             answer
             for answer in answer_by_call.values()
-            if isinstance(answer, RemoteError) and answer not in known
+            if isinstance(answer, RemoteError) and answer not in lost.values()
         ]
         causes = [
             failure
             for failure in failures
             if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
         ]
-        lost = died if causes else died | silent
+        if causes:  # what is silent may wait for what has failed
+            lost = {engine: error for engine, error in lost.items() if not isinstance(error, HangError)}
         if lost:
             answered = {
                 engine: answer

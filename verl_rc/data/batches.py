@@ -8,6 +8,7 @@ plain tensors.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from tensordict import TensorClass
 from torch import Tensor
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 FIELDS: dict[str, tuple[torch.dtype, str]] = {
@@ -228,6 +230,10 @@ class Timed(Generic[T]):
     result: T
     busy_seconds: float
     """Seconds that the slowest process computed; the rest of the wait was transport."""
+
+    def map(self, function: Callable[[T], S]) -> "Timed[S]":
+        """What ``function`` makes of the result, which took as long."""
+        return Timed(function(self.result), self.busy_seconds)
 
 
 def positions_mask(lengths: Tensor, width: int) -> Tensor:

@@ -19,7 +19,6 @@ from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
-SampleState = Literal["waiting", "sampling", "calling", "ended"]
 
 
 @dataclass
@@ -34,8 +33,8 @@ class GroupSample:
     """Token ids."""
     turns: list[Part | Answer] = field(default_factory=list)
     """The response so far, in order."""
-    state: SampleState = "waiting"
-    """``waiting``: not begun, or cut off by an update; ``calling``: its tools are at work."""
+    ended: bool = False
+    """Whether the response is whole."""
     finished: bool = False
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
     tool_calls: int = 0
@@ -114,7 +113,7 @@ class Group:
     @property
     def is_whole(self) -> bool:
         """Whether all its samples have ended."""
-        return all(sample.state == "ended" for sample in self.samples)
+        return all(sample.ended for sample in self.samples)
 
     @property
     def version(self) -> int:
@@ -145,7 +144,7 @@ class Group:
 
 def ended_samples(samples: Sequence[GroupSample]) -> list[Sample]:
     """The same as an engine returns them, in order. Raises ``ValueError`` when one has not ended."""
-    open_samples = [(sample.number, sample.index) for sample in samples if sample.state != "ended"]
+    open_samples = [(sample.number, sample.index) for sample in samples if not sample.ended]
     if open_samples:
         raise ValueError(
             f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
@@ -251,7 +250,7 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
         "turns": [  # an answer of tools has no version
             (len(turn.token_ids), turn.version if isinstance(turn, Part) else None) for turn in sample.turns
         ],
-        "ended": sample.state == "ended",
+        "ended": sample.ended,
         "finished": sample.finished,
         "tool_calls": sample.tool_calls,
     }
@@ -268,7 +267,7 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
             index,
             row.prompt_token_ids,
             [turn(length, version) for length, version in one["turns"]],
-            "ended" if one["ended"] else "waiting",
+            one["ended"],
             one["finished"],
             one["tool_calls"],
         )

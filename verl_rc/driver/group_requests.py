@@ -63,9 +63,7 @@ class GroupRequests:
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
-        unfinished = [
-            (group, sample) for group in groups for sample in group.samples if sample.state != "ended"
-        ]
+        unfinished = [(group, sample) for group in groups for sample in group.samples if not sample.ended]
         for is_greedy in (False, True):
             samples = [one for one in unfinished if (one[1].index >= self._num_sampled) == is_greedy]
             options = replace(self._options, temperature=0.0) if is_greedy else self._options
@@ -144,7 +142,7 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
         )
     sample.turns = list(returned.parts)
     sample.tool_calls = returned.tool_calls
-    sample.state = "ended"
+    sample.ended = True
     sample.finished = returned.finished
     sample.engine = returned.engine
 
