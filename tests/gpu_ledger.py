@@ -540,7 +540,7 @@ def train_on_ledger(
     replacements: dict[str, Any] = {
         "refuse_too_little_memory": lambda config: None,
         "ray": SimpleNamespace(shutdown=lambda: None),
-        "_watched": lambda config, folder: nullcontext(),
+        "_watched": lambda *_: nullcontext(),
         "plan_placement": lambda config: placement,
         "unsupported_attention": lambda *_: None,
         "load_tokenizer": lambda *_: tokenizer,

@@ -240,9 +240,7 @@ class EngineGroup:
         that balances their load.
         """
         self._go_on_after_losses()
-        added = self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners)
-        # An engine that takes 256 requests in may not answer for 0.2 s.
-        self._submitting.append(self._hand_over(added))
+        self._hand_over(self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners))
 
     def submit_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
@@ -251,7 +249,7 @@ class EngineGroup:
         once, for ``finish``."""
         self._go_on_after_losses()
         added = self._work.add_to_each(requests, options)
-        self._submitting.append(self._hand_over([request for of_engine in added for request in of_engine]))
+        self._hand_over([request for of_engine in added for request in of_engine])
         return added
 
     def submitted(self) -> list[Request]:
@@ -353,15 +351,18 @@ class EngineGroup:
         self._work.take(requests)
         return busy_seconds
 
-    def _hand_over(self, requests: Sequence[Request]) -> dict[int, Pending]:
-        """Submit requests to their engines; returns at once. The next ``collect`` reports a failure too."""
+    def _hand_over(self, requests: Sequence[Request]) -> None:
+        """Submit requests to their engines; returns at once: an engine that takes 256 requests in may not
+        answer for 0.2 s. The next ``collect`` reports a failure too."""
         queued_by_engine: dict[int, list[QueuedSample]] = defaultdict(list)
         for request in requests:
             queued_by_engine[request.engine].append(request.queued)
-        return {
-            engine: self._engines[engine].call("submit", queued)
-            for engine, queued in queued_by_engine.items()
-        }
+        self._submitting.append(
+            {
+                engine: self._engines[engine].call("submit", queued)
+                for engine, queued in queued_by_engine.items()
+            }
+        )
 
     def _collect(
         self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None
@@ -388,7 +389,7 @@ class EngineGroup:
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
-        self._submitting.append(self._hand_over(self._work.unfinished(self._replaced)))
+        self._hand_over(self._work.unfinished(self._replaced))
         self._replaced.clear()
 
     def _record(

@@ -283,13 +283,12 @@ class Supply:
 
     def _require_more(self, step: int) -> None:
         """Raise unless open requests can still complete a batch for ``step``."""
-        config = self._services.config
+        filters, data = self._services.config.algorithm.filter_groups, self._services.config.data
         batch = self._rule.batch
         num_kept = self._progress.num_kept
         num_sampled = self._progress.filtered_since_batch + num_kept
-        limit = config.algorithm.filter_groups.max_num_gen_batches * config.data.prompts_per_draw
-        if 0 < limit <= num_sampled and num_kept < batch:
-            raise too_few_informative(config, step, num_kept)
+        if 0 < filters.max_num_gen_batches * data.prompts_per_draw <= num_sampled and num_kept < batch:
+            raise too_few_informative(filters, data, step, num_kept)
         if not self._requests:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "

@@ -112,7 +112,7 @@ class Publisher:
 
     def submit_canary(self) -> list[list[Request]]:
         """Let canary tokens be generated beside what the engines do; returns the requests by engine."""
-        return self._services.engines.submit_to_each(self._canary_requests, self._canary_options())
+        return self._services.engines.submit_to_each(self._canary_requests, self._canary_options)
 
     def collect_canary(self, requests: Sequence[Sequence[Request]], record: StepRecord) -> None:
         """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights
@@ -181,7 +181,7 @@ class Publisher:
     def _judge_canary(self, version: int, record: StepRecord) -> float | None:
         """Let every engine generate canary tokens, and judge them; returns the limit of their gap."""
         engines = self._services.engines
-        answers = engines.generate_on_each(self._canary_requests, self._canary_options())
+        answers = engines.generate_on_each(self._canary_requests, self._canary_options)
         return self._judge_answers(answers, version, record)
 
     def _judge_answers(
@@ -223,7 +223,7 @@ class Publisher:
         """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit
         allows."""
         services = self._services
-        room = services.max_model_len - self._canary_tokens
+        room = services.max_model_len - self._canary_options.max_tokens
         length = max(1, min(services.block_size + 8, room))
         tokens = [token for row in services.validation_rows for token in row.prompt_token_ids]
         prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
@@ -234,13 +234,10 @@ class Publisher:
         ]
 
     @property
-    def _canary_tokens(self) -> int:
-        """The length of a response."""
-        return min(self._rollout.sync_proof.canary_max_tokens, self._services.config.data.max_response_length)
-
     def _canary_options(self) -> SamplingOptions:
         training = SamplingOptions.for_training(self._rollout, self._services.stop_token_ids)
-        return replace(training, max_tokens=self._canary_tokens, ignore_eos=True)
+        most = min(self._rollout.sync_proof.canary_max_tokens, self._services.config.data.max_response_length)
+        return replace(training, max_tokens=most, ignore_eos=True)
 
 
 def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
