@@ -24,8 +24,8 @@ class Taken:
 
 
 class GroupRequests:
-    """What groups ask of the engines. The engines know every request until it is taken, and its sample as
-    its owner."""
+    """What groups request of the engines, which keep the book of requests. The owner of each is the sample
+    that it is for."""
 
     def __init__(
         self,

@@ -240,6 +240,28 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
     assert engine.told == [("resume",), ("finish", [0, 1])]
 
 
+def test_an_engine_has_what_is_generated_before_it_is_told_to_finish_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs two calls at a time: the second could overtake the first."""
+    group, _ = group_of(1, monkeypatch, deterministic_steps=4)
+    events: list[str] = []
+    call, wait = Engine.call, EngineGroup.wait
+
+    def noted_call(engine: Engine, method: str, *arguments: Any, **options: Any) -> Call:
+        events.append(method)
+        return call(engine, method, *arguments, **options)
+
+    def noted_wait(group: EngineGroup, *arguments: Any) -> Any:
+        events.append("wait")
+        return wait(group, *arguments)
+
+    monkeypatch.setattr(Engine, "call", noted_call)
+    monkeypatch.setattr(EngineGroup, "wait", noted_wait)
+    group.generate(requests(0, 1), OPTIONS)
+    assert events == ["submit", "wait", "finish", "wait", "collect", "wait"]
+
+
 def test_a_sample_that_failed_is_collected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(1, monkeypatch)
     engines[0].fails = {1, 11}
