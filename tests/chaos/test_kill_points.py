@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
 DECIDE, SUPPLY = "verl_rc.driver.decide", "verl_rc.driver.supply"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
-COLLECT = "verl_rc.cluster.engine_group:EngineGroup.collect"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
 
 
@@ -38,7 +37,7 @@ class Life:
 
 
 LIVES = (
-    Life("driver", COLLECT, 1, "0.02", 0),
+    Life("driver", f"{SUPPLY}:Supply.take", 1, "0.02", 0),
     Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
     Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
@@ -73,7 +72,7 @@ LIVES_WITH_ASYNC_SAVE = (
 """The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of
 it."""
 ENGINE_LOSSES = (
-    ("SIGSTOP", COLLECT, "1", "0.02"),
+    ("SIGSTOP", f"{SUPPLY}:Supply.take", "1", "0.02"),
     ("SIGKILL", f"{WEIGHTS}:Publisher.publish", "2", "0.005"),
     ("SIGSTOP", f"{WEIGHTS}:Publisher.publish", "3", "before"),
     ("SIGKILL", f"{TRAIN}:validate", "3", "0.02"),
