@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from verl_rc.config.models import FsdpConfig, OptimConfig
+from verl_rc.config.models import ActorConfig, LearnerFsdpConfig
 from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers import forward, scoring_head
 from verl_rc.workers.attention import PACKED_ATTENTION, PackedLayout
 from verl_rc.workers.scoring_head import PredictedTokens, add_scoring, score_predicted
-from verl_rc.workers.sharded_model import LearningOptions, ShardedModel
+from verl_rc.workers.sharded_model import LearningModel
 
 RANKS = 8
 DEFAULT = (4, 16_384, 1)
@@ -82,8 +82,9 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
         config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    learning = LearningOptions(OptimConfig(), 1, whole_gradients=whole_gradients)
-    sharded, living = ShardedModel(add_scoring(model), mesh, FsdpConfig(), learning), Living()
+    fsdp = LearnerFsdpConfig(use_no_sync_for_gradient_accumulation=whole_gradients)
+    actor = ActorConfig(ppo_micro_batch_size_per_gpu=1, fsdp_config=fsdp)
+    sharded, living = LearningModel(add_scoring(model), mesh, actor, 1), Living()
     for parameter in model.parameters():
         living.add(parameter)
     found = {"at rest": living.bytes()}

@@ -17,9 +17,10 @@ from small_models import small_run_config
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint import CheckpointStore, RunState
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
-from verl_rc.data.parts import Part, Sample
+from verl_rc.data.parts import Sample
 from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.services import Services
@@ -29,6 +30,7 @@ from verl_rc.metrics import Metric
 from verl_rc.metrics.sinks import JsonlSink, Tracker
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.rewards import RewardOutput
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.updates import ActorReport, UpdateRequest
@@ -66,8 +68,10 @@ class World:
         self.updates = 0
         self.engine = 0.0
         self.version = 0
-        self.submitted: list[Sample] = []
+        self.answers: list[Sample] = []
         """Of each request that was submitted, sampled at once; its number is its place."""
+        self.handles: dict[int, Request] = {}
+        """What the driver holds of each."""
         self.under_way: set[int] = set()
         self.failure: Exception | None = None
         self.canaries: list[list[Sample]] = []
@@ -82,38 +86,60 @@ class World:
 
     # the engines
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
-        numbers = list(range(len(self.submitted), len(self.submitted) + len(requests)))
-        self.submitted += self.sample(requests)
+    def submit(
+        self, requests: Sequence[GenerationRequest], options: Any, *, owners: Sequence[Any], **_: Any
+    ) -> list[int]:
+        numbers = list(range(len(self.answers), len(self.answers) + len(requests)))
+        self.answers += self.sample(requests)
         self.under_way |= set(numbers)
+        self.note(numbers, requests, owners)
         return numbers
+
+    def note(
+        self, numbers: Sequence[int], requests: Sequence[GenerationRequest], owners: Sequence[Any]
+    ) -> None:
+        for number, request, owner in zip(numbers, requests, owners, strict=True):
+            queued = SimpleNamespace(number=number, request=request)
+            self.handles[number] = Request(cast(QueuedSample, queued), 0, owner)
+
+    def submitted(self) -> list[Request]:
+        return [self.handles[number] for number in sorted(self.under_way)]
 
     def begin_steps(self) -> None:
         pass
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
         """No update cuts a response: each is sampled at once."""
         return [], {}
 
-    def parts(self, number: int) -> tuple[list[Part], int]:
-        return [], 0
+    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[Request]:
+        return self.hand_over(self.look(wait_seconds, on_loss))
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        """The numbers of the requests that have ended."""
         if self.failure is not None:
             raise self.failure
         return sorted(self.under_way)
 
-    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+    def hand_over(self, numbers: Sequence[int]) -> list[Request]:
+        failures = self.failures(numbers)
+        ended = [number for number in numbers if number not in failures]
+        for number, outcome in [*failures.items(), *zip(ended, self.take(ended), strict=True)]:
+            self.handles[number].outcome = outcome
+        return [self.handles[number] for number in numbers]
+
+    def failures(self, numbers: Sequence[int]) -> dict[int, str]:
         return {}
 
     def take(self, numbers: Sequence[int]) -> list[Sample]:
         assert self.under_way >= set(numbers)
         self.under_way -= set(numbers)
-        return [self.submitted[number] for number in numbers]
+        return [self.answers[number] for number in numbers]
 
-    def cancel(self, numbers: Sequence[int]) -> None:
-        assert self.under_way >= set(numbers)
-        self.under_way -= set(numbers)
+    def cancel(self, requests: Sequence[Request]) -> None:
+        numbers = {request.number for request in requests}
+        assert self.under_way >= numbers
+        self.under_way -= numbers
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None

@@ -38,7 +38,7 @@ from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers import trainer_rank
 from verl_rc.workers.policy_worker import PolicyWorker
-from verl_rc.workers.sharded_model import ShardedModel
+from verl_rc.workers.sharded_model import LearningModel
 from verl_rc.workers.trainer_rank import TrainerRank
 from verl_rc.workers.updates import ActorReport, UpdateReport
 
@@ -150,7 +150,7 @@ class LedgerModule:
             self.ledger.take(self.part, SHARD)
 
 
-class LedgerModel(ShardedModel):
+class LedgerModel(LearningModel):
     """The real ``in_use`` around memory that is booked."""
 
     def __init__(self, ledger: Ledger, role: str, fsdp: FsdpConfig) -> None:
@@ -540,7 +540,7 @@ def train_on_ledger(
     replacements: dict[str, Any] = {
         "refuse_too_little_memory": lambda config: None,
         "ray": SimpleNamespace(shutdown=lambda: None),
-        "_watched": lambda config, folder: nullcontext(),
+        "_watched": lambda *_: nullcontext(),
         "plan_placement": lambda config: placement,
         "unsupported_attention": lambda *_: None,
         "load_tokenizer": lambda *_: tokenizer,

@@ -1,7 +1,7 @@
 """Single steps of the real loop in a run whose workers can be told to go wrong."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +13,17 @@ from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.engine_work import Request
 from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.load import load_run_config
 from verl_rc.data.parts import Part, Sample, token_ids
-from verl_rc.driver import train, weights
+from verl_rc.driver import train
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.weights import Publisher
 from verl_rc.rollout.vllm.options import VllmOptions
 
 
@@ -31,6 +33,10 @@ class RealRun:
 
     services: Services
     state: RunState
+
+    @property
+    def publisher(self) -> Publisher:
+        return Publisher(self.services, self.state)
 
 
 @contextmanager
@@ -54,10 +60,10 @@ def real_step(run: RealRun) -> dict[str, Any]:
     """The loop itself, for one step: the weights are published, then everything of a step; returns its
     metrics."""
 
-    def publish(services: Services, state: RunState) -> None:
+    def publish(services: Services, state: RunState, publisher: Publisher) -> None:
         """No canary tokens but those that the configuration asks for: the engines were proved when the run
         began."""
-        weights.publish(services, state, state.step, StepRecord())
+        publisher.publish(state.step, StepRecord())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start", publish)
@@ -65,10 +71,7 @@ def real_step(run: RealRun) -> dict[str, Any]:
             train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
         finally:  # the engines outlive a step that fails while they sample
             engines = run.services.engines
-            under_way = [
-                s.number for engine in engines._work.num_busy() for s in engines._work.unfinished(engine)
-            ]
-            engines.cancel(under_way)
+            engines.cancel(engines._work.unfinished(range(engines.num_engines)))
     return last_metrics(run)
 
 
@@ -119,8 +122,11 @@ class RetokenisingEngines(EngineGroup):
         vars(self).update(vars(run.services.engines))
         self._run = run
 
-    def take(self, numbers: Sequence[int]) -> list[Sample]:
-        return [self._retokenised(sample) for sample in super().take(numbers)]
+    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[Request]:
+        ended = super().collect(wait_seconds, on_loss)
+        for request in ended:
+            request.outcome = self._retokenised(request.sample)
+        return ended
 
     def _retokenised(self, sample: Sample) -> Sample:
         """No longer than it was, with the log-probs that its first tokens had."""

@@ -9,13 +9,16 @@ from made_samples import sample as made_sample
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply import Supply
+from verl_rc.driver.weights import Publisher
 from verl_rc.rewards import RewardOutput
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 SCORES = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0), 4: (1, 1), 5: (0, 1), 6: (0.5, 1), 7: (1, 1)}
@@ -35,34 +38,30 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
         self.asleep, self.version = False, 0
-        self.submitted: list[Sample] = []
-        """A row for each request; its number is its place."""
-        self.under_way: list[int] = []
+        self.under_way: list[Request] = []
 
     def submit(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, evenly: bool
-    ) -> list[int]:
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        *,
+        owners: Sequence[Any],
+        evenly: bool,
+    ) -> None:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
-        rows = self.sample(requests, options)
-        first = len(self.submitted)
-        self.submitted += rows
-        numbers = list(range(first, len(self.submitted)))
-        self.under_way += numbers
-        return numbers
+        for request, owner, row in zip(requests, owners, self.sample(requests, options), strict=True):
+            self.under_way.append(Request(QueuedSample(row.number, request, options), 0, owner, row))
+
+    def submitted(self) -> list[Request]:
+        return self.under_way
 
     def begin_steps(self) -> None:
         """Samples end as soon as they are submitted."""
 
-    def collect(self, wait_seconds: float, on_loss: Any) -> list[int]:
+    def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
         ended, self.under_way = self.under_way, []
         return ended
-
-    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
-        return {}
-
-    def take(self, numbers: Sequence[int]) -> list[Sample]:
-        return [self.submitted[number] for number in numbers]
 
     def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         greedy = options.temperature == 0
@@ -116,10 +115,15 @@ def make_run(*overrides: str) -> Any:
     )
 
 
+def new_supply(run: Any, state: RunState) -> Supply:
+    services = cast(Services, run)
+    return Supply(services, state, Publisher(services, state))
+
+
 def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
-    supply = Supply(cast(Services, run), RunState())
+    supply = new_supply(run, RunState())
     batch = supply.take(record)
     assert run.engines.asleep
     record.ledger.book({"trained": batch.num_tokens})

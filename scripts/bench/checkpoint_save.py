@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from verl_rc.checkpoint import BackgroundWriter, collect_shards, save_shards
+from verl_rc.checkpoint import BackgroundWriter, collect_shards, write_shards
 
 WIDTH = 1024
 LAYERS = (1, 10, 50)
@@ -54,7 +54,11 @@ def costs_of(layers: int, folder: Path) -> dict[str, float]:
     costs: dict[str, list[float]] = {"waits": [], "copies": [], "writes": [], "step": [], "step beside": []}
     for save in range(SAVES):
         costs["waits"].append(
-            seconds(lambda number=save: save_shards(folder / f"waited_{number}", model, optimizer, {}))
+            seconds(
+                lambda number=save: write_shards(
+                    folder / f"waited_{number}", collect_shards(model, optimizer, {})
+                )
+            )
         )  # type: ignore[misc]
         costs["step"].append(seconds(step))
         start = time.perf_counter()

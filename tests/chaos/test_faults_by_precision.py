@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from real_steps import RealRun, move_weights, open_faulty_run, plant, real_step, with_values
 
-from verl_rc.driver import weights
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.weight_sync.proof import SyncProofError
 
@@ -55,7 +54,7 @@ def test_what_finds_a_fault_depends_on_the_engines_precision(
     calibrated_run: tuple[str, RealRun], fault: str
 ) -> None:
     engine, run = calibrated_run
-    weights.publish(run.services, run.state, run.state.step, StepRecord())
+    run.publisher.publish(run.state.step, StepRecord())
     move_weights(run, LEARNING_RATE)
     plant(run, fault)
     values = {"trainer.alerts.mismatch_limit": None}

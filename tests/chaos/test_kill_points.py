@@ -37,19 +37,19 @@ class Life:
 
 
 LIVES = (
-    Life("driver", f"{WEIGHTS}:wait_for", 1, "0.02", 0),
+    Life("driver", f"{SUPPLY}:Supply.take", 1, "0.02", 0),
     Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
     Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("driver", f"{STORE}:sync_tree", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore._write_latest", 1, "before", 1),
-    Life("actor", f"{WEIGHTS}:publish", 2, "0.005", 0),
+    Life("actor", f"{WEIGHTS}:Publisher.publish", 2, "0.005", 0),
     Life("driver", f"{STAGES}:update_actor", 1, "0.05", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "before", 0),
     Life("driver", f"{TRAIN}:validate", 2, "0.02", 1),
     Life("actor", f"{STAGES}:evaluate", 1, "0.02", 0),
     Life("driver", f"{STATE}:SavedRun.save", 1, "before", 0),
-    Life("driver", f"{WEIGHTS}:publish", 2, "0.01", 0),
+    Life("driver", f"{WEIGHTS}:Publisher.publish", 2, "0.01", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 1),
     Life("driver", f"{RECORD}:StepRecord.log", 1, "before", 0),
     Life("driver", f"{DECIDE}:score", 1, "before", 0),
@@ -72,9 +72,9 @@ LIVES_WITH_ASYNC_SAVE = (
 """The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of
 it."""
 ENGINE_LOSSES = (
-    ("SIGSTOP", f"{WEIGHTS}:wait_for", "1", "0.02"),
-    ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
-    ("SIGSTOP", f"{WEIGHTS}:publish", "3", "before"),
+    ("SIGSTOP", f"{SUPPLY}:Supply.take", "1", "0.02"),
+    ("SIGKILL", f"{WEIGHTS}:Publisher.publish", "2", "0.005"),
+    ("SIGSTOP", f"{WEIGHTS}:Publisher.publish", "3", "before"),
     ("SIGKILL", f"{TRAIN}:validate", "3", "0.02"),
     ("SIGKILL", f"{STAGES}:update_actor", "4", "0.05"),
     ("SIGKILL", f"{CHECKPOINTS}:write", "5", "before"),

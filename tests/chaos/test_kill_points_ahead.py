@@ -16,7 +16,7 @@ from real_runs import metrics_of, of_folder, train
 pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-SUPPLY = "verl_rc.driver.supply:AsynchronousSupply"
+SUPPLY = "verl_rc.driver.supply:Supply"
 CHECKPOINTS, STORE, RECORD = (
     "verl_rc.driver.checkpoints",
     "verl_rc.checkpoint.store",
@@ -59,7 +59,7 @@ AT_ANY_TIME = (
     ),
     (
         (f"{STAGES}:update_actor", 1, "0.02"),
-        (f"{WEIGHTS}:publish", 3, "0.005"),
+        (f"{WEIGHTS}:Publisher.publish", 3, "0.005"),
         (f"{SUPPLY}.publish", 3, "before"),
         (f"{TRAIN}:validate", 4, "0.01"),
         (f"{CHECKPOINTS}:write", 5, "before"),

@@ -11,7 +11,7 @@ from small_runs import SHARE_OF_DIGITS, run_overrides
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-GENERATE = "verl_rc.driver.weights:wait_for"
+GENERATE = "verl_rc.driver.supply:Supply.take"
 ONE_DIES = ("engine:1", "SIGKILL", GENERATE, "1", "0.05")
 ONE_STOPS = ("engine:0", "SIGSTOP", GENERATE, "2", "0.05")
 BOTH_DIE = ("engine:0", "SIGKILL", GENERATE, "3", "0.05", "engine:1", "SIGKILL", GENERATE, "3", "0.08")
@@ -78,7 +78,9 @@ def test_one_of_two_engines_dies_one_stops_then_both_die(
     counts = metrics_of(tmp_path)
     assert [counts[step]["recovery/engines_replaced"] for step in range(1, STEPS + 1)] == [1, 1, 2, 0]
     reissued = [counts[step]["recovery/requests_reissued"] for step in range(1, STEPS + 1)]
-    assert reissued == [PER_ENGINE, PER_ENGINE, 2 * PER_ENGINE, 0]
+    assert reissued[:2] == [PER_ENGINE, PER_ENGINE]
+    # The second loss may be found while the first is mended; its requests are sampled again and not counted.
+    assert reissued[2:] in ([PER_ENGINE, 0], [2 * PER_ENGINE, 0])
 
 
 def test_an_engine_of_two_processes_dies_with_its_children(overrides: list[str], tmp_path: Path) -> None:

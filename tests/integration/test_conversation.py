@@ -10,7 +10,6 @@ from real_steps import RealRun
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import unpadded
-from verl_rc.driver import weights
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.response import build_rollout_batch
@@ -28,7 +27,7 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     faulty_run: RealRun,
 ) -> None:
     run = faulty_run.services
-    weights.publish(run, faulty_run.state, VERSION, StepRecord())
+    faulty_run.publisher.publish(VERSION, StepRecord())
     stops = (
         run.tokenizer.eos_token_id,
         *range(0, 258, 2),

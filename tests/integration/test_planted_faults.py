@@ -24,7 +24,7 @@ from torch import Tensor
 from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.data.batches import TokensChangedError, TrainBatch
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver import stages, weights
+from verl_rc.driver import stages
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StoppedByAlertError, StopRequest
 from verl_rc.health.guards import NonFiniteGradientsError, RewardHistory
@@ -39,7 +39,7 @@ OWN_ROLLOUTS, CANARY = "this step's rollouts", "canary tokens of rollout engine 
 @pytest.fixture
 def stepped_run(faulty_run: RealRun) -> Iterator[RealRun]:
     """The run after an update that is not published yet; healed afterwards."""
-    weights.publish(faulty_run.services, faulty_run.state, faulty_run.state.step, StepRecord())
+    faulty_run.publisher.publish(faulty_run.state.step, StepRecord())
     move_weights(faulty_run, LEARNING_RATE)
     yield faulty_run
     plant(faulty_run, None)

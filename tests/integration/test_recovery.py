@@ -11,8 +11,8 @@ from real_steps import RealRun
 
 from verl_rc.cluster.watchdog import identity_of
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver import weights
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.weights import Publisher
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 
@@ -29,27 +29,29 @@ def sample(run: RealRun, record: StepRecord | None = None) -> list[list[tuple[in
     options = SamplingOptions.for_training(
         run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids
     )
-    answer = weights.generate(run.services, run.state, requests, options, 0, record or StepRecord()).result
+    on_loss = run.publisher.replacing(0, record or StepRecord())
+    answer = run.services.engines.generate(requests, options, on_loss).result
     return [of_parts(one.parts) for one in answer]
 
 
 @pytest.fixture
 def published_run(faulty_run: RealRun) -> RealRun:
     """The run with its weights published."""
-    weights.publish(faulty_run.services, faulty_run.state, 0, StepRecord())
+    faulty_run.publisher.publish(0, StepRecord())
     return faulty_run
 
 
 def test_an_engine_that_hangs_while_it_samples(
     published_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, old, replace_engines = sample(published_run), engine_pid(published_run), weights.replace_engines
+    before, old = sample(published_run), engine_pid(published_run)
+    replace_engines = Publisher._replace_engines
 
     def replace_with_patience(*given: Any) -> None:
         monkeypatch.undo()  # the new engine may take its time
         replace_engines(*given)
 
-    monkeypatch.setattr(weights, "replace_engines", replace_with_patience)
+    monkeypatch.setattr(Publisher, "_replace_engines", replace_with_patience)
     monkeypatch.setattr(published_run.services.engines, "_timeout_seconds", 1.0)
     os.kill(old, signal.SIGSTOP)
     record = StepRecord()
@@ -61,7 +63,7 @@ def test_an_engine_that_hangs_while_it_samples(
 def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
     published_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    services, state = published_run.services, published_run.state
+    services, publisher = published_run.services, published_run.publisher
     before, old, send = sample(published_run), engine_pid(published_run), services.actor.send_weights
 
     def send_to_the_dead() -> list[object]:
@@ -75,7 +77,7 @@ def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
     with pytest.raises(
         RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"
     ):
-        weights.publish(services, state, 0, record)
-    weights.publish(services, state, 0, StepRecord())
+        publisher.publish(0, record)
+    publisher.publish(0, StepRecord())
     assert engine_pid(published_run) != old
     assert sample(published_run) == before

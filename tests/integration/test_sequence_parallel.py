@@ -147,7 +147,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
             found[f"{name}: statistics"] = correction.statistics().sums
             found[f"{name}: signatures"] = correction.signatures().sums  # type: ignore[union-attr]
             found[f"{name}: gap"] = torch.tensor([correction.gap().mean, correction.gap().maximum])
-        worker.model.discard_gradients()
+        worker.model.optimizer.zero_grad()
     return found
 
 

@@ -19,9 +19,9 @@ from verl_rc.checkpoint import (
     load_full_state_dict,
     load_shards,
     resume_schedule,
-    save_shards,
     schedule_state,
     shards_problem,
+    write_shards,
 )
 from verl_rc.checkpoint import shards as shards_module
 from verl_rc.config.models import OptimConfig
@@ -92,9 +92,8 @@ class Trainer:
     def save(self, folder: Path, **options: Any) -> "Trainer":
         with torch.no_grad():
             self.model(torch.zeros(1, 1, dtype=torch.long))  # leaves parameters whole, as scoring does
-        save_shards(
-            folder, self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}, **options
-        )
+        extra = {"scheduler": schedule_state(self.scheduler)}
+        write_shards(folder, collect_shards(self.model, self.optimizer, extra, **options))
         return self
 
     def save_beside(self, writer: BackgroundWriter, folder: Path) -> None:

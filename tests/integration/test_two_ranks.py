@@ -98,7 +98,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             )
             worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
-            worker.model.discard_gradients()
+            worker.model.optimizer.zero_grad()
     worker._actor = worker._actor.model_copy(update={"policy_loss": PolicyLossConfig()})
     # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first
     # step blows up.

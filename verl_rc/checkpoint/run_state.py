@@ -1,7 +1,6 @@
 """The driver's part of a checkpoint, and the settings that a resumed run must not change."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_rc import __version__
+from verl_rc.checkpoint.saved_files import read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
@@ -63,7 +63,7 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
@@ -177,7 +177,7 @@ class SavedRun:
                 f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists."
             )
         path = folder / RUN_STATE_FILE
-        plain = _read_json(path)
+        plain = read_json(path)
         version = plain.pop("format_version", None)
         if version != FORMAT_VERSION:
             writer = plain.get("written_by", "an unknown release")
@@ -201,9 +201,9 @@ class SavedRun:
             raise CheckpointError(
                 f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
             ) from error
-        state.prompts = _read_tensors(folder / LOADER_FILE, "a loader's state")
+        state.prompts = read_tensors(folder / LOADER_FILE, "a loader's state")
         if state.supply is not None:
-            groups = _read_tensors(folder / GROUPS_FILE, "groups in flight")
+            groups = read_tensors(folder / GROUPS_FILE, "groups in flight")
             state.supply = replace(state.supply, groups=groups)
         return cls(state, plain["config"], plain["num_ranks"])
 
@@ -245,38 +245,3 @@ def _value_at(tree: Mapping[str, Any], key: str) -> Any:
             return _ABSENT
         value = value[part]
     return value
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} must be a JSON file, but reading it gave: {error}. Use another checkpoint."
-        ) from error
-    if not isinstance(plain, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object, got {type(plain).__name__}. Use another checkpoint."
-        )
-    return plain
-
-
-def _read_tensors(path: Path, what: str) -> dict[str, Any]:
-    try:
-        state = torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint."
-        ) from None
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} must hold {what}, but reading it gave: {reason}. Use another checkpoint."
-        ) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} must hold {what}, got {type(state).__name__}. Use another checkpoint.")
-    return state

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from verl_rc.checkpoint.saved_files import read_json
 from verl_rc.checkpoint.store import CheckpointError
 
 _ALLOWED = {
@@ -82,8 +83,8 @@ class ShardHeader:
 
     frozen_left_out: bool
     """Whether parameters without gradient are missing from the folder."""
-    optimizer_parameters: list[str] | None
-    """Names of the optimizer's parameters; None: no optimizer was saved."""
+    optimizer_parameters: list[str]
+    """Names of the optimizer's parameters."""
     learning_rates: list[float]
     """Learning rates of the optimizer's parameter groups."""
     extra: dict[str, Any]
@@ -108,18 +109,9 @@ class ShardHeader:
     def read(cls, folder: Path) -> "ShardHeader":
         """Read ``shards.json``. Raises ``CheckpointError`` when it is missing or broken."""
         path = folder / HEADER_FILE
-        try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{folder} must be a folder of shards, but {path} is missing. Use another one."
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} must be a JSON file, but reading it gave: {error}. Use another one."
-            ) from error
+        plain = read_json(path)
         names = {field.name for field in fields(cls)}
-        if not isinstance(plain, dict) or plain.keys() != names:
+        if plain.keys() != names:
             raise CheckpointError(
                 f"{path} must hold {sorted(names)} and nothing else. Use another checkpoint."
             )

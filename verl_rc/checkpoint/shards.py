@@ -6,7 +6,6 @@ The tensors are written by torch.distributed.checkpoint (DCP), each once, under 
 Adam's step count stays one too high, and it cannot load when a parameter has no state.
 """
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl_rc.checkpoint import saved_files
 from verl_rc.checkpoint.shard_folder import (
     HEADER_FILE,
     MODEL,
@@ -33,6 +33,7 @@ from verl_rc.checkpoint.shard_folder import (
     write_tensors,
 )
 from verl_rc.checkpoint.store import CheckpointError, sync
+from verl_rc.config.errors import listed
 
 
 def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
@@ -132,15 +133,7 @@ def save_random_state(state: dict[str, Tensor], path: Path) -> None:
 def read_random_state(path: Path) -> dict[str, Tensor]:
     """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a
     broken file."""
-    if not path.exists():
-        return {}
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} must hold random states, but reading it gave: {reason}. Use another one."
-        ) from error
+    return saved_files.read_tensors(path, "random states") if path.exists() else {}
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
@@ -149,10 +142,6 @@ def set_random_state(state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-MAX_NAMES = 5
-"""Maximum number of names in an error message; the rest are counted."""
 
 
 @dataclass(frozen=True)
@@ -164,19 +153,8 @@ class Shards:
     random_state: dict[str, Tensor]
 
 
-def save_shards(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: dict[str, Any],
-    leave_out_frozen: bool = False,
-) -> None:
-    """``collect_shards`` followed by ``write_shards``; a collective of all ranks."""
-    write_shards(folder, collect_shards(model, optimizer, extra, leave_out_frozen))
-
-
 def collect_shards(
-    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
+    model: nn.Module, optimizer: Optimizer, extra: dict[str, Any], leave_out_frozen: bool = False
 ) -> Shards:
     """This rank's part of ``model`` and ``optimizer``, its random state, and ``extra`` (JSON data).
 
@@ -189,12 +167,11 @@ def collect_shards(
         for name, tensor in named.items()
         if not (leave_out_frozen and is_frozen(tensor))
     }
-    if optimizer is not None:
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
+    tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
     header = ShardHeader(
         frozen_left_out=leave_out_frozen,
-        optimizer_parameters=None if optimizer is None else optimized_names(named, optimizer),
-        learning_rates=[] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
+        optimizer_parameters=optimized_names(named, optimizer),
+        learning_rates=[float(group["lr"]) for group in optimizer.param_groups],
         extra=extra,
     )
     return Shards(tensors, header, get_random_state())
@@ -216,7 +193,7 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
     write_tensors(folder, shards.tensors, group)
 
 
-def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fill ``model`` and ``optimizer`` in place from ``folder``; a collective of all ranks. Returns
     ``extra``.
 
@@ -229,8 +206,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
         header, metadata = ShardHeader.read(folder), read_metadata(folder)
         saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
         differences = _model_differences(named, saved_model, header.frozen_left_out)
-        if optimizer is not None:
-            differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
+        differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
         if differences:
             raise CheckpointError(
                 f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the "
@@ -238,11 +214,10 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
             )
         random_state = read_random_state(_random_file(folder))
     tensors = {MODEL + name: named[name].detach() for name in saved_model}
-    state = {} if optimizer is None else empty_state_tensors(named, saved_state)
+    state = empty_state_tensors(named, saved_state)
     tensors |= {OPTIMIZER + name: tensor for name, tensor in state.items()}
     read_tensors(folder, tensors, collective=dist.is_initialized())
-    if optimizer is not None:
-        set_state_tensors(optimizer, named, state, header.learning_rates)
+    set_state_tensors(optimizer, named, state, header.learning_rates)
     set_random_state(random_state)
     return header.extra
 
@@ -280,24 +255,17 @@ def _model_differences(
         "has in addition": sorted(saved.keys() - named.keys()),
         "has in another shape": shapes,
     }
-    return [f"it {verb} {_some(names)}" for verb, names in differences.items() if names]
+    return [f"it {verb} {listed(names)}" for verb, names in differences.items() if names]
 
 
 def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
-    if header.optimizer_parameters is None:
-        return ["it was saved without an optimizer"]
     expected, saved = set(optimized), set(header.optimizer_parameters)
     names_by_verb = {"does not step": sorted(expected - saved), "steps in addition": sorted(saved - expected)}
-    differences = [f"its optimizer {verb} {_some(names)}" for verb, names in names_by_verb.items() if names]
+    differences = [f"its optimizer {verb} {listed(names)}" for verb, names in names_by_verb.items() if names]
     groups, saved_groups = len(optimizer.param_groups), len(header.learning_rates)
     if groups != saved_groups:
         differences.append(f"its optimizer has {saved_groups} parameter group(s) instead of {groups}")
     return differences
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 
 class CheckpointError(ValueError):
@@ -49,11 +49,6 @@ class CheckpointStore:
     def __init__(self, run_folder: Path, keep: int | None) -> None:
         """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``); None:
         all."""
-        if keep is not None and keep < 1:
-            raise ValueError(
-                "trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got "
-                f"{keep}. trainer.save_freq=-1 writes none."
-            )
         self.run_folder = run_folder
         self._keep = keep
         self.begun: int | None = None
@@ -129,10 +124,6 @@ class CheckpointStore:
         None for a checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when
         checkpoints were asked for or found and none can be read: a run must not silently start from scratch.
         """
-        if mode not in get_args(ResumeMode):
-            raise CheckpointError(
-                f"trainer.resume_mode must be one of {list(get_args(ResumeMode))}, got {mode!r}."
-            )
         if mode == "disable":
             return None, []
         if mode == "resume_path":

@@ -1,14 +1,15 @@
 """The group of all engines: distributes requests and returns samples in the order of the requests."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from verl_rc.cluster.engine_work import EngineWork
+from verl_rc.cluster.engine_work import EngineWork, Request, num_unfinished
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import Pending, RemoteProcess, answers, longest_busy, wait_for_all
 from verl_rc.data.batches import Timed
-from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.metrics.trace import TRACE
 from verl_rc.rollout.engine import EngineFacts, EngineOptions, Interrupted, QueuedSample
@@ -112,28 +113,23 @@ class EngineGroup:
             for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
         }
         answers_by_engine = {engine: answer_by_call[item.reference] for engine, item in pending.items()}
-        died = {
+        lost = {
             engine: answer
             for engine, answer in answers_by_engine.items()
             if isinstance(answer, ProcessLostError)
         }
-        silent = {
-            engine: died.pop(engine)
-            for engine, answer in answers_by_engine.items()
-            if isinstance(answer, HangError)
-        }
-        known = [*died.values(), *silent.values()]
         failures = [
             answer
             for answer in answer_by_call.values()
-            if isinstance(answer, RemoteError) and answer not in known
+            if isinstance(answer, RemoteError) and answer not in lost.values()
         ]
         causes = [
             failure
             for failure in failures
             if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
         ]
-        lost = died if causes else died | silent
+        if causes:  # what is silent may wait for what has failed
+            lost = {engine: error for engine, error in lost.items() if not isinstance(error, HangError)}
         if lost:
             answered = {
                 engine: answer
@@ -229,30 +225,36 @@ class EngineGroup:
         self._call_all("wake_up", tags)
 
     def submit(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, evenly: bool = False
-    ) -> list[int]:
-        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns
-        their numbers at once.
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        *,
+        owners: Sequence[Any],
+        evenly: bool = False,
+    ) -> None:
+        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns at
+        once.
 
-        They are sampled with the engines' current weights, or those of an update in progress. With ``evenly``
-        engines share the requests of one prompt where that balances their load.
+        They are sampled with the engines' current weights, or those of an update in progress. ``collect``
+        returns them with their ``owners``. With ``evenly`` engines share the requests of one prompt where
+        that balances their load.
         """
         self._go_on_after_losses()
-        numbers, samples_by_engine = self._work.add(requests, options, awaited=False, evenly=evenly)
-        self._submitting.append(
-            self._hand_over(samples_by_engine)
-        )  # an engine that takes 256 requests in may not answer for 0.2 s
-        return numbers
+        self._hand_over(self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners))
 
     def submit_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> list[list[int]]:
-        """Submit all requests to every engine, to begin before all that waits; returns their numbers by
-        engine at once."""
+    ) -> list[list[Request]]:
+        """Submit all requests to every engine, to begin before all that waits; returns them by engine at
+        once, for ``finish``."""
         self._go_on_after_losses()
-        numbers, samples_by_engine = self._work.add_to_each(requests, options)
-        self._submitting.append(self._hand_over(samples_by_engine))
-        return numbers
+        added = self._work.add_to_each(requests, options)
+        self._hand_over([request for of_engine in added for request in of_engine])
+        return added
+
+    def submitted(self) -> list[Request]:
+        """What ``submit`` was given and neither ``collect`` nor ``wait_for`` has returned."""
+        return self._work.owned()
 
     def _wait_for_submitted(self) -> None:
         """Wait until engines hold what was submitted: a later call could overtake it, because an engine runs
@@ -262,36 +264,32 @@ class EngineGroup:
             with suppress(EnginesLostError):  # the next ``collect`` finds it too
                 self.wait(pending)
 
-    def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
-        """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for a quarter of what it
-        has, so that many short samples take few calls.
+    def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[Request]:
+        """Return what was submitted and has ended, in the order of submission, each once.
+
+        Every busy engine waits at most ``wait_seconds`` for a quarter of what it has, so that many short
+        samples take few calls.
 
         Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without
         ``on_loss`` the loss is raised, and they are submitted again when ``collect`` is called after
         ``replace`` and an update.
-
-        Returns:
-            The numbers of samples that can be taken, in ascending order.
         """
         quarters = {engine: -(-count // 4) for engine, count in self._work.num_busy().items()}
         self._collect(quarters, wait_seconds, on_loss)
-        return self._work.finished()
+        return self._work.take_ended()
 
-    def cancel(self, numbers: Sequence[int]) -> None:
+    def cancel(self, requests: Sequence[Request]) -> None:
         """Stop submitted requests: they are neither collected nor submitted again when their engine is
         lost."""
-        self._tell_all("cancel", list(numbers))
-        self._work.discard(numbers)
+        self._tell_all("cancel", [request.number for request in requests])
+        self._work.cancel(requests)
 
-    def collect_parts(self, on_loss: OnLoss | None = None) -> tuple[list[int], dict[int, Interrupted]]:
-        """Fetch samples that have ended, and of the others what they had when the last update began, without
-        waiting.
+    def collect_parts(self, on_loss: OnLoss | None = None) -> tuple[list[Request], dict[int, Interrupted]]:
+        """Return what has ended, as ``collect`` does without waiting, and what each busy engine said of the
+        last update.
 
-        A lost engine's samples continue from there on another one. Losses are dealt with as in ``collect``.
-
-        Returns:
-            The numbers of samples that can be taken, in ascending order; and what each busy engine said of
-            the update. ``parts`` gives what is known of the other samples.
+        Of the others, ``submitted``, it is known then what they had when the update began. A lost engine's
+        samples continue from there on another one. Losses are dealt with as in ``collect``.
         """
         busy = self._work.num_busy()
         interrupted = dict[int, Interrupted]()
@@ -303,12 +301,7 @@ class EngineGroup:
         self._record({engine: self._engines[engine].call("interrupted") for engine in busy}, record, on_loss)
         ended = {engine: self._engines[engine].call("collect", 0, 0.0, what="generate") for engine in busy}
         self._record(ended, self._work.record, on_loss)
-        return self._work.finished(), interrupted
-
-    def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """The known parts of an unfinished sample's response, after ``collect_parts``, and the number of its
-        calls that tools answered."""
-        return self._work.parts(number)
+        return self._work.take_ended(), interrupted
 
     def begin_steps(self) -> None:
         """Let engines go on with the weights that they hold; those that are not ``deterministic`` do so
@@ -316,17 +309,6 @@ class EngineGroup:
         if self._options.deterministic:
             self._hand_over_lost()
             self._tell_all("resume")
-
-    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Which of these collected samples failed, and why; they cannot be taken."""
-        return self._work.take_failures(numbers)
-
-    def take(self, numbers: Sequence[int]) -> list[Sample]:
-        """The samples of these numbers, in this order, once all have been collected; each can be taken once.
-
-        Raises ``ToolFailedError`` when one failed.
-        """
-        return self._work.take(numbers)
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
@@ -338,43 +320,49 @@ class EngineGroup:
         been collected. A sample depends only on its request's seed, so the result is the same.
         """
         self._go_on_after_losses()
-        numbers, samples_by_engine = self._work.add(requests, options, awaited=True, evenly=True)
-        self._hand_over(samples_by_engine)
-        return self.finish(numbers, on_loss)
+        added = self._work.add(requests, options, awaited=True, evenly=True)
+        self._hand_over(added)
+        return self.finish(added, on_loss)
 
-    def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
-        """The samples of these numbers, in this order, once all have ended; each can be taken once. See
-        ``generate``.
+    def finish(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
+        """The samples of these requests, in this order, once all have ended. See ``generate``.
 
         Raises ``ToolFailedError`` when one failed.
         """
         try:
-            busy_seconds = self.wait_for(numbers, on_loss)
+            busy_seconds = self.wait_for(requests, on_loss)
         except RemoteError:
-            self._work.discard(numbers)
+            self._work.cancel(requests)
             raise
-        return Timed(self._work.take(numbers), busy_seconds)
+        return Timed([request.sample for request in requests], busy_seconds)
 
-    def wait_for(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> float:
-        """Wait until these have ended, also where engines would wait for the next update; returns the time of
-        the slowest engine.
+    def wait_for(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> float:
+        """Wait until these have ended, also where engines would wait for the next update, and count them as
+        collected; returns the time of the slowest engine.
 
         Losses are dealt with as in ``collect``.
         """
         busy_seconds = 0.0
-        while unfinished := self._work.num_unfinished(numbers):
+        while unfinished := num_unfinished(requests):
             self._go_on_after_losses()
             if self._options.deterministic:
-                self._tell_all("finish", numbers)
+                self._tell_all("finish", [request.number for request in requests])
             busy_seconds = max(busy_seconds, self._collect(unfinished, None, on_loss))
+        self._work.take(requests)
         return busy_seconds
 
-    def _hand_over(self, samples_by_engine: Mapping[int, Sequence[QueuedSample]]) -> dict[int, Pending]:
-        """Submit samples; returns at once. The next ``collect`` reports a failure too."""
-        return {
-            engine: self._engines[engine].call("submit", samples)
-            for engine, samples in samples_by_engine.items()
-        }
+    def _hand_over(self, requests: Sequence[Request]) -> None:
+        """Submit requests to their engines; returns at once: an engine that takes 256 requests in may not
+        answer for 0.2 s. The next ``collect`` reports a failure too."""
+        queued_by_engine: dict[int, list[QueuedSample]] = defaultdict(list)
+        for request in requests:
+            queued_by_engine[request.engine].append(request.queued)
+        self._submitting.append(
+            {
+                engine: self._engines[engine].call("submit", queued)
+                for engine, queued in queued_by_engine.items()
+            }
+        )
 
     def _collect(
         self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None
@@ -401,9 +389,7 @@ class EngineGroup:
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
-        self._submitting.append(
-            self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)})
-        )
+        self._hand_over(self._work.unfinished(self._replaced))
         self._replaced.clear()
 
     def _record(
@@ -420,7 +406,7 @@ class EngineGroup:
             record(error.answered)
             if on_loss is None:
                 raise
-            on_loss(error, sum(len(self._work.unfinished(engine)) for engine in error.engines))
+            on_loss(error, len(self._work.unfinished(error.engines)))
 
     def _tell_all(self, method: str, *arguments: Any) -> None:
         """Call every engine once it holds what was submitted. The next ``collect`` reports a loss."""

@@ -1,17 +1,44 @@
-"""Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are
-taken."""
+"""The book of requests to the engines: which engine has each, and what came of it, until that is taken."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, groupby
+from typing import Any
 
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample
+from verl_rc.data.parts import UNKNOWN, Part, Sample
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError
 
 
-def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
+@dataclass(eq=False)
+class Request:
+    """A request, from its assignment to an engine on."""
+
+    queued: QueuedSample
+    """What the engine has of it; after an update that cut it with its tokens so far."""
+    engine: int
+    owner: Any = None
+    """What its sample is for, which is no matter of the engines; None: its caller waits for it."""
+    outcome: Sample | str | None = None
+    """Its sample, or why there is none (a tool failed); None: it has not ended."""
+
+    @property
+    def number(self) -> int:
+        """Its number, which no other request has."""
+        return self.queued.number
+
+    @property
+    def sample(self) -> Sample:
+        """Its sample, once it has ended. Raises ``ToolFailedError`` when it failed."""
+        if isinstance(self.outcome, str):
+            raise ToolFailedError(self.outcome)
+        assert self.outcome is not None
+        return self.outcome
+
+
+def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[int]:
     """Assign requests to engines: those of one prompt together, to the engine with the fewest unfinished
     samples.
 
@@ -23,128 +50,125 @@ def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: 
             unfinished samples.
 
     Returns:
-        The indices of each engine's requests.
+        The engine of each request.
     """
     load = list(unfinished)
     limit = -(-(sum(load) + len(prompts)) // len(load)) if evenly else sum(load) + len(prompts)
-    assignment: list[list[int]] = [[] for _ in load]
-    for _, group in groupby(range(len(prompts)), key=prompts.__getitem__):
-        positions = list(group)
-        while positions:
+    engines: list[int] = []
+    for _, group in groupby(prompts):
+        left = len(list(group))
+        while left:
             engine = load.index(min(load))
-            head = positions[: limit - load[engine]]
-            assignment[engine] += head
-            load[engine] += len(head)
-            positions = positions[len(head) :]
-    return assignment
+            taken = min(left, limit - load[engine])
+            engines += [engine] * taken
+            load[engine] += taken
+            left -= taken
+    return engines
 
 
 class EngineWork:
-    """The samples of all engines by unique number, from their assignment until they are taken."""
+    """The requests of all engines that were not taken yet."""
 
     def __init__(self, num_engines: int, by_seed: bool = False) -> None:
         """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the
         engines are."""
+        self._num_engines = num_engines
         self._by_seed = by_seed
         self._numbers = count()
-        self._unfinished: list[dict[int, QueuedSample]] = [{} for _ in range(num_engines)]
-        self._discarded: set[int] = set()
-        """Numbers of samples without a reader any more, which their engine may still return."""
-        self._ended: dict[int, Sample] = {}
-        """Samples that have ended, by number."""
-        self._failures: dict[int, str] = {}
-        """Why samples that have ended have no response, by number."""
+        self._requests: dict[int, Request] = {}
+        """By number."""
+        self._cancelled: set[int] = set()
+        """Numbers of cancelled requests, which their engine may still answer."""
 
     def add(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, *, awaited: bool, evenly: bool
-    ) -> tuple[list[int], dict[int, list[QueuedSample]]]:
-        """Assign requests; returns their numbers, in order, and the samples for each engine.
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        *,
+        awaited: bool,
+        evenly: bool,
+        owners: Sequence[Any] | None = None,
+    ) -> list[Request]:
+        """Assign requests, in order.
 
         ``awaited``: the caller waits for all of them, so they run before samples without a waiter.
         ``evenly``: see ``assign``.
         """
-        samples = [QueuedSample(next(self._numbers), request, options, awaited) for request in requests]
         if self._by_seed:
-            engine_of = [request.seed % len(self._unfinished) for request in requests]
-            assignment = [
-                [place for place, assigned in enumerate(engine_of) if assigned == engine]
-                for engine in range(len(self._unfinished))
-            ]
+            engines = [request.seed % self._num_engines for request in requests]
         else:
+            busy = self.num_busy()
             prompts = [request.prompt_token_ids for request in requests]
-            assignment = assign(prompts, [len(unfinished) for unfinished in self._unfinished], evenly)
-        samples_by_engine = {
-            engine: [samples[position] for position in positions]
-            for engine, positions in enumerate(assignment)
-            if positions
-        }
-        for engine, unfinished in samples_by_engine.items():
-            self._unfinished[engine] |= {sample.number: sample for sample in unfinished}
-        return [sample.number for sample in samples], samples_by_engine
+            engines = assign(prompts, [busy[engine] for engine in range(self._num_engines)], evenly)
+        added = [
+            Request(QueuedSample(next(self._numbers), request, options, awaited), engine, owner)
+            for request, engine, owner in zip(
+                requests, engines, owners or [None] * len(requests), strict=True
+            )
+        ]
+        self._requests |= {request.number: request for request in added}
+        return added
 
     def add_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> tuple[list[list[int]], dict[int, list[QueuedSample]]]:
-        """Assign all requests to every engine; returns numbers and samples by engine.
+    ) -> list[list[Request]]:
+        """Assign all requests to every engine; returns them by engine.
 
         The numbers are below all others, so that these samples begin first.
         """
-        samples_by_engine: dict[int, list[QueuedSample]] = {}
-        for engine, unfinished in enumerate(self._unfinished):
-            samples_by_engine[engine] = [
-                QueuedSample(-1 - next(self._numbers), request, options) for request in requests
+        added = [
+            [
+                Request(QueuedSample(-1 - next(self._numbers), request, options), engine)
+                for request in requests
             ]
-            unfinished |= {sample.number: sample for sample in samples_by_engine[engine]}
+            for engine in range(self._num_engines)
+        ]
+        self._requests |= {request.number: request for of_engine in added for request in of_engine}
+        return added
+
+    def unfinished(self, engines: Collection[int]) -> list[Request]:
+        """The requests of these engines that have not ended, in the order of their numbers."""
         return [
-            [sample.number for sample in samples] for samples in samples_by_engine.values()
-        ], samples_by_engine
+            self._requests[number]
+            for number in sorted(self._requests)
+            if self._requests[number].engine in engines and self._requests[number].outcome is None
+        ]
 
-    def unfinished(self, engine: int) -> list[QueuedSample]:
-        """The unfinished samples of an engine, in the order of their numbers."""
-        return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]
+    def num_busy(self) -> Counter[int]:
+        """How many requests of each engine have not ended."""
+        return num_unfinished(self._requests.values())
 
-    def num_busy(self) -> dict[int, int]:
-        """The number of unfinished samples of each engine that has some."""
-        return {engine: len(mine) for engine, mine in enumerate(self._unfinished) if mine}
-
-    def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
-        """The number of unfinished samples among ``numbers``, for each engine that has some."""
-        counts = {
-            engine: sum(number in unfinished for number in numbers)
-            for engine, unfinished in enumerate(self._unfinished)
-        }
-        return {engine: count for engine, count in counts.items() if count}
+    def owned(self) -> list[Request]:
+        """The requests that have an owner and were not taken."""
+        return [request for request in self._requests.values() if request.owner is not None]
 
     def record(self, answers: Mapping[int, Collected]) -> None:
-        """Store the finished samples of each engine, without discarded ones.
+        """Note what came of requests, by the engine that answered.
 
         Raises ``RuntimeError`` when an engine returns a sample that it does not have, or one that cannot be;
-        all others are stored.
+        all others are noted.
         """
         problems = []
         for engine, collected in answers.items():
-            unfinished = self._unfinished[engine]
             outcomes: list[tuple[int, Sample | str]] = [
                 (sample.number, sample) for sample in collected.samples
             ]
             outcomes += collected.failures.items()
             for number, outcome in outcomes:
-                if number in self._discarded:
-                    self._discarded.remove(number)
-                elif number not in unfinished:
+                request = self._requests.get(number)
+                if number in self._cancelled:
+                    self._cancelled.remove(number)
+                elif request is None or request.engine != engine or request.outcome is not None:
                     problems.append(
                         f"rollout engine {engine} must return each of its samples once, but sample {number} "
                         "is none of those that it still has"
                     )
-                elif isinstance(outcome, str):
-                    self._failures[number] = outcome
-                    del unfinished[number]
                 elif problem := _problem(outcome, engine):
                     problems.append(problem)
+                elif isinstance(outcome, Sample) and self._num_engines > 1:
+                    request.outcome = replace(outcome, engine=engine)
                 else:
-                    has_several = len(self._unfinished) > 1
-                    self._ended[number] = replace(outcome, engine=engine) if has_several else outcome
-                    del unfinished[number]
+                    request.outcome = outcome
         if problems:
             raise RuntimeError(f"{problems[0]}. Its samples cannot be trained on.")
 
@@ -152,49 +176,46 @@ class EngineWork:
         """Note how far each engine had come with unfinished samples at its last update: another engine
         continues from there."""
         for engine, interrupted in answers.items():
-            unfinished = self._unfinished[engine]
             for sample in interrupted.samples:
-                if sample.number in unfinished:
-                    request = unfinished[sample.number].request
-                    request = replace(request, parts=sample.parts, tool_calls=sample.tool_calls)
-                    unfinished[sample.number] = replace(unfinished[sample.number], request=request)
+                request = self._requests.get(sample.number)
+                if request is not None and request.engine == engine and request.outcome is None:
+                    known = replace(request.queued.request, parts=sample.parts, tool_calls=sample.tool_calls)
+                    request.queued = replace(request.queued, request=known)
 
-    def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """Return what is known of an unfinished sample's response, and the number of its calls that tools
-        answered."""
-        (sample,) = (unfinished[number] for unfinished in self._unfinished if number in unfinished)
-        return list(sample.request.parts), sample.request.tool_calls
+    def take(self, requests: Sequence[Request]) -> None:
+        """Strike out requests that have ended."""
+        for request in requests:
+            del self._requests[request.number]
 
-    def finished(self) -> list[int]:
-        """The numbers of finished samples that were not taken, in ascending order."""
-        return sorted([*self._ended, *self._failures])
+    def take_ended(self) -> list[Request]:
+        """Strike out the requests with an owner that have ended, and return them, in the order of their
+        numbers."""
+        ended = sorted(
+            (request for request in self.owned() if request.outcome is not None),
+            key=lambda request: request.number,
+        )
+        self.take(ended)
+        return ended
 
-    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Remove those of these samples that failed; returns why, by number."""
-        return {number: self._failures.pop(number) for number in numbers if number in self._failures}
-
-    def take(self, numbers: Sequence[int]) -> list[Sample]:
-        """Remove finished samples and return them in this order. Raises ``ToolFailedError`` when one
-        failed."""
-        for why in self.take_failures(numbers).values():
-            raise ToolFailedError(why)
-        return [self._ended.pop(number) for number in numbers]
-
-    def discard(self, numbers: Sequence[int]) -> None:
-        """Drop samples, finished or not."""
-        self.take_failures(numbers)
-        for number in numbers:
-            self._ended.pop(number, None)
-            if any(unfinished.pop(number, None) is not None for unfinished in self._unfinished):
-                self._discarded.add(number)
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Strike out requests, ended or not."""
+        self.take(requests)
+        self._cancelled |= {request.number for request in requests if request.outcome is None}
 
 
-def _problem(sample: Sample, engine: int) -> str | None:
-    """Why a sample cannot be, if it cannot."""
-    who = f"rollout engine {engine} returned sample {sample.number}"
-    if not sample.parts:
+def num_unfinished(requests: Iterable[Request]) -> Counter[int]:
+    """How many of these requests have not ended, by engine."""
+    return Counter(request.engine for request in requests if request.outcome is None)
+
+
+def _problem(outcome: Sample | str, engine: int) -> str | None:
+    """Why an outcome cannot be, if it cannot."""
+    if isinstance(outcome, str):
+        return None
+    who = f"rollout engine {engine} returned sample {outcome.number}"
+    if not outcome.parts:
         return f"a response must have at least one token, but {who} without one"
-    versions = [part.version for part in sample.parts if isinstance(part, Part)]
+    versions = [part.version for part in outcome.parts if isinstance(part, Part)]
     if UNKNOWN in versions:
         return f"every token must come from a known version of the weights, but {who} with tokens of none"
     return None

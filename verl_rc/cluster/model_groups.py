@@ -38,8 +38,7 @@ class ActorGroup(RankGroup):
     ) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        answer = self.score("compute_log_probs", tokens, limit, beside)
-        return Timed(TokenScores(*answer.result), answer.busy_seconds)
+        return self.score("compute_log_probs", tokens, limit, beside).map(lambda scores: TokenScores(*scores))
 
     def compute_reference_log_probs(
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
@@ -60,10 +59,8 @@ class ActorGroup(RankGroup):
         rows_to_train = batch.clone(recurse=False)
         rows_to_train.returns = None  # of no meaning to the actor
         parts = self.split(rows_to_train, mini_batches, limit)
-        answers = self.call_update(
-            [(rows, replace(request, mini_batches=shares)) for rows, shares in parts], beside
-        )
-        return Timed(_merged(answers.result), answers.busy_seconds)
+        arguments = [(rows, replace(request, mini_batches=shares)) for rows, shares in parts]
+        return self.call_update(arguments, beside).map(_merged)
 
     def manifest(self) -> Manifest:
         """The manifest of a weight update."""
@@ -119,8 +116,7 @@ class CriticGroup(RankGroup):
         beside: Beside | None = None,
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        answers = self.call_update(self.split(batch, mini_batches, limit), beside)
-        return Timed(_merged(answers.result), answers.busy_seconds)
+        return self.call_update(self.split(batch, mini_batches, limit), beside).map(_merged)
 
 
 class ReferenceGroup(RankGroup):

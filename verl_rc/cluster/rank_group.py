@@ -83,8 +83,7 @@ class RankGroup:
         self, method: str, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[Tensor]:
         """``score`` for a method with a single result, ``[B, R]``."""
-        answer = self.score(method, tokens, limit, beside)
-        return Timed(answer.result[0], answer.busy_seconds)
+        return self.score(method, tokens, limit, beside).map(lambda results: results[0])
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
@@ -112,8 +111,7 @@ class RankGroup:
             for share, share_arguments in enumerate(arguments)
             for rank in self._ranks_of(share)
         ]
-        answers = wait_timed(pending, beside)
-        return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)
+        return wait_timed(pending, beside).map(self._one_of_each_share)
 
     def _ranks_of(self, share: int) -> list[Rank]:
         return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]

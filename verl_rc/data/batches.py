@@ -8,6 +8,7 @@ plain tensors.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 FIELDS: dict[str, tuple[torch.dtype, str]] = {
@@ -230,6 +232,10 @@ class Timed(Generic[T]):
     result: T
     busy_seconds: float
     """Seconds that the slowest process computed; the rest of the wait was transport."""
+
+    def map(self, function: Callable[[T], S]) -> "Timed[S]":
+        """What ``function`` makes of the result, which took as long."""
+        return Timed(function(self.result), self.busy_seconds)
 
 
 def positions_mask(lengths: Tensor, width: int) -> Tensor:

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_sampled, token_ids
+from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
-SampleState = Literal["waiting", "sampling", "calling", "ended"]
-_ANSWER = UNKNOWN
-"""Stands in a checkpoint for the version of tokens that no weights sampled."""
 
 
 @dataclass
@@ -36,8 +33,8 @@ class GroupSample:
     """Token ids."""
     turns: list[Part | Answer] = field(default_factory=list)
     """The response so far, in order."""
-    state: SampleState = "waiting"
-    """``waiting``: not begun, or cut off by an update; ``calling``: its tools are at work."""
+    ended: bool = False
+    """Whether the response is whole."""
     finished: bool = False
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
     tool_calls: int = 0
@@ -116,7 +113,7 @@ class Group:
     @property
     def is_whole(self) -> bool:
         """Whether all its samples have ended."""
-        return all(sample.state == "ended" for sample in self.samples)
+        return all(sample.ended for sample in self.samples)
 
     @property
     def version(self) -> int:
@@ -147,7 +144,7 @@ class Group:
 
 def ended_samples(samples: Sequence[GroupSample]) -> list[Sample]:
     """The same as an engine returns them, in order. Raises ``ValueError`` when one has not ended."""
-    open_samples = [(sample.number, sample.index) for sample in samples if sample.state != "ended"]
+    open_samples = [(sample.number, sample.index) for sample in samples if not sample.ended]
     if open_samples:
         raise ValueError(
             f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
@@ -250,20 +247,19 @@ def _plain_group(group: Group) -> dict[str, Any]:
 
 def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
-        "turns": [
-            (len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER)
-            for turn in sample.turns
+        "turns": [  # an answer of tools has no version
+            (len(turn.token_ids), turn.version if isinstance(turn, Part) else None) for turn in sample.turns
         ],
-        "ended": sample.state == "ended",
+        "ended": sample.ended,
         "finished": sample.finished,
         "tool_calls": sample.tool_calls,
     }
 
 
 def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _Reader) -> Group:
-    def turn(length: int, version: int) -> Part | Answer:
+    def turn(length: int, version: int | None) -> Part | Answer:
         token_ids = tokens.take(length)
-        return Answer(token_ids) if version == _ANSWER else Part(token_ids, log_probs.take(length), version)
+        return Answer(token_ids) if version is None else Part(token_ids, log_probs.take(length), version)
 
     samples = [
         GroupSample(
@@ -271,7 +267,7 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
             index,
             row.prompt_token_ids,
             [turn(length, version) for length, version in one["turns"]],
-            "ended" if one["ended"] else "waiting",
+            one["ended"],
             one["finished"],
             one["tool_calls"],
         )

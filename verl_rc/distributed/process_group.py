@@ -34,7 +34,6 @@ class RankAddress:
     world_size: int
     master_host: str
     master_port: int
-    local_rank: int = 0
 
 
 def trainer_device(kind: str) -> torch.device:
@@ -66,12 +65,12 @@ def _initialise(address: RankAddress, device: torch.device, timeout: timedelta) 
     os.environ.update(
         RANK=str(address.rank),
         WORLD_SIZE=str(address.world_size),
-        LOCAL_RANK=str(address.local_rank),
+        LOCAL_RANK="0",
         MASTER_ADDR=address.master_host,
         MASTER_PORT=str(address.master_port),
     )
     if device.type == "cuda":
-        torch.cuda.set_device(address.local_rank)
+        torch.cuda.set_device(0)  # Ray shows a process its own GPU alone
     # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store = open_store(

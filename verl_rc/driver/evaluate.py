@@ -6,27 +6,28 @@ from collections import defaultdict
 from numbers import Real
 from typing import TypeGuard
 
-from verl_rc.checkpoint import RunState
+from verl_rc.cluster.engine_group import OnLoss
 from verl_rc.data.parts import Sample, token_ids
 from verl_rc.data.samples import Samples
-from verl_rc.driver import stages, weights
+from verl_rc.driver import stages
 from verl_rc.driver.decide import score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.weights import Publisher
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-def validate(services: Services, state: RunState, record: StepRecord, step: int) -> float:
+def validate(services: Services, publisher: Publisher, record: StepRecord, step: int) -> float:
     """Sample every validation prompt ``val_kwargs.n`` times; returns the mean accuracy of all samples for the
     closing line.
 
     Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
     with record.stage("testing"):
-        samples = _sample_in_batches(services, state, record, step)
+        samples = _sample_in_batches(services, publisher.replacing(step, record), step)
     record.add(validation_metrics(samples, services.config.actor_rollout_ref.rollout.val_kwargs.n))
     num_shown = services.config.trainer.log_val_generations
     if num_shown:
@@ -78,7 +79,7 @@ def _is_finite(value: object) -> TypeGuard[Real]:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _sample_in_batches(services: Services, state: RunState, record: StepRecord, step: int) -> Samples:
+def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Samples:
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
     data = services.config.data
@@ -102,7 +103,7 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
     samples: list[Sample] = []
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
-        samples += weights.generate(services, state, batch, sampling, step, record).result
+        samples += services.engines.generate(batch, sampling, on_loss).result
     rollouts = build_rollout_batch(
         [row.prompt_token_ids for row in rows],
         range(len(rows)),

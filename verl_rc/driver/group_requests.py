@@ -1,121 +1,110 @@
 """The requests of groups to the engines, and the samples that they return."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Part, Sample
-from verl_rc.driver.services import Services
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taken:
     """The results of requests that have ended."""
 
-    groups: frozenset[int]
+    groups: set[int] = field(default_factory=set)
     """Numbers of the groups that they belong to."""
-    num_tokens: int
-    failures: Mapping[int, str]
+    num_tokens: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
     """Why a sample failed, by the number of its group; the first where several did."""
 
 
 class GroupRequests:
-    """The requests that the engines work on, by the group and the place of the sample that each is for."""
+    """What groups request of the engines, which keep the book of requests. The owner of each is the sample
+    that it is for."""
 
-    def __init__(self, services: Services, *, one_version: bool) -> None:
-        """``one_version``: one version of the weights must sample all tokens of a response."""
-        self._services = services
+    def __init__(
+        self,
+        engines: EngineGroup,
+        options: SamplingOptions,
+        num_sampled: int,
+        seed: int,
+        *,
+        one_version: bool,
+    ) -> None:
+        """``num_sampled``: samples of a group by ``options``, a further one is greedy. ``seed`` is that of
+        the run. ``one_version``: one version of the weights must sample all tokens of a response."""
+        self._engines = engines
+        self._options = options
+        self._num_sampled = num_sampled
+        self._seed = seed
         self._one_version = one_version
-        self._places: dict[int, tuple[int, int]] = {}
-        """Number of the group and place of the sample there, by the engines' number of a request."""
         self._submitted_at: dict[int, float] = {}
         """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
 
-    def __len__(self) -> int:
-        """Number of requests under way."""
-        return len(self._places)
+    def __bool__(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._engines.submitted())
 
     def has_group(self, number: int) -> bool:
         """Whether a group was submitted and is not closed."""
         return number in self._submitted_at
 
-    def requests_of(self, numbers: Collection[int]) -> list[int]:
+    def requests_of(self, numbers: Collection[int]) -> list[Request]:
         """The requests of these groups."""
-        return [request for request, (group, _) in self._places.items() if group in numbers]
+        return [request for request in self._engines.submitted() if request.owner.number in numbers]
 
     def submit(self, groups: Sequence[Group], *, evenly: bool) -> None:
         """Request the unfinished samples of these groups, each from its known tokens on.
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
-        rollout = self._services.config.actor_rollout_ref.rollout
-        services = self._services
-        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
-        unfinished = [
-            (group, sample) for group in groups for sample in group.samples if sample.state != "ended"
-        ]
-        sampled = [(group, sample) for group, sample in unfinished if sample.index < rollout.n]
-        seeds = [sample_seed(services.config.trainer.seed, group, sample.index) for group, sample in sampled]
-        greedy = [(group, sample) for group, sample in unfinished if sample.index >= rollout.n]
-        self._request(sampled, seeds, options, evenly)
-        self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0), evenly)
+        unfinished = [(group, sample) for group in groups for sample in group.samples if not sample.ended]
+        for is_greedy in (False, True):
+            samples = [one for one in unfinished if (one[1].index >= self._num_sampled) == is_greedy]
+            options = replace(self._options, temperature=0.0) if is_greedy else self._options
+            requests = [
+                GenerationRequest(
+                    group.row.prompt_token_ids,
+                    0 if is_greedy else sample_seed(self._seed, group, sample.index),
+                    parts=sample.turns,
+                    tool_calls=sample.tool_calls,
+                )
+                for group, sample in samples
+            ]
+            if requests:
+                owners = [sample for _, sample in samples]
+                self._engines.submit(requests, options, owners=owners, evenly=evenly)
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
 
-    def _request(
-        self,
-        samples: Sequence[tuple[Group, GroupSample]],
-        seeds: Sequence[int],
-        options: SamplingOptions,
-        evenly: bool,
-    ) -> None:
-        if not samples:
-            return
-        requests = [
-            GenerationRequest(
-                group.row.prompt_token_ids, seed, parts=sample.turns, tool_calls=sample.tool_calls
-            )
-            for (group, sample), seed in zip(samples, seeds, strict=True)
-        ]
-        numbers = self._services.engines.submit(requests, options, evenly=evenly)
-        places = [(group.number, sample.index) for group, sample in samples]
-        self._places |= dict(zip(numbers, places, strict=True))
-
-    def take(self, numbers: Sequence[int], groups: Mapping[int, Group]) -> Taken:
-        """Store the results of these requests in the samples of ``groups``, except cancelled ones."""
-        numbers = [number for number in numbers if number in self._places]
-        failed = self._services.engines.take_failures(numbers)
-        touched = frozenset(self._places[number][0] for number in numbers)
-        ended = [number for number in numbers if number not in failed]
-        num_tokens = 0
-        for number, returned in zip(ended, self._services.engines.take(ended), strict=True):
-            sample = self._sample(number, groups)
+    def take(self, ended: Sequence[Request]) -> Taken:
+        """Store what came of requests in their samples."""
+        taken = Taken()
+        for request in ended:
+            sample: GroupSample = request.owner
+            taken.groups.add(sample.number)
+            if isinstance(request.outcome, str):
+                taken.failures.setdefault(sample.number, request.outcome)
+                continue
             known = sample.num_sampled
-            end_sample(sample, returned, one_version=self._one_version)
-            num_tokens += sample.num_sampled - known
-        failures: dict[int, str] = {}
-        for number, why in failed.items():
-            failures.setdefault(self._places[number][0], why)
-        for number in numbers:
-            del self._places[number]
-        return Taken(touched, num_tokens, failures)
+            end_sample(sample, request.sample, one_version=self._one_version)
+            taken.num_tokens += sample.num_sampled - known
+        return taken
 
-    def take_parts(self, groups: Mapping[int, Group]) -> int:
-        """Store the tokens so far of requests that a publication cut in the samples of ``groups``; returns
-        the number of new tokens."""
+    def take_parts(self) -> int:
+        """Store the tokens so far of requests that a publication cut in their samples; returns the number of
+        new tokens."""
         num_tokens = 0
-        for number in self._places:
-            sample = self._sample(number, groups)
+        for request in self._engines.submitted():
+            sample, known = request.owner, request.queued.request
             num_known = sample.num_sampled
-            sample.turns, sample.tool_calls = self._services.engines.parts(number)
+            sample.turns, sample.tool_calls = list(known.parts), known.tool_calls
             num_tokens += sample.num_sampled - num_known
         return num_tokens
-
-    def _sample(self, number: int, groups: Mapping[int, Group]) -> GroupSample:
-        group, place = self._places[number]
-        return groups[group].samples[place]
 
     def close(self, group: int) -> float:
         """Close a group that is whole; returns the seconds since it was submitted."""
@@ -127,12 +116,10 @@ class GroupRequests:
 
     def cancel(self, group: int) -> None:
         """Cancel the running requests of a group."""
-        requests = self.requests_of([group])
-        for request in requests:
-            del self._places[request]
         self._submitted_at.pop(group, None)
+        requests = self.requests_of([group])
         if requests:
-            self._services.engines.cancel(requests)
+            self._engines.cancel(requests)
 
 
 def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> None:
@@ -155,7 +142,7 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
         )
     sample.turns = list(returned.parts)
     sample.tool_calls = returned.tool_calls
-    sample.state = "ended"
+    sample.ended = True
     sample.finished = returned.finished
     sample.engine = returned.engine
 

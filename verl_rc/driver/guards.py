@@ -10,6 +10,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StopRequest
 from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
+from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
@@ -88,13 +89,13 @@ class Guards:
         gap, limit = findings.mean_gap, findings.gap_limit
         if gap is None or limit is None:
             return True
-        record.add({"alerts/gap": float(gap > limit)})
+        record.add_records([Metric("alerts/gap", float(gap > limit), Reduction.MAX)])
         return gap <= limit or self._alert_of_gap("this step's rollouts", gap, limit, step)
 
     def act_on_canary_gap(self, gap: float, limit: float, record: StepRecord, step: int) -> None:
         """Act on the mean gap of canary tokens, nats, when it is above the ``limit`` of what is usual."""
         if gap > limit:
-            record.add({"alerts/gap": 1.0})
+            record.add_records([Metric("alerts/gap", 1.0, Reduction.MAX)])
             skipped = "the updates were made before, so none is left out"
             self._alert_of_gap("canary tokens", gap, limit, step, skipped)
 

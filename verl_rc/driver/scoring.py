@@ -63,19 +63,20 @@ class ResponseScorer:
     ) -> tuple[list[RewardSample], dict[int, RewardError]]:
         """One sample per response, with the reward model's score if the run has a model; and the error of
         each sample that the model did not score, by place."""
-        if self._model is None:
-            return [RewardSample.from_row(row, text) for row, text in zip(rows, texts, strict=True)], {}
         conversations = [
             [*row.messages, {"role": "assistant", "content": text}]
             for row, text in zip(rows, texts, strict=True)
         ]
-        samples, unjudged = [], {}
-        for place, (row, text, answer) in enumerate(
-            zip(rows, texts, self._model.score(conversations), strict=True)
-        ):
-            samples.append(RewardSample.from_row(row, text, None if isinstance(answer, str) else answer))
-            if isinstance(answer, str):
-                unjudged[place] = RewardError(f"{answer}; this happened for {samples[place]}.")
+        answers = [None] * len(rows) if self._model is None else self._model.score(conversations)
+        samples = [
+            RewardSample.from_row(row, text, None if isinstance(answer, str) else answer)
+            for row, text, answer in zip(rows, texts, answers, strict=True)
+        ]
+        unjudged = {
+            place: RewardError(f"{answer}; this happened for {samples[place]}.")
+            for place, answer in enumerate(answers)
+            if isinstance(answer, str)
+        }
         return samples, unjudged
 
     def _results(

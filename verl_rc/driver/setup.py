@@ -55,10 +55,12 @@ from verl_rc.workers.language_model import unsupported_attention
 
 
 @contextmanager
-def _watched(config: RunConfig, folder: Path) -> Iterator[None]:
+def _watched(hang_seconds: float, folder: Path, traces: bool) -> Iterator[None]:
     """Limit the time of remote calls, and trace them with ``async_training.trace``."""
-    trace = folder / TRACE_FILE if config.async_training.trace else None
-    with WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder), TRACE.writing(trace):
+    with (
+        WATCHDOG.watching(hang_seconds, folder),
+        TRACE.writing(folder / TRACE_FILE if traces else None),
+    ):
         yield
 
 
@@ -80,7 +82,9 @@ def open_run(
         stack.callback(ray.shutdown)
         with announced("Ray"):
             ray_started.result()
-        stack.enter_context(_watched(config, folder))
+        stack.enter_context(
+            _watched(config.trainer.hang_timeout_seconds, folder, config.async_training.trace)
+        )
         placement = plan_placement(config)
         processes = RankProcesses(placement, config.sequence_parallel_sizes)
         actor = ActorGroup(processes)

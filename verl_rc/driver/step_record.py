@@ -1,5 +1,6 @@
 """The measurements of one step: seconds per stage, busy seconds of the workers, metrics; and a slow stage."""
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -84,8 +85,9 @@ class StepRecord:
         self._busy[name] += seconds
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add final numbers by metric name."""
-        self._values.update(values)
+        """Add final numbers by metric name. Raises ``ValueError`` for a name that has another value already;
+        where several numbers make one, they are records."""
+        _add_once(self._values, values)
 
     @property
     def values(self) -> Mapping[str, float]:
@@ -119,7 +121,8 @@ class StepRecord:
         step = time.perf_counter() - self._started
         timing = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
-        metrics = {**self._values, **reduce_metrics(self._records), **timing, **busy, "timing_s/step": step}
+        metrics = {**self._values, **timing, **busy, "timing_s/step": step}
+        _add_once(metrics, reduce_metrics(self._records))
         metrics["perf/time_per_step"] = step
         metrics["recovery/engines_replaced"] = float(self.engines_replaced)
         metrics["recovery/requests_reissued"] = float(self.requests_reissued)
@@ -133,6 +136,16 @@ class StepRecord:
         driver = sum(self._seconds.get(name, 0.0) for name in ("reward", "testing", "save_checkpoint"))
         metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + driver) / step)
         return metrics
+
+
+def _add_once(metrics: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        known = metrics.setdefault(name, value)
+        if known != value and not (math.isnan(known) and math.isnan(value)):
+            raise ValueError(
+                f"a metric must have one value in a step, but {name} is {known!r} and then {value!r}: give "
+                "one of them another name, or add both as records with a reduction."
+            )
 
 
 _TIMES_LONGER = 10.0

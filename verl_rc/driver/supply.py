@@ -7,20 +7,22 @@ from typing import Literal
 
 from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
-from verl_rc.driver import weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.decide import decide, join, record_batch_of_groups, too_few_informative
 from verl_rc.driver.group_requests import GroupRequests
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
+from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.rewards import RewardError
+from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.rollout.tools import ToolFailedError
 
 _POLL_SECONDS = 0.05
@@ -42,7 +44,7 @@ class Supply:
     exactly.
     """
 
-    def __init__(self, services: Services, state: RunState) -> None:
+    def __init__(self, services: Services, state: RunState, publisher: Publisher) -> None:
         """Go on from ``state.supply``; ``admit`` hands over what it held unfinished.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
@@ -52,6 +54,7 @@ class Supply:
         batch = config.data.train_batch_size
         self._services = services
         self._state = state
+        self._publisher = publisher
         self._options = options
         self._takes_turns = options.is_synchronous
         """Whether engines and trainer work in turns: a step waits for all that it samples."""
@@ -78,10 +81,17 @@ class Supply:
         self._rule = ReplayRule(options.resolved_order, batch, oldest, strategy)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
-        self._requests = GroupRequests(services, one_version=not options.cuts)
+        rollout = config.actor_rollout_ref.rollout
+        self._requests = GroupRequests(
+            services.engines,
+            SamplingOptions.for_training(rollout, services.stop_token_ids),
+            rollout.n,
+            config.trainer.seed,
+            one_version=not options.cuts,
+        )
         self._stepped: int | None = None
         """The version of the weights at the last ``begin_steps``."""
-        self._canaries: list[list[int]] = []
+        self._canaries: list[list[Request]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
         self._totals = StepTotals()
@@ -136,7 +146,7 @@ class Supply:
         if self._draws:
             self._leave(list(progress.groups.values()), "surplus")
         if self._canaries:  # the trainer still holds the weights of their publication
-            weights.collect_canary(self._services, self._state, self._canaries, record)
+            self._publisher.collect_canary(self._canaries, record)
             self._canaries = []
         samples, baselines = join(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
@@ -152,10 +162,10 @@ class Supply:
 
     def publish(self, step: int, record: StepRecord) -> float | None:
         """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
-        while not weights.is_settled(self._services, self._state, step, record):
+        while not self._publisher.is_settled(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
-            weights.publish_beside(self._services, self._state, step, record)
+            self._publisher.publish_beside(step, record)
             self._progress.admission = self._progress.admission.publish(step)
             return self._state.canary_gap_limit
         while self._requests and not self._cuts:
@@ -164,11 +174,9 @@ class Supply:
         # come with. Engines that take turns with the trainer have nothing to do beside them.
         is_alone = self._takes_turns or self._options.deterministic_steps is not None
         canaries_ride = not is_alone and step < self._services.total_steps
-        limit = weights.publish(
-            self._services, self._state, step, record, canary="never" if canaries_ride else "if due"
-        )
-        if canaries_ride and weights.canary_is_due(self._services, step):
-            self._canaries = weights.submit_canary(self._services)
+        limit = self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
+        if canaries_ride and self._publisher.canary_is_due(step):
+            self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
         if self._cuts:
             self._note_parts(record, version=step)
@@ -183,7 +191,7 @@ class Supply:
         services = self._services
         ends = step == services.total_steps
         return services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates and not (
-            self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step)
+            self._cuts or ends or services.saves_at(step) or self._publisher.canary_is_due(step)
         )
 
     def close_step(self, record: StepRecord) -> SupplyState:
@@ -275,13 +283,12 @@ class Supply:
 
     def _require_more(self, step: int) -> None:
         """Raise unless open requests can still complete a batch for ``step``."""
-        config = self._services.config
+        filters, data = self._services.config.algorithm.filter_groups, self._services.config.data
         batch = self._rule.batch
         num_kept = self._progress.num_kept
         num_sampled = self._progress.filtered_since_batch + num_kept
-        limit = config.algorithm.filter_groups.max_num_gen_batches * config.data.prompts_per_draw
-        if 0 < limit <= num_sampled and num_kept < batch:
-            raise too_few_informative(config, step, num_kept)
+        if 0 < filters.max_num_gen_batches * data.prompts_per_draw <= num_sampled and num_kept < batch:
+            raise too_few_informative(filters, data, step, num_kept)
         if not self._requests:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "
@@ -306,11 +313,12 @@ class Supply:
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
+            on_loss = self._publisher.replacing(version, record)
             if self._options.deterministic_steps is None:
-                ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+                ended = self._services.engines.collect(_POLL_SECONDS, on_loss)
             else:
                 ended = self._requests.requests_of(awaited)
-                weights.wait_for(self._services, self._state, ended, version, record)
+                self._services.engines.wait_for(ended, on_loss)
             whole = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
@@ -338,18 +346,21 @@ class Supply:
     def _note_parts(self, record: StepRecord, version: int) -> None:
         """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
-            ended = weights.collect_parts(self._services, self._state, version, record)
+            ended, interrupted = self._services.engines.collect_parts(
+                self._publisher.replacing(version, record)
+            )
+            record.add(pause_metrics(list(interrupted.values())))
             whole = self._file(ended)
-            self._totals.arrived += self._requests.take_parts(self._progress.groups)
+            self._totals.arrived += self._requests.take_parts()
         with record.stage("reward"):
             self._decide(whole)
 
-    def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples; returns the groups that are whole with them.
+    def _file(self, ended: Sequence[Request]) -> list[Group]:
+        """Put what came of requests into their samples; returns the groups that are whole with them.
 
         The group of a sample that failed fails with it.
         """
-        taken = self._requests.take(numbers, self._progress.groups)
+        taken = self._requests.take(ended)
         self._totals.arrived += taken.num_tokens
         self._arrived_at = time.perf_counter()
         for number, why in taken.failures.items():

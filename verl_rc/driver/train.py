@@ -7,7 +7,7 @@ from verl_rc.cluster.remote import Beside
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations, TrainBatch
-from verl_rc.driver import checkpoints, guards, stages, weights
+from verl_rc.driver import checkpoints, guards, stages
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
 from verl_rc.driver.judge import judge, judge_health
@@ -17,6 +17,7 @@ from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
 from verl_rc.driver.supply import Supply
 from verl_rc.driver.token_records import TokenRecorder
+from verl_rc.driver.weights import Publisher
 from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
 
@@ -36,10 +37,11 @@ def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. A line that changes ``state`` assigns to
     it."""
     config, trainer = services.config, services.config.trainer
-    supply = Supply(services, state)
+    publisher = Publisher(services, state)
+    supply = Supply(services, state, publisher)
     recorder = TokenRecorder(services, state.step)
     pace = Pace()
-    first = last = start(services, state)
+    first = last = start(services, state, publisher)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
@@ -68,7 +70,7 @@ def train(services: Services, state: RunState) -> None:
         if services.is_due(config.async_training.trigger_parameter_sync_step, step):
             state.canary_gap_limit = supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
-            last = validate(services, state, record, step)
+            last = validate(services, publisher, record, step)
         supply.admit(record)
         state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
@@ -136,7 +138,7 @@ def finish_step(services: Services, state: RunState, record: StepRecord) -> None
     services.stop.end_if_decided()
 
 
-def start(services: Services, state: RunState) -> float | None:
+def start(services: Services, state: RunState, publisher: Publisher) -> float | None:
     """Publish the first weights; returns the accuracy of the first validation, None without one.
 
     A resumed run validates only with ``val_only``.
@@ -144,9 +146,9 @@ def start(services: Services, state: RunState) -> float | None:
     trainer = services.config.trainer
     record = StepRecord()
     step = state.step
-    state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
+    state.canary_gap_limit = publisher.publish(step, record, canary="always")
     validates = trainer.val_only or (trainer.val_before_train and step == 0)
-    accuracy = validate(services, state, record, step) if validates else None
+    accuracy = validate(services, publisher, record, step) if validates else None
     if validates or step == 0:
         record.log(services.tracker, step)
     return accuracy

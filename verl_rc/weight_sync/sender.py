@@ -31,10 +31,9 @@ _GATHERED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class SendReceipt:
-    """What the sender sent: a digest of each tensor, and the number of bytes."""
+    """What the sender sent: a digest of each tensor."""
 
     digests: dict[str, int]
-    num_bytes: int
 
 
 class WeightSource(Protocol):
@@ -123,7 +122,7 @@ class WeightSender:
                 broken, self._group = error, None
         if broken is not None:
             raise broken
-        return self._receipt()
+        return SendReceipt(dict(self._digests))
 
     @property
     def num_buckets(self) -> int:
@@ -163,7 +162,7 @@ class WeightSender:
         self._keeps_memory = self._keeps_memory or interrupted
         if not self._keeps_memory:
             self._memory = None
-        return self._receipt()
+        return SendReceipt(dict(self._digests))
 
     def _buckets(self) -> list[list[TensorSpec]]:
         return list(self.manifest.buckets(self._bucket_bytes))
@@ -194,7 +193,3 @@ class WeightSender:
                 if self._rank == 0:
                     self._digests[spec.name] = tensor_digest(wire)
                 yield wire
-
-    def _receipt(self) -> SendReceipt:
-        num_bytes = sum(spec.num_bytes for spec in self.manifest.tensors if spec.name in self._digests)
-        return SendReceipt(dict(self._digests), num_bytes)

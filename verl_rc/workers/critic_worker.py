@@ -22,7 +22,7 @@ from verl_rc.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
-from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
+from verl_rc.workers.sharded_model import Learner, LearningModel
 from verl_rc.workers.updates import UpdateReport
 
 
@@ -44,13 +44,8 @@ class CriticWorker(Learner):
             model.trust_remote_code,
             mesh,
         )
-        fsdp = self._config.fsdp_config
-        whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
-        learning = LearningOptions(
-            self._config.optim, total_steps, self._config.checkpoint.async_save, whole_gradients
-        )
-        self.model = ShardedModel(module, mesh, fsdp, learning)
-        _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
+        self.model = LearningModel(module, mesh, self._config, total_steps)
+        _, sharing = divide_ranks(mesh, self._config.fsdp_config.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(remove_padding=model.use_remove_padding, ranks=sharing)
         self._loss_scale_factor = float(config.data.max_response_length)
 

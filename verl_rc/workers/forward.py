@@ -161,8 +161,11 @@ class PackedSequences:
     def model_inputs(self, options: ForwardOptions) -> tuple[dict[str, Any], Predictors]:
         """Arguments of the model's forward pass, and where its outputs predict response tokens."""
         if not options.remove_padding:
-            inputs, real = _padded(self)
-            return inputs, Predictors(real.flatten().nonzero()[:, 0][self.predictors])
+            real = positions_mask(self.lengths, int(self.lengths.max()))
+            padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=self.token_ids.device)
+            padded_ids[real] = self.token_ids
+            places = real.flatten().nonzero()[:, 0]
+            return padded_inputs(padded_ids, real), Predictors(places[self.predictors])
         inputs = packed_inputs(self.token_ids, self.lengths, options.ranks)
         if options.ranks is None:
             return inputs, Predictors(self.predictors)
@@ -174,11 +177,3 @@ class PackedSequences:
         # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
         grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
         return grid.masked_scatter(self.is_response, values)
-
-
-def _padded(packed: PackedSequences) -> tuple[dict[str, Any], Tensor]:
-    """Inputs with every row padded to the longest, and bool ``[B, S]``: where real tokens lie."""
-    real = positions_mask(packed.lengths, int(packed.lengths.max()))
-    padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)
-    padded_ids[real] = packed.token_ids
-    return padded_inputs(padded_ids, real), real

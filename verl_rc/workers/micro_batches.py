@@ -12,7 +12,7 @@ from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
 from verl_rc.data.ragged import Ragged, Record
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.objective import Objective
-from verl_rc.workers.sharded_model import ShardedModel
+from verl_rc.workers.sharded_model import LearningModel
 
 
 class ObjectiveTotals:
@@ -103,7 +103,7 @@ def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) ->
 
 
 def accumulate_gradients(
-    model: ShardedModel,
+    model: LearningModel,
     micro_batches: MicroBatches,
     compute_objective: Callable[[Sequence[int]], Objective],
     world_size: int,

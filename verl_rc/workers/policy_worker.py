@@ -48,7 +48,7 @@ from verl_rc.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
-from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
+from verl_rc.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 _GIB = 1 << 30
@@ -89,11 +89,7 @@ class PolicyWorker(Learner):
             model_config.trust_remote_code,
             shards,
         )
-        whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
-        learning = LearningOptions(
-            self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients
-        )
-        self.model = ShardedModel(add_adapters(module, model_config), shards, fsdp, learning)
+        self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
@@ -174,7 +170,7 @@ class PolicyWorker(Learner):
                 else:
                     # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
                     # weights.
-                    self.model.discard_gradients()
+                    self.model.optimizer.zero_grad()
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
@@ -322,7 +318,7 @@ class ReferenceWorker:
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
         )
-        self.model = ShardedModel(module, mesh, reference.fsdp_config, learning=None)
+        self.model = FrozenModel(module, mesh, reference.fsdp_config)
         _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing

@@ -45,8 +45,15 @@ class RewardModelWorker:
     def score(self, conversations: Sequence[Conversation]) -> list[float | str]:
         """The model's score of each conversation in order, or the reason why it has none: too long, or not
         finite."""
-        token_ids = [self._encode(conversation) for conversation in conversations]
-        answers: list[float | str] = [self._too_long(ids) for ids in token_ids]
+        token_ids: list[list[int]] = [
+            self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=False)
+            for conversation in conversations
+        ]
+        answers: list[float | str] = [
+            f"a conversation must have at most {self._max_length} tokens (reward.reward_model.max_length, or "
+            f"what the model's positions allow), got {len(ids)}"
+            for ids in token_ids
+        ]
         fitting = [row for row, ids in enumerate(token_ids) if len(ids) <= self._max_length]
         by_length = sorted(fitting, key=lambda row: len(token_ids[row]))  # neighbours need little padding
         size = self._config.micro_batch_size_per_gpu
@@ -57,18 +64,6 @@ class RewardModelWorker:
                     score if math.isfinite(score) else f"the reward model's score must be finite, got {score}"
                 )
         return answers
-
-    def _encode(self, conversation: Conversation) -> list[int]:
-        token_ids: list[int] = self._tokenizer.apply_chat_template(
-            list(conversation), tokenize=True, return_dict=False
-        )
-        return token_ids
-
-    def _too_long(self, token_ids: Sequence[int]) -> str:
-        return (
-            f"a conversation must have at most {self._max_length} tokens (reward.reward_model.max_length, or "
-            f"what the model's positions allow), got {len(token_ids)}"
-        )
 
     @torch.no_grad()
     def _logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:

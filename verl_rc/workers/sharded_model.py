@@ -4,7 +4,6 @@ memory."""
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from verl_rc.checkpoint import (
     schedule_state,
     write_shards,
 )
-from verl_rc.config.models import FsdpConfig, OptimConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
 from verl_rc.workers.language_model import torch_dtype
@@ -64,76 +63,85 @@ def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> 
     return LambdaLR(optimizer, factor)
 
 
-@dataclass(frozen=True)
-class LearningOptions:
-    """How a model learns."""
-
-    optim: OptimConfig
-    total_steps: int
-    """Training steps of the run, which bound the learning-rate schedule."""
-    async_save: bool = False
-    """Checkpoints are written beside the training, from a copy."""
-    whole_gradients: bool = True
-    """Each rank adds up whole gradients between two reductions over ranks; False: they are reduced in every
-    backward."""
-
-
 class ShardedModel:
     """Fp32 master weights in FSDP2 shards. Code that needs the weights runs inside ``in_use``."""
 
-    def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None
-    ) -> None:
-        """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
+        """Shard ``module`` over ``mesh``."""
         self._device = torch.device(mesh.device_type)
         self._fsdp = fsdp
-        # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         self._shards = shard_model(
             module, mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
         )
         self.module = module
         """The same module as the shards, seen as a model."""
-        self.optimizer: AdamW | None = None
-        self._scheduler: LambdaLR | None = None
-        self._clip_grad = 0.0
-        self._whole_gradients = learning is None or learning.whole_gradients
-        self._writer: BackgroundWriter | None = None
-        if learning is None:
-            module.requires_grad_(False)
-        else:
-            self.optimizer = build_optimizer(module.parameters(), learning.optim)
-            self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
-            self._clip_grad = learning.optim.clip_grad
-            self._writer = BackgroundWriter(self._device.type == "cuda") if learning.async_save else None
-        self._rest()
 
     @contextmanager
-    def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
-        """Weights (and moments) on the device inside the context.
+    def in_use(self) -> Iterator[nn.Module]:
+        """Weights on the device inside the context.
 
         After it ``*_offload`` moves them to host memory, and memory that nothing uses is given back: engines
         and other roles on this GPU are other processes.
         """
-        if self._device.type != "cpu":
-            if self._fsdp.param_offload:
-                self.module.to(self._device)
-            # Moments take twice the memory of the weights in float32 and are needed in an update only.
-            if with_optimizer and self._fsdp.optimizer_offload:
-                self._move_moments(self._device)
+        if self._device.type != "cpu" and self._fsdp.param_offload:
+            self.module.to(self._device)
         try:
             yield self.module
         finally:
             self._rest()
 
+    def _rest(self) -> None:
+        if self._device.type == "cpu":
+            return
+        if self._fsdp.param_offload:
+            self.module.to("cpu")
+        # PyTorch keeps what is freed for itself: after an update, several times what the rank holds.
+        torch.cuda.empty_cache()
+
+
+class FrozenModel(ShardedModel):
+    """A model that does not learn."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
+        """Shard ``module`` over ``mesh``."""
+        super().__init__(module, mesh, fsdp)
+        module.requires_grad_(False)
+        self._rest()
+
+
+class LearningModel(ShardedModel):
+    """A model with AdamW and a schedule of its learning rate."""
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, config: ActorConfig | CriticConfig, total_steps: int
+    ) -> None:
+        """Shard ``module`` over ``mesh``. ``total_steps`` bounds the learning-rate schedule."""
+        # Sharded before the optimizer is built: its moments are then sharded like the parameters.
+        super().__init__(module, mesh, config.fsdp_config)
+        self._whole_gradients = config.fsdp_config.use_no_sync_for_gradient_accumulation is not False
+        self.optimizer = build_optimizer(module.parameters(), config.optim)
+        self._scheduler = build_scheduler(self.optimizer, config.optim, total_steps)
+        self._clip_grad = config.optim.clip_grad
+        self._writer = BackgroundWriter(self._device.type == "cuda") if config.checkpoint.async_save else None
+        self._rest()
+
+    @contextmanager
+    def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
+        """See ``ShardedModel``; moments are on the device too where an update needs them
+        (``with_optimizer``): in float32 they take twice the memory of the weights."""
+        if with_optimizer and self._offloads_moments:
+            self._move_moments(self._device)
+        with super().in_use() as module:
+            yield module
+
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over ranks; without ``whole_gradients`` every one
-        does."""
+        """Whether the next backward reduces gradients over ranks; without
+        ``use_no_sync_for_gradient_accumulation`` every one does."""
         self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
     def step(self) -> float:
         """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before
         clipping."""
-        assert self.optimizer is not None
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
         # ranks then see one number and drop, or take, the step together.
@@ -145,14 +153,8 @@ class ShardedModel:
         self.optimizer.zero_grad()
         return grad_norm
 
-    def discard_gradients(self) -> None:
-        """Drop the accumulated gradients."""
-        assert self.optimizer is not None
-        self.optimizer.zero_grad()
-
     def advance_schedule(self) -> float:
         """End a training step; returns the learning rate it had."""
-        assert self._scheduler is not None
         rate = float(self._scheduler.get_last_lr()[0])
         self._scheduler.step()
         return rate
@@ -160,7 +162,6 @@ class ShardedModel:
     def save(self, folder: Path) -> None:
         """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only
         copied now."""
-        assert self._scheduler is not None
         # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
@@ -181,22 +182,19 @@ class ShardedModel:
         it does not fit."""
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
-        assert self._scheduler is not None
         resume_schedule(self._scheduler, extra["schedule"])
 
     def _rest(self) -> None:
-        if self._device.type == "cpu":
-            return
-        if self._fsdp.param_offload:
-            self.module.to("cpu")
-        if self._fsdp.optimizer_offload:
+        if self._offloads_moments:
             self._move_moments(torch.device("cpu"))
-        # PyTorch keeps what is freed for itself: after an update, several times what the rank holds.
-        torch.cuda.empty_cache()
+        super()._rest()
+
+    @property
+    def _offloads_moments(self) -> bool:
+        return self._device.type != "cpu" and self._fsdp.optimizer_offload
 
     def _move_moments(self, device: torch.device) -> None:
-        moments = [] if self.optimizer is None else list(self.optimizer.state.values())
-        for state in moments:
+        for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     # The step counter moves too: the fused kernel wants it beside the moments.
@@ -206,7 +204,7 @@ class ShardedModel:
 class Learner:
     """One rank of a model that learns."""
 
-    model: ShardedModel
+    model: LearningModel
     """Weights, moments and schedule."""
 
     def save(self, folder: Path) -> None:

@@ -158,8 +158,8 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
             "must hold a loader's state, but reading it gave",
         ),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=6, written_by="verl_rc 0.9"),
-            r"must have format 5 for verl_rc \S+, got format 6 of verl_rc 0\.9\. Resume with the release "
+            lambda folder: edit(folder / "run_state.json", format_version=7, written_by="verl_rc 0.9"),
+            r"must have format 6 for verl_rc \S+, got format 7 of verl_rc 0\.9\. Resume with the release "
             r"that wrote it, or start anew",
         ),
         (lambda folder: edit(folder / "run_state.json", format_version=3), r"got format 3 of verl_rc \S+\. "),

@@ -12,17 +12,27 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import SGD
 
 from verl_rc.checkpoint.shard_folder import SafeReader, ShardHeader, load_full_state_dict, shards_problem
-from verl_rc.checkpoint.shards import load_shards, save_shards
+from verl_rc.checkpoint.shards import collect_shards, load_shards, write_shards
 from verl_rc.checkpoint.store import CheckpointError
+
+
+def write(model: nn.Module, folder: Path) -> Path:
+    write_shards(folder, collect_shards(model, SGD(model.parameters()), {}))
+    return folder
+
+
+def load(folder: Path) -> None:
+    model = nn.Linear(2, 3)
+    load_shards(folder, model, SGD(model.parameters()))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    save_shards(tmp_path / "actor", nn.Linear(2, 3, dtype=torch.bfloat16), None, {})
-    return tmp_path / "actor"
+    return write(nn.Linear(2, 3, dtype=torch.bfloat16), tmp_path / "actor")
 
 
 def test_whole_tensors_without_a_group(folder: Path) -> None:
@@ -74,7 +84,7 @@ def test_a_header_is_written_once_and_is_json(tmp_path: Path) -> None:
         header.write(tmp_path)
     for extra in ({"loss": math.inf}, {"tensor": torch.ones(1)}):
         with pytest.raises(CheckpointError, match="extra must be plain JSON"):
-            ShardHeader(True, None, [], extra).write(tmp_path)
+            ShardHeader(True, [], [], extra).write(tmp_path)
 
 
 class RunsOnUnpickling:
@@ -87,13 +97,10 @@ class RunsOnUnpickling:
 
 @pytest.fixture
 def planted_folder(tmp_path: Path) -> Path:
-    save_shards(tmp_path / "actor", nn.Linear(2, 3), None, {})
-    return tmp_path / "actor"
+    return write(nn.Linear(2, 3), tmp_path / "actor")
 
 
-@pytest.mark.parametrize(
-    "read", [load_full_state_dict, lambda planted_folder: load_shards(planted_folder, nn.Linear(2, 3), None)]
-)
+@pytest.mark.parametrize("read", [load_full_state_dict, load])
 @pytest.mark.parametrize(
     "function", [os.mkdir, os.system, exec, torch.save], ids=lambda function: function.__name__
 )

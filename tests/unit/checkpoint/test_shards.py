@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from verl_rc.checkpoint.shard_folder import shards_problem
 from verl_rc.checkpoint.shards import (
@@ -24,10 +24,16 @@ from verl_rc.checkpoint.shards import (
     named_tensors,
     read_random_state,
     save_random_state,
-    save_shards,
     set_random_state,
+    write_shards,
 )
 from verl_rc.checkpoint.store import CheckpointError
+
+
+def save_shards(
+    folder: Path, model: nn.Module, optimizer: Optimizer, extra: dict[str, Any], **options: Any
+) -> None:
+    write_shards(folder, collect_shards(model, optimizer, extra, **options))
 
 
 def build(seed: int, width: int = 3, layers: int = 2) -> tuple[nn.Sequential, AdamW]:
@@ -58,30 +64,18 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, steps_before: int) -> Non
     assert all(torch.equal(resumed.state_dict()[name], value) for name, value in model.state_dict().items())
 
 
-def test_without_optimizer(tmp_path: Path) -> None:
-    model, optimizer = build(1)
-    save_shards(tmp_path / "reference", model, None, {})
-    save_shards(tmp_path / "actor", model, optimizer, {})
-    for name in ("reference", "actor"):
-        other, _ = build(2)
-        load_shards(tmp_path / name, other, None)
-        assert torch.equal(other[1].weight, model[1].weight)
-    with pytest.raises(CheckpointError, match="it was saved without an optimizer"):
-        load_shards(tmp_path / "reference", model, optimizer)
-
-
 def test_frozen_parameters_stay_those_of_the_base_model(tmp_path: Path) -> None:
-    model, _ = build(1)
+    model, optimizer = build(1)
     model[0].requires_grad_(False)
-    save_shards(tmp_path / "lora", model, None, {}, leave_out_frozen=True)
-    other, _ = build(2)
+    save_shards(tmp_path / "lora", model, optimizer, {}, leave_out_frozen=True)
+    other, other_optimizer = build(2)
     other[0].requires_grad_(False)
     base = other[0].weight.clone()
-    load_shards(tmp_path / "lora", other, None)
+    load_shards(tmp_path / "lora", other, other_optimizer)
     assert torch.equal(other[0].weight, base)
     assert torch.equal(other[1].weight, model[1].weight)
     with pytest.raises(CheckpointError, match=r"it lacks 0\.bias, 0\.weight"):
-        load_shards(tmp_path / "lora", build(3)[0], None)
+        load_shards(tmp_path / "lora", *build(3))
 
 
 def test_names_of_another_model_are_listed_up_to_five(tmp_path: Path) -> None:
@@ -127,27 +121,24 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
     with pytest.raises(CheckpointError, match=r"writing the shards in .*OSError: No space left") as caught:
-        save_shards(tmp_path / "actor", build(1)[0], None, {})
+        save_shards(tmp_path / "actor", *build(1), {})
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_disk_that_takes_a_part_is_one_error(tmp_path: Path, beside: bool) -> None:
-    model, writer, limits = (
-        build(1, layers=50)[0],
-        BackgroundWriter(pin_memory=False),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    model, optimizer = build(1, layers=50)
+    writer, limits = BackgroundWriter(pin_memory=False), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (20_000, limits[1])
     )  # largest file, bytes; the random state has 5,000
     try:
         if beside:
-            writer.start(tmp_path / "actor", collect_shards(model, None, {}))
+            writer.start(tmp_path / "actor", collect_shards(model, optimizer, {}))
         with pytest.raises(
             CheckpointError, match=r"writing the shards in .*OSError: \[Errno 27\] File too large"
         ) as caught:
-            writer.is_finished(wait=True) if beside else save_shards(tmp_path / "actor", model, None, {})
+            writer.is_finished(wait=True) if beside else save_shards(tmp_path / "actor", model, optimizer, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(str(caught.value).splitlines()) == 1

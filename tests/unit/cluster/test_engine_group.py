@@ -9,7 +9,8 @@ from made_samples import first_tokens, sample
 
 from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
-from verl_rc.cluster.engine_work import EngineWork
+from verl_rc.cluster.engine_work import EngineWork, Request
+from verl_rc.data.parts import token_ids
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -102,6 +103,11 @@ def group_of(
     return group, engines
 
 
+def of_owners(ended: Sequence[Request]) -> dict[str, int]:
+    """The first token of each owner's sample, in order."""
+    return {request.owner: first_tokens([request.sample])[0] for request in ended}
+
+
 def requests(*seeds: int) -> list[GenerationRequest]:
     """Two adjacent ones share a prompt."""
     return [GenerationRequest([seed // 2], seed) for seed in seeds]
@@ -142,14 +148,13 @@ def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, engines = group_of(2, monkeypatch)
-    first = group.submit(requests(10, 11), OPTIONS)
-    second = group.submit(requests(12, 13), OPTIONS)
+    group.submit(requests(10, 11), OPTIONS, owners="ab")
+    group.submit(requests(12, 13), OPTIONS, owners="cd")
     assert [engine.asked for engine in engines] == [[[10, 11]], [[12, 13]]]
-    assert group.collect(0.1) == [first[0], second[0]]
+    assert of_owners(group.collect(0.1)) == {"a": 10, "c": 12}
     assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
-    assert group.collect(0.1) == [*first, *second]
-    assert first_tokens(group.take([*second, *first])) == [12, 13, 10, 11]
-    assert group.collect(0.1) == []
+    assert of_owners(group.collect(0.1)) == {"b": 11, "d": 13}
+    assert group.collect(0.1) == group.submitted() == []
 
 
 def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in_its_place(
@@ -157,15 +162,14 @@ def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in
 ) -> None:
     group, engines = group_of(2, monkeypatch)
     engines[1].failure = DEAD
-    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
     with pytest.raises(EnginesLostError):
         group.collect(0.1)
     group.replace([1])  # as a publication that finds it does
     assert engines[1].asked == []
-    collected = [group.collect(0.1) for _ in range(3)]
+    collected = [of_owners(group.collect(0.1)) for _ in range(3)]
     assert engines[1].asked == [[12, 13]]
-    assert collected == [[0, 1, 2], numbers, numbers]
-    assert first_tokens(group.take(numbers)) == [10, 11, 12, 13]
+    assert collected == [{"a": 10, "b": 11, "c": 12}, {"d": 13}, {}]
 
 
 def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_there(
@@ -173,19 +177,16 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
 ) -> None:
     """T8: the new engine gets them when it is asked for samples, which is after an update of all weights."""
     group, engines = group_of(2, monkeypatch)
-    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
     for engine, (number, token) in zip(engines, [(1, 51), (3, 53)], strict=True):
         engine.ended = engine.ended[:1]  # the other one still runs
         engine.cut = Interrupted([sample(number, [token])], pause_seconds=number, recomputed_tokens=10)
     monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
     ended, interrupted = group.collect_parts()
-    assert ended == [0, 2]
+    assert of_owners(ended) == {"a": 10, "c": 12}
     assert {engine: one.pause_seconds for engine, one in interrupted.items()} == {0: 1, 1: 3}
-    assert first_tokens(group.take([0, 2])) == [10, 12]
-    assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [
-        [[51]],
-        [[53]],
-    ]
+    known = {one.owner: token_ids(one.queued.request.parts) for one in group.submitted()}
+    assert known == {"b": [51], "d": [53]}
     engines[1].failure = DEAD
     with pytest.raises(EnginesLostError):
         group.collect_parts()
@@ -194,7 +195,6 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     assert engines[1].parts == []
     group.collect(0.1)
     assert engines[1].parts == [[53]]
-    assert numbers == [0, 1, 2, 3]
 
 
 def whole_answers(call: Any) -> Any:
@@ -210,12 +210,12 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, engines = group_of(2, monkeypatch, deterministic_steps=5)
-    numbers = group.submit(requests(10, 11, 12), OPTIONS)
+    group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
     group.begin_steps()
     assert not group._submitting  # they were waited for, so that the steps begin with them
-    assert first_tokens(group.finish(numbers).result) == [10, 11, 12]
-    assert [engine.told for engine in engines] == [[("resume",), ("finish", numbers)]] * 2
-    group.submit(requests(14, 15), OPTIONS)
+    assert first_tokens(group.finish(group.submitted()).result) == [10, 11, 12]
+    assert [engine.told for engine in engines] == [[("resume",), ("finish", [0, 1, 2])]] * 2
+    group.submit(requests(14, 15), OPTIONS, owners="de")
     group.replace([1])
     group.collect(0.1)
     assert [engine.told[2:] for engine in engines] == [
@@ -228,36 +228,56 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
 ) -> None:
     """It would wait for ever for the end of samples that were required before it had them."""
     group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
-    wanted = group.submit(requests(10, 11), OPTIONS)
+    group.submit(requests(10, 11), OPTIONS, owners="ab")
 
     def on_loss(lost: EnginesLostError, num_requests: int) -> None:
         group.replace(lost.engines)
         engine.told.clear()
 
     engine.failure = DEAD
-    group.wait_for(wanted, on_loss)
+    group.wait_for(group.submitted(), on_loss)
     assert engine.asked == [[10, 11], [10, 11]]
-    assert engine.told == [("resume",), ("finish", wanted)]
+    assert engine.told == [("resume",), ("finish", [0, 1])]
 
 
-def test_a_sample_that_failed_is_collected_and_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_what_is_generated_before_it_is_told_to_finish_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs two calls at a time: the second could overtake the first."""
+    group, _ = group_of(1, monkeypatch, deterministic_steps=4)
+    events: list[str] = []
+    call, wait = Engine.call, EngineGroup.wait
+
+    def noted_call(engine: Engine, method: str, *arguments: Any, **options: Any) -> Call:
+        events.append(method)
+        return call(engine, method, *arguments, **options)
+
+    def noted_wait(group: EngineGroup, *arguments: Any) -> Any:
+        events.append("wait")
+        return wait(group, *arguments)
+
+    monkeypatch.setattr(Engine, "call", noted_call)
+    monkeypatch.setattr(EngineGroup, "wait", noted_wait)
+    group.generate(requests(0, 1), OPTIONS)
+    assert events == ["submit", "wait", "finish", "wait", "collect", "wait"]
+
+
+def test_a_sample_that_failed_is_collected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(1, monkeypatch)
-    engines[0].fails = {1, 11, 12}
-    numbers = group.submit(requests(10, 11, 12), OPTIONS)
-    collected = [group.collect(0.1) for _ in range(3)]
-    assert collected == [[0], [0, 1], numbers]
-    assert group.take_failures(numbers[:2]) == {1: "the tool failed"}
-    assert first_tokens(group.take(numbers[:1])) == [10]
-    group.cancel(numbers)
-    assert group.collect(0.1) == []
+    engines[0].fails = {1, 11}
+    group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
+    collected = [one for _ in range(3) for one in group.collect(0.1)]
+    assert [one.owner for one in collected] == ["a", "b", "c"]
+    assert collected[1].outcome == "the tool failed"
+    assert first_tokens([collected[0].sample, collected[2].sample]) == [10, 12]
     with pytest.raises(ToolFailedError, match=r"^the tool failed$"):
         group.generate(requests(0, 1), OPTIONS)
 
 
 def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(2, monkeypatch)
-    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
-    group.cancel(numbers[1:3])
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
+    group.cancel(group.submitted()[1:3])
     assert [engine.told for engine in engines] == [[("cancel", [1, 2])]] * 2
     group.replace([1])
     group.collect(0.1)
@@ -266,10 +286,10 @@ def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: p
 
 def test_without_a_limit_engines_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(2, monkeypatch)
-    numbers = group.submit(requests(10, 11, 12), OPTIONS)
+    group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
     group.begin_steps()
     group.replace([1])
-    group.finish(numbers)
+    group.finish(group.submitted())
     assert [engine.told for engine in engines] == [[], []]
 
 
@@ -330,10 +350,8 @@ def test_work_that_comes_after_a_replacement_is_handed_over_once(
         assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
         assert first_tokens(group.generate(requests(2, 3), OPTIONS).result) == [2, 3]
     else:
-        numbers = group.submit(requests(10, 11), OPTIONS)
-        while group.collect(0.0) != numbers:
-            pass
-        assert first_tokens(group.take(numbers)) == [10, 11]
-        assert group.collect(0.0) == []
+        group.submit(requests(10, 11), OPTIONS, owners="ab")
+        collected = [one for _ in range(4) for one in group.collect(0.0)]
+        assert of_owners(collected) == {"a": 10, "b": 11}
     seeds = [seed for engine in engines for asked in engine.asked for seed in asked]
     assert len(seeds) == len(set(seeds))

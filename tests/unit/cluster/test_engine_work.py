@@ -1,12 +1,14 @@
 """How requests are shared out among engines, and that every sample comes back once, in the order asked
 for."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import first_tokens, of_parts, part, sample
 
-from verl_rc.cluster.engine_work import EngineWork, assign
+from verl_rc.cluster.engine_work import EngineWork, Request, assign, num_unfinished
 from verl_rc.data.parts import Sample
 from verl_rc.rollout.engine import Collected, Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -23,6 +25,25 @@ def collected(numbers: list[int], tokens: list[int] | None = None) -> Collected:
 
 def groups(*sizes: int) -> list[list[int]]:
     return [[group] for group, size in enumerate(sizes) for _ in range(size)]
+
+
+def by_engine(engines: list[int], num_engines: int) -> list[list[int]]:
+    """The places of each engine's requests."""
+    return [
+        [place for place, assigned in enumerate(engines) if assigned == engine]
+        for engine in range(num_engines)
+    ]
+
+
+def numbers_of(requests: Iterable[Request]) -> list[int]:
+    return [request.number for request in requests]
+
+
+def seeds_by_engine(requests: Iterable[Request]) -> dict[int, list[int]]:
+    seeds: dict[int, list[int]] = {}
+    for request in requests:
+        seeds.setdefault(request.engine, []).append(request.queued.request.seed)
+    return seeds
 
 
 @pytest.mark.parametrize(
@@ -42,7 +63,7 @@ def groups(*sizes: int) -> list[list[int]]:
 def test_groups_go_to_the_engine_with_the_fewest(
     prompts: list[list[int]], unfinished: list[int], evenly: bool, placed: list[list[int]]
 ) -> None:
-    assert assign(prompts, unfinished, evenly) == placed
+    assert by_engine(assign(prompts, unfinished, evenly), len(unfinished)) == placed
 
 
 @given(
@@ -54,9 +75,8 @@ def test_everything_is_placed_once_and_as_the_rule_says(
     sizes: list[int], unfinished: list[int], evenly: bool
 ) -> None:
     prompts = groups(*sizes)
-    placed = assign(prompts, unfinished, evenly)
+    placed = by_engine(assign(prompts, unfinished, evenly), len(unfinished))
     assert sorted(position for positions in placed for position in positions) == list(range(len(prompts)))
-    assert all(positions == sorted(positions) for positions in placed)
     loads = [before + len(positions) for before, positions in zip(unfinished, placed, strict=True)]
     if evenly:
         share = -(-sum(loads) // len(loads))
@@ -69,112 +89,109 @@ def test_everything_is_placed_once_and_as_the_rule_says(
         assert max(loads) <= max(min(loads) + max([*sizes, 0]), *unfinished)
 
 
-def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
+def test_what_comes_back_in_any_order_is_taken_once_in_the_order_asked_for_with_its_owner() -> None:
     work = EngineWork(2)
-    numbers, handed = work.add(
-        [GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True
+    added = work.add(
+        [GenerationRequest([seed // 2], seed) for seed in range(8)],
+        OPTIONS,
+        awaited=False,
+        evenly=True,
+        owners="abcdefgh",
     )
-    assert numbers == list(range(8))
-    assert {engine: [sample.number for sample in samples] for engine, samples in handed.items()} == {
-        0: [0, 1, 4, 5],
-        1: [2, 3, 6, 7],
-    }
-    assert work.num_unfinished(numbers) == {0: 4, 1: 4}
-    work.record({1: collected([3, 7]), 0: collected([5])})
-    assert work.finished() == [3, 5, 7]
-    assert work.num_unfinished(numbers) == {0: 3, 1: 2}
-    assert [sample.number for sample in work.unfinished(0)] == [0, 1, 4]
-    assert first_tokens(work.take([7, 5])) == [7, 5]
+    assert numbers_of(added) == list(range(8))
+    assert seeds_by_engine(added) == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+    assert num_unfinished(added) == {0: 4, 1: 4}
+    work.record({1: collected([7, 3]), 0: collected([5])})
+    assert num_unfinished(added) == work.num_busy() == {0: 3, 1: 2}
+    assert numbers_of(work.unfinished([0])) == [0, 1, 4]
+    first = work.take_ended()
+    assert [(one.owner, one.sample.engine) for one in first] == [("d", 1), ("f", 0), ("h", 1)]
+    assert first_tokens([one.sample for one in first]) == [3, 5, 7]
+    assert work.take_ended() == []
+    assert numbers_of(work.owned()) == [0, 1, 2, 4, 6]
     work.record({0: collected([0, 1, 4]), 1: collected([2, 6])})
-    assert work.finished() == [0, 1, 2, 3, 4, 6]
     assert work.num_busy() == {}
-    first = work.take([0, 1, 2, 3])
-    assert first_tokens(first) == [0, 1, 2, 3]
-    assert [one.engine for one in first] == [0, 0, 1, 1]
-    assert first_tokens(work.take([6, 4])) == [6, 4]
-    with pytest.raises(KeyError):
-        work.take([6])
+    assert numbers_of(work.take_ended()) == [0, 1, 2, 4, 6]
+    assert work.owned() == []
+
+
+def test_what_a_caller_waits_for_is_not_returned_to_owners() -> None:
+    work = EngineWork(1)
+    awaited = work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True, evenly=True)
+    work.record({0: collected([0])})
+    assert work.owned() == work.take_ended() == []
+    work.take(awaited)
+    assert first_tokens([awaited[0].sample]) == [0]
 
 
 def test_a_single_engine_is_not_named() -> None:
     work = EngineWork(1)
-    work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True, evenly=True)
+    (request,) = work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True, evenly=True)
     work.record({0: collected([0])})
-    assert work.take([0])[0].engine is None
+    assert request.sample.engine is None
 
 
 def test_new_work_goes_where_the_least_is_left() -> None:
     work = EngineWork(2)
     work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True)
     work.record({1: collected([3, 7])})
-    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False, evenly=False)
-    assert list(handed) == [1]
+    (request,) = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False, evenly=False)
+    assert request.engine == 1
 
 
 def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_engine() -> None:
     work = EngineWork(2)
-    first, _ = work.add([GenerationRequest([0], 5)], OPTIONS, awaited=False, evenly=False)
-    numbers, handed = work.add_to_each([GenerationRequest([9], 1), GenerationRequest([9], 2)], OPTIONS)
-    assert sorted(number for of_engine in numbers for number in of_engine) == [-5, -4, -3, -2]
-    assert max(number for of_engine in numbers for number in of_engine) < min(first)
-    assert {engine: [one.request.seed for one in samples] for engine, samples in handed.items()} == {
-        0: [1, 2],
-        1: [1, 2],
-    }
-    assert [[one.number for one in handed[engine]] for engine in (0, 1)] == numbers
-    assert not any(one.ahead for samples in handed.values() for one in samples)
-    work.record({1: collected(numbers[1], [71, 72])})
-    assert first_tokens(work.take(numbers[1])) == [71, 72]
-    assert work.num_unfinished(numbers[0]) == {0: 2}
+    first = work.add([GenerationRequest([0], 5)], OPTIONS, awaited=False, evenly=False)
+    added = work.add_to_each([GenerationRequest([9], 1), GenerationRequest([9], 2)], OPTIONS)
+    assert [numbers_of(of_engine) for of_engine in added] == [[-2, -3], [-4, -5]]
+    assert max(numbers_of([*added[0], *added[1]])) < first[0].number
+    assert seeds_by_engine([*added[0], *added[1]]) == {0: [1, 2], 1: [1, 2]}
+    assert not any(request.queued.ahead for of_engine in added for request in of_engine)
+    work.record({1: collected(numbers_of(added[1]), [71, 72])})
+    assert first_tokens([request.sample for request in added[1]]) == [71, 72]
+    assert num_unfinished(added[0]) == {0: 2}
+    assert numbers_of(work.unfinished([0])) == [-3, -2, 0]
     assert list(work.num_busy()) == [0]
 
 
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
-    first, _ = work.add(
-        [GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True, evenly=True
+    first = work.add(
+        [GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=False, evenly=True, owners="abc"
     )
     work.record({0: collected([0])})
-    work.discard(first)
+    work.cancel(first)
     assert work.num_busy() == {}
-    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True, evenly=True)
-    assert second == [3]
+    second = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=False, evenly=True, owners="d")
+    assert numbers_of(second) == [3]
     work.record({0: collected([1, 3], [1, 33])})
     work.record({0: collected([2])})  # it had ended before it was given up
-    assert work.finished() == [3]
-    assert first_tokens(work.take(second)) == [33]
+    assert work.take_ended() == second
+    assert first_tokens([second[0].sample]) == [33]
 
 
 def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is_not() -> None:
     work = EngineWork(2)
-    numbers, _ = work.add(
+    added = work.add(
         [GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False, evenly=False
     )
     work.record({0: collected([0])})
     so_far = [sample(number, [token], version=4) for number, token in ((0, 70), (1, 71), (99, 99))]
     work.record_parts({0: Interrupted(so_far), 1: Interrupted([])})
-    (continued,) = work.unfinished(0)
-    assert continued.request.seed == 1
-    assert of_parts(continued.request.parts) == [(71, 0.0, 4)]
-    assert [sample.request.parts for sample in work.unfinished(1)] == [(), ()]
-    assert work.parts(1) == (list(continued.request.parts), 0)
-    assert work.parts(3) == ([], 0)
-    assert numbers == [0, 1, 2, 3]
+    (continued,) = work.unfinished([0])
+    assert continued is added[1]
+    assert of_parts(continued.queued.request.parts) == [(71, 0.0, 4)]
+    assert [request.queued.request.parts for request in work.unfinished([1])] == [(), ()]
+    assert added[0].queued.request.parts == ()
 
 
 def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_do() -> None:
     requests = [GenerationRequest([seed // 2], seed) for seed in range(6)]
     whole, resumed = EngineWork(2, by_seed=True), EngineWork(2, by_seed=True)
-    _, handed = whole.add(requests, OPTIONS, awaited=False, evenly=False)
-    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
-        0: [0, 2, 4],
-        1: [1, 3, 5],
-    }
-    _, handed = resumed.add(requests[3:], OPTIONS, awaited=False, evenly=False)
-    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {
-        0: [4],
-        1: [3, 5],
-    }
+    added = whole.add(requests, OPTIONS, awaited=False, evenly=False)
+    assert seeds_by_engine(added) == {0: [0, 2, 4], 1: [1, 3, 5]}
+    added = resumed.add(requests[3:], OPTIONS, awaited=False, evenly=False)
+    assert seeds_by_engine(added) == {0: [4], 1: [3, 5]}
 
 
 TWICE = (
@@ -199,10 +216,19 @@ TWICE = (
 )
 def test_an_answer_that_cannot_be_is_refused_and_all_others_are_kept(second: Collected, message: str) -> None:
     work = EngineWork(2)
-    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True, evenly=True)
+    added = work.add(
+        [GenerationRequest([seed // 2], seed) for seed in range(8)],
+        OPTIONS,
+        awaited=False,
+        evenly=True,
+        owners="abcdefgh",
+    )
     work.record({1: collected([2])})
     with pytest.raises(RuntimeError, match=message):
         work.record({0: collected([4]), 1: second})
-    assert work.finished() == [2, 3, 4]
-    assert first_tokens(work.take([3, 2, 4])) == [3, 2, 4]
-    assert work.num_unfinished(range(8)) == {0: 3, 1: 2}
+    assert [(one.owner, *first_tokens([one.sample])) for one in work.take_ended()] == [
+        ("c", 2),
+        ("d", 3),
+        ("e", 4),
+    ]
+    assert num_unfinished(added) == {0: 3, 1: 2}

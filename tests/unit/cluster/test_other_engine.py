@@ -78,15 +78,16 @@ def test_samples_of_two_versions_come_from_both_engines_in_the_order_of_their_re
     group: EngineGroup,
 ) -> None:
     publish(group, 3)
-    numbers = group.submit([GenerationRequest([seed], seed) for seed in range(6)], OPTIONS)
+    group.submit([GenerationRequest([seed], seed) for seed in range(6)], OPTIONS, owners="abcdef")
     group.begin_steps()
     publish(group, 4)
     ended, interrupted = group.collect_parts()
     assert (ended, sorted(interrupted)) == ([], [0, 1])
-    assert [num_tokens(group.parts(number)[0]) for number in numbers] == [4] * 6
+    requests = group.submitted()
+    assert [num_tokens(request.queued.request.parts) for request in requests] == [4] * 6
     group.begin_steps()
-    samples = group.finish(numbers).result
-    assert [one.number for one in samples] == numbers
+    samples = group.finish(requests).result
+    assert [one.number for one in samples] == list(range(6))
     assert [one.engine for one in samples] == [0, 1, 0, 1, 0, 1]  # by their seeds
     for one in samples:
         lengths = [(part.version, len(part.token_ids)) for part in one.parts if isinstance(part, Part)]

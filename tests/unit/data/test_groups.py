@@ -8,7 +8,7 @@ import torch
 
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
-from verl_rc.data.parts import Answer, Part
+from verl_rc.data.parts import UNKNOWN, Answer, Part
 from verl_rc.rollout.response import build_rollout_batch
 
 PAD = 0
@@ -33,17 +33,17 @@ def row(index: int) -> PromptRow:
 
 def make_group(number: int, *, ended: bool = True) -> Group:
     """Two samples: one cut by an update in its second turn, after a tool's answer; one short."""
-    prompt, state = row(number).prompt_token_ids, "ended" if ended else "waiting"
+    prompt = row(number).prompt_token_ids
     long = GroupSample(
         number,
         0,
         prompt,
         [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)],
-        state,
+        ended,
         ended,
         1,
     )
-    short = GroupSample(number, 1, prompt, [part([16], 5)], "ended", finished=True)
+    short = GroupSample(number, 1, prompt, [part([16], 5)], True, finished=True)
     return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
 
 
@@ -80,9 +80,9 @@ def test_groups_become_the_samples_of_a_step() -> None:
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
     assert make_group(7).version == 3
-    younger = Group(1, row(1), 0, 4, 3, [GroupSample(1, 0, [1], [part([5], 4), part([6], 5)], "ended")])
+    younger = Group(1, row(1), 0, 4, 3, [GroupSample(1, 0, [1], [part([5], 4), part([6], 5)], True)])
     assert younger.version == 4
-    younger.samples[0].state = "waiting"
+    younger.samples[0].ended = False
     assert younger.version == 3
     assert not younger.is_whole
 
@@ -142,11 +142,11 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
         assert (other.scores is None) == (group.scores is None)
         for sample, restored in zip(group.samples, other.samples, strict=True):
             assert (restored.token_ids, restored.versions) == (sample.token_ids, sample.versions)
-            facts = (sample.number, sample.index, sample.state, sample.finished, sample.tool_calls)
+            facts = (sample.number, sample.index, sample.ended, sample.finished, sample.tool_calls)
             assert (
                 restored.number,
                 restored.index,
-                restored.state,
+                restored.ended,
                 restored.finished,
                 restored.tool_calls,
             ) == facts
@@ -158,13 +158,20 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
     assert (found[0].scores.values.tolist(), found[0].scores.extras) == ([1.0, 0.0], {"acc": [True, False]})
 
 
+def test_a_part_of_unknown_weights_stays_one_and_is_no_answer_of_a_tool() -> None:
+    turns = [part([11, 12], UNKNOWN), answer([90]), part([13], 4)]
+    (found,), _ = saved([Group(7, row(7), 0, 1, 0, [GroupSample(7, 0, [1], list(turns))])])
+    restored = found.samples[0]
+    assert [type(turn) for turn in restored.turns] == [Part, Answer, Part]
+    assert (restored.versions, restored.num_sampled) == ([UNKNOWN, 4], 3)
+
+
 def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
     """4 for the token, 4 for its log-prob; records of parts and files are small beside long responses."""
     tokens = 2000
     parts = [part(list(range(1, tokens // 2 + 1)), version) for version in (0, 1)]
     groups = [
-        Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, "ended") for i in range(4)])
-        for n in range(8)
+        Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, True) for i in range(4)]) for n in range(8)
     ]
     assert saved(groups)[1] <= 9 * tokens * 4 * 8
 

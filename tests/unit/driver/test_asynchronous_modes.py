@@ -53,7 +53,7 @@ class Slow(World):
         self.ended: set[int] = set()
         self.published: list[int] = []
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         running = sorted(self.under_way - self.ended)
         self.ended |= {number for number in running if self.rng.random() < 0.3} or set(running[:1])
         return sorted(self.ended & self.under_way)
@@ -197,7 +197,7 @@ def test_by_completion_a_batch_does_not_wait_for_a_straggler_that_may_come_later
     class Straggling(Slow):
         """The first sample ends last."""
 
-        def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-1:])
             return sorted(self.ended & self.under_way)
@@ -227,7 +227,7 @@ def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(
     monkeypatch.setattr("verl_rc.driver.supply.time", clock)
 
     class InReverse(Slow):
-        def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-2:])  # a group
             return sorted(self.ended & self.under_way)
@@ -440,7 +440,7 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
 
         def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
             self.submitted_in_updates += len(requests) * self.training
-            return super().submit(requests, options)
+            return super().submit(requests, options, **_)
 
         def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
             if beside is not None:  # canary tokens are evaluated without
@@ -471,11 +471,11 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
     class LostInUpdate(Slow):
         lost = 0
 
-        def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
             if on_loss is None:
                 self.lost += 1
                 raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
-            return super().collect(wait_seconds, on_loss)
+            return super().look(wait_seconds, on_loss)
 
         def update(self, *arguments: Any) -> Any:
             arguments[-1]()
@@ -544,7 +544,7 @@ def test_greedy_responses_are_sampled_with_their_groups(tmp_path: Path) -> None:
         class Asked(Slow):
             def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
                 asked[options.temperature] += len(requests)  # noqa: B023
-                return super().submit(requests, options)
+                return super().submit(requests, options, **_)
 
         run(tmp_path / name, OWN_DEVICES, REMAX, world=Asked(1), **mode)
         assert asked == {1.0: 16, 0.0: 8}  # four steps of two prompts: two samples and a greedy response each
@@ -613,7 +613,7 @@ class Unlucky(Slow):
         super().__init__(seed, cuts)
         self.fails, self.failed = set(fails), set[int]()
 
-    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+    def failures(self, numbers: Sequence[int]) -> dict[int, str]:
         found = {
             number: f"the tool of request {number} failed." for number in numbers if number // 2 in self.fails
         }
@@ -624,9 +624,6 @@ class Unlucky(Slow):
     def take(self, numbers: Sequence[int]) -> list[Sample]:
         assert not self.failed & set(numbers)
         return super().take(numbers)
-
-    def cancel(self, numbers: Sequence[int]) -> None:
-        super().cancel([number for number in numbers if number not in self.failed])
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -669,12 +666,12 @@ class Hanging(Slow):
     hung: int | None = None
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
-        numbers = super().submit(requests, options)
+        numbers = super().submit(requests, options, **_)
         self.hung = numbers[1] if self.hung is None else self.hung
         return numbers
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
-        super().collect(wait_seconds, on_loss)
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        super().look(wait_seconds, on_loss)
         return sorted((self.ended & self.under_way) - {self.hung})
 
 
@@ -695,7 +692,7 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
     class OneIsSlow(Slow):
         """All ends at once, but the first sample of all."""
 
-        def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
             return sorted(self.under_way - {0})
 
     mode = {

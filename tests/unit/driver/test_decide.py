@@ -1,15 +1,11 @@
 """What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines,
 penalties."""
 
-from typing import cast
-
 import pytest
-from table_engines import FILTER, GREEDY_SCORE, make_run, sample
+from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, sample
 
 from verl_rc.checkpoint import RunState
-from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import Supply
 from verl_rc.ppo.ledger import LedgerError
 
 
@@ -59,7 +55,7 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
 
 def test_a_token_without_an_account_is_found_when_the_step_is_closed() -> None:
     run, record = make_run(FILTER), StepRecord()
-    supply = Supply(cast(Services, run), RunState())
+    supply = new_supply(run, RunState())
     batch = supply.take(record)
     record.ledger.book({"trained": batch.num_tokens - 1})
     with pytest.raises(LedgerError, match="the difference is 1"):
@@ -76,7 +72,7 @@ def test_the_next_step_draws_again_after_a_surplus() -> None:
     )
     state, drawn = RunState(), []
     run.prompts.drawn = 5
-    supply = Supply(cast(Services, run), state)
+    supply = new_supply(run, state)
     for step in (1, 2):
         record = StepRecord()
         drawn.append([row.row_index for row in supply.take(record).prompts])

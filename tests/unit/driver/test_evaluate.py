@@ -16,6 +16,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validate, validation_metrics
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.weights import Publisher
 from verl_rc.metrics import check_names
 from verl_rc.rewards import RewardOutput
 
@@ -87,7 +88,7 @@ def scripted_run(samples, prompts=3, **changes):
 def metrics_of(run, step=0):
     record = StepRecord()
     run.engines.version = step
-    accuracy = validate(run, RunState(), record, step)
+    accuracy = validate(run, Publisher(run, RunState()), record, step)
     return accuracy, {name: value for name, value in record.metrics().items() if name.startswith("val-")}
 
 
@@ -104,7 +105,7 @@ def test_engines_with_another_version_are_found():
     run = scripted_run(samples=1)
     run.engines.version = 3
     with pytest.raises(RuntimeError, match="must come from weight version 4"):
-        validate(run, RunState(), StepRecord(), step=4)
+        validate(run, Publisher(run, RunState()), StepRecord(), step=4)
 
 
 def test_every_prompt_is_sampled_n_times_each_with_its_own_seed():

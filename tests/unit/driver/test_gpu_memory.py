@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpu_ledger import CAPACITY, Ledger, MemoryFaultError, train_on_ledger
 
 from verl_rc.cluster.engine_group import EngineGroup
@@ -250,10 +249,3 @@ def test_a_rank_lends_on_its_gpu_although_its_weights_rest_on_the_host(
     )
     with pytest.raises(ConfigError, match="needs every engine worker on the device of a trainer rank"):
         train_on_ledger(tmp_path, monkeypatch, *OFFLOADED, ledger=ledger)
-
-
-def test_a_reference_has_no_moments_to_offload() -> None:
-    """E6."""
-    model = ShardedModel.__new__(ShardedModel)
-    model.optimizer = None
-    model._move_moments(torch.device("cpu"))

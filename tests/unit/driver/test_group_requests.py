@@ -18,14 +18,14 @@ def test_a_response_with_the_answers_of_tools_ends_its_sample() -> None:
     end_sample(ended, Sample(5, parts, finished=True, tool_calls=1), one_version=False)
     assert ended.turns == parts
     assert (ended.versions, ended.num_sampled, ended.tool_calls) == ([3, 4], 3, 1)
-    assert (ended.state, ended.finished) == ("ended", True)
+    assert (ended.ended, ended.finished) == (True, True)
 
 
 def test_a_sample_cut_while_its_tools_were_at_work_may_end_without_another_token() -> None:
     """The answer left no room: nothing was sampled after the update."""
     ended = growing(part([11, 12], 3))
     end_sample(ended, Sample(5, [part([11, 12], 3)], tool_calls=1), one_version=True)
-    assert (ended.num_sampled, ended.state) == (2, "ended")
+    assert (ended.num_sampled, ended.ended) == (2, True)
 
 
 def test_what_is_known_may_have_another_version_than_what_was_lacking() -> None:

@@ -148,18 +148,25 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
     run = make_run(f"trainer.alerts.gap={action}")
     for found, is_unusual in ((0.19, False), (0.21, True)):
         wanted, record = look(run, make_batch(), [1.0] * 3, findings(mean_gap=found, gap_limit=0.2))
-        assert record.values.get("alerts/gap") == is_unusual
+        assert record.metrics().get("alerts/gap") == is_unusual
         assert wanted is (trains or not is_unusual)
     assert [title for title, _ in run.tracker.alerts] == ["the engines' log-probs are unusually far off"]
     assert run.stop.decide() is stops
 
 
+def test_canary_tokens_with_an_unusual_gap_count_in_a_step_whose_rollouts_had_a_usual_one() -> None:
+    run = make_run()
+    _, record = look(run, make_batch(), [1.0] * 3, findings(mean_gap=0.1, gap_limit=0.2))
+    run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
+    assert record.metrics()["alerts/gap"] == 1
+
+
 def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
     run, record = make_run("trainer.alerts.gap=save_and_stop"), StepRecord()
     run.guards.act_on_canary_gap(0.1, 0.2, record, step=3)
-    assert (record.values.get("alerts/gap"), run.stop.decide()) == (None, False)
+    assert (record.metrics().get("alerts/gap"), run.stop.decide()) == (None, False)
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
-    assert (record.values.get("alerts/gap"), run.stop.decide()) == (1, True)
+    assert (record.metrics().get("alerts/gap"), run.stop.decide()) == (1, True)
     run = make_run("trainer.alerts.gap=skip")
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
     assert run.tracker.texts[-1].endswith("the updates were made before, so none is left out")

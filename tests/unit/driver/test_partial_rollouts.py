@@ -5,7 +5,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from formula_run import STEPS, WIDTH, World, live, log_probs_of, without_process
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.engine_work import Request
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.driver import weights
+from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, part_seed
 
 PACE = 2
@@ -50,14 +53,24 @@ class Cutting(World):
         self.waited: list[int] = []
         """Tokens that were still missing when a sample was waited for."""
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
+    def submit(
+        self, requests: Sequence[GenerationRequest], options: Any, *, owners: Sequence[Any], **_: Any
+    ) -> list[int]:
         numbers = list(range(self.numbers, self.numbers + len(requests)))
         self.numbers += len(requests)
         for number, request in zip(numbers, requests, strict=True):
             self.requests[number] = request
             self.grown[number] = list(request.parts)
             self.told[number] = list(request.parts)
+        self.note(numbers, requests, owners)
         return numbers
+
+    def submitted(self) -> list[Request]:
+        """With their parts, as the driver has been told."""
+        for number, parts in self.told.items():
+            known = SimpleNamespace(parts=parts, tool_calls=0)
+            self.handles[number].queued = cast(QueuedSample, SimpleNamespace(number=number, request=known))
+        return [self.handles[number] for number in self.grown]
 
     def missing(self, number: int) -> int:
         return (
@@ -83,20 +96,18 @@ class Cutting(World):
         for number in self.grown:
             self.grow(number, PACE)
 
-    def wait_for(self, numbers: Sequence[int], on_loss: Any = None) -> float:
-        for number in numbers:
-            self.waited.append(self.missing(number))
-            self.grow(number, WIDTH)
+    def wait_for(self, requests: Sequence[Request], on_loss: Any = None) -> float:
+        for request in requests:
+            self.waited.append(self.missing(request.number))
+            self.grow(request.number, WIDTH)
+        self.hand_over([request.number for request in requests])
         return 0.5
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.told = {number: list(parts) for number, parts in self.grown.items()}
-        return [number for number in self.grown if not self.missing(number)], {}
+        return self.hand_over([number for number in self.grown if not self.missing(number)]), {}
 
-    def parts(self, number: int) -> tuple[list[Part], int]:
-        return list(self.told[number]), 0
-
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         """One more token of each."""
         for number in self.grown:
             self.grow(number, 1)
@@ -238,8 +249,8 @@ def test_a_run_that_forgets_the_parts_trains_on_other_samples(tmp_path: Path) ->
     state = SavedRun.load(checkpoint).state
     forgetful = Cutting()
     submit = forgetful.submit
-    forgetful.submit = lambda requests, options, **_: submit(  # type: ignore[method-assign]
-        [dataclasses.replace(request, parts=()) for request in requests], options
+    forgetful.submit = lambda requests, options, **more: submit(  # type: ignore[method-assign]
+        [dataclasses.replace(request, parts=()) for request in requests], options, **more
     )
     found = run(tmp_path / "again", *partial(2), state=state, checkpoint=checkpoint, world=forgetful)
     assert found.trained != expected.trained
@@ -262,7 +273,7 @@ class Losing(Cutting):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
@@ -300,12 +311,12 @@ class Unequal(Losing):
     """Two engines, which share samples by their numbers: the second has half the pace, and is lost at one
     publication."""
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         for number in self.grown:
             self.grow(number, 2 - number % 2)
         return [number for number in self.grown if not self.missing(number)]
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             lost = {number: list(parts) for number, parts in self.told.items() if number % 2}

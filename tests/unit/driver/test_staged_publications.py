@@ -53,11 +53,11 @@ class OneAtATime(World):
         held = self.engine, self.version
         if self.older is not None:
             self.engine, self.version = self.staged_value, self.staged.version
-        numbers = super().submit(requests, options)
+        numbers = super().submit(requests, options, **_)
         self.engine, self.version = held
         return numbers
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.ended |= set(sorted(self.under_way - self.ended)[:1])
         if self.older is not None and not self.older - self.ended:
             self.engine, self.version, self.older = self.staged_value, self.staged.version, None
@@ -70,7 +70,7 @@ class OneAtATime(World):
             raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
         self.staged = SimpleNamespace(version=version, sent=None)
         self.staged_value, self.older = self.trained, self.under_way - self.ended
-        self.collect(0.0)
+        self.look(0.0)
 
     def loaded(self) -> list[Any] | None:
         if self.older is None:
@@ -159,9 +159,9 @@ def test_a_loss_while_weights_are_staged_is_mended(
 ) -> None:
     replaced: list[Any] = []
     monkeypatch.setattr(
-        "verl_rc.driver.weights.replace_engines", lambda services, lost, record: replaced.append(lost)
+        "verl_rc.driver.weights.Publisher._replace_engines", lambda self, lost, record: replaced.append(lost)
     )
-    monkeypatch.setattr("verl_rc.driver.weights.judge_canary", lambda *_: None)
+    monkeypatch.setattr("verl_rc.driver.weights.Publisher._judge_canary", lambda *_: None)
     world = OneAtATime(lost_at=publication)
     run(tmp_path, "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=world)
     assert len(replaced) == 1

@@ -1,6 +1,7 @@
 """What a step tells: seconds, speeds by token, histograms, and once the stage that takes ten times its first
 step."""
 
+import math
 import os
 
 import pytest
@@ -54,6 +55,18 @@ def test_a_step_whose_books_do_not_balance_is_not_logged() -> None:
     with pytest.raises(LedgerError, match="10 sampled tokens"):
         record.log(recorder, 3)  # type: ignore[arg-type]
     assert recorder.metrics == {}
+
+
+def test_a_metric_has_one_value_in_a_step() -> None:
+    """The second of two values must not replace the first without a word; nor one that ranks report."""
+    record = StepRecord()
+    record.add({"actor/kl_coef": 0.5, "critic/score/mean": math.nan})
+    record.add({"actor/kl_coef": 0.5, "critic/score/mean": math.nan})
+    with pytest.raises(ValueError, match=r"one value in a step, but actor/kl_coef is 0\.5 and then 0\.25"):
+        record.add({"actor/kl_coef": 0.25})
+    record.add_records([Metric("actor/kl_coef", 1.0)])
+    with pytest.raises(ValueError, match=r"one value in a step, but actor/kl_coef is 0\.5 and then 1\.0"):
+        record.metrics()
 
 
 def test_everything_reaches_the_tracker() -> None:

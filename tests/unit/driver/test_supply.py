@@ -45,7 +45,7 @@ class ReadWorld(World):
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         self.asked.append((self.version, [request.seed for request in requests]))
-        return super().submit(requests, options)
+        return super().submit(requests, options, **_)
 
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
@@ -253,19 +253,19 @@ class Losing(World):
         self.call, self.calls, self.asked = call, 0, {}  # type: ignore[var-annotated]
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
-        numbers = super().submit(requests, options)
+        numbers = super().submit(requests, options, **_)
         self.asked |= dict(zip(numbers, requests, strict=True))
         return numbers
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.calls += 1
         if self.calls == self.call:
             owed, self.under_way = self.under_way, set()
             on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
             for number in owed:
-                (self.submitted[number],) = self.sample([self.asked[number]])
+                (self.answers[number],) = self.sample([self.asked[number]])
             self.under_way = owed
-        return super().collect(wait_seconds, on_loss)
+        return super().look(wait_seconds, on_loss)
 
     def replace(self, engines: Sequence[int]) -> list[Any]:
         return []
@@ -320,12 +320,14 @@ class Asked(World):
         super().__init__()
         self.calls: list[str] = []
 
-    def submit(self, requests: Sequence[GenerationRequest], options: Any, *, evenly: bool) -> list[int]:
+    def submit(
+        self, requests: Sequence[GenerationRequest], options: Any, *, evenly: bool, **_: Any
+    ) -> list[int]:
         assert evenly
         self.calls.append(f"submit {len(requests)}")
-        return super().submit(requests, options)
+        return super().submit(requests, options, **_)
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         """Half of what is under way has ended."""
         running = sorted(self.under_way)
         self.calls.append(f"collect from {len(running)}")

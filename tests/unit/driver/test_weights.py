@@ -11,7 +11,6 @@ import torch
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.data.batches import Timed
 from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import weights
 from verl_rc.driver.services import Services
@@ -42,10 +41,9 @@ class Machine:
         self.done.append(("replace", engines))
         return []
 
-    def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> Timed[None]:
+    def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> None:
         """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
         on_loss(loss(1), len(requests))
-        return Timed(None, 2.0)
 
     def open(self) -> None:
         self.done.append("open")
@@ -67,12 +65,17 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
+    machine = Machine()
     monkeypatch.setattr(
-        weights,
-        "judge_canary",
-        lambda run, limit, version, record: run.engines.done.append(("canary", version)),
+        weights.Publisher,
+        "_judge_canary",
+        lambda self, version, record: machine.done.append(("canary", version)),
     )
-    return Machine()
+    return machine
+
+
+def on(machine: Machine, limit: int) -> weights.Publisher:
+    return weights.Publisher(run_on(machine, limit), RunState())
 
 
 def run_on(machine: Machine, limit: int) -> Services:
@@ -93,10 +96,7 @@ def run_on(machine: Machine, limit: int) -> Services:
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
     record = StepRecord()
-    answer = weights.generate(
-        run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record
-    )
-    assert answer.busy_seconds == 2.0
+    machine.generate([GenerationRequest([1], 0)] * 8, OPTIONS, on(machine, limit=3).replacing(4, record))
     assert machine.done == [
         ("replace", [1]),
         "sleep",
@@ -116,7 +116,7 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
     machine.losses = [loss(0), loss(0, 1)]
     record = StepRecord()
-    weights.publish(run_on(machine, limit=3), RunState(), 5, record)
+    on(machine, limit=3).publish(5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
         ("deliver", 5),
         ("replace", [0]),
@@ -135,7 +135,7 @@ def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, li
         rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
     )
     with pytest.raises(RemoteError, match=expected):
-        weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
+        on(machine, limit).publish(5, StepRecord())
     assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit
 
 
@@ -146,7 +146,7 @@ def test_canaries_count_publications(machine: Machine) -> None:
     run.config.actor_rollout_ref.rollout.sync_proof.canary_freq = 2  # type: ignore[misc]
     run.config.async_training = AsyncTrainingConfig(trigger_parameter_sync_step=3)  # type: ignore[misc]
     for version in (3, 6, 9, 11):
-        weights.publish(run, RunState(), version, StepRecord())
+        weights.Publisher(run, RunState()).publish(version, StepRecord())
     assert [step[1] for step in machine.done if step[0] == "canary"] == [6, 11]
 
 

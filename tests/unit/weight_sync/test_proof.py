@@ -13,7 +13,7 @@ from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncPro
 from verl_rc.weight_sync.sender import SendReceipt
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
-SENT = SendReceipt({"a": 1, "b": 2}, 20)
+SENT = SendReceipt({"a": 1, "b": 2})
 
 
 def receipt(**changes: Any) -> LoadReceipt:
@@ -27,7 +27,7 @@ def test_a_complete_update_passes() -> None:
 @pytest.mark.parametrize(
     ("sent", "received", "message"),
     [
-        (SendReceipt({"a": 1}, 8), receipt(), "all 2 tensors must be sent, missing b"),
+        (SendReceipt({"a": 1}), receipt(), "all 2 tensors must be sent, missing b"),
         (SENT, receipt(digests={"a": 1}), "received 1, missing b"),
         (SENT, receipt(digests={"a": 1, "b": 7}), "differ for b"),
         (SENT, receipt(not_loaded=["lm_head.weight"]), "untouched: lm_head.weight"),

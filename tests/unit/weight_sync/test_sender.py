@@ -34,7 +34,6 @@ def test_all_buckets_together_are_the_model(sender: WeightSender) -> None:
     for name, tensor in expected_parts().items():
         assert torch.equal(received[name], tensor)
     receipt = sender.release()
-    assert receipt.num_bytes == 2 * (24 + 4 + 12 + 3)
     assert receipt.digests == {name: tensor_digest(tensor) for name, tensor in received.items()}
 
 

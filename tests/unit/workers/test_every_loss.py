@@ -66,7 +66,7 @@ def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShar
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     worker.accumulate(batch, share_of(batch, micro_batches), ObjectiveTotals("actor"), correction=None)
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
-    worker.model.discard_gradients()
+    worker.model.optimizer.zero_grad()
     return flat
 
 

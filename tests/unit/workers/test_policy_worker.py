@@ -43,7 +43,7 @@ def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[i
     share = MiniBatchShare(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
-    worker.model.discard_gradients()
+    worker.model.optimizer.zero_grad()
     return flat
 
 

@@ -45,7 +45,7 @@ from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import record_batch, update_actor
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
-from verl_rc.driver.weights import judge_canary, pause_metrics, publish
+from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.health.causes import judge_causes
 from verl_rc.health.findings import Findings
 from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
@@ -953,13 +953,14 @@ def weights_on_their_way():
         StepRecord(),
     )
     with patch("verl_rc.driver.weights.check_receipts"):
-        publish(services, SimpleNamespace(canary_gap_limit=None), 1, record)
+        Publisher(services, SimpleNamespace(canary_gap_limit=None)).publish(1, record)
     return record.metrics(), {"sync/bytes": 4 * (2 + 3), "sync/tensors": 2}
 
 
 @example
 def canary_tokens_of_two_engines():
-    """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one."""
+    """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one; then,
+    in the same step, of 1/2 and 1/4 in both."""
     mask = torch.tensor([[True, True]])
     rollouts = [
         SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask)
@@ -979,11 +980,15 @@ def canary_tokens_of_two_engines():
     )
     record = StepRecord()
     with (
-        patch("verl_rc.driver.weights.canary_requests", return_value=[]),
-        patch("verl_rc.driver.weights.build_rollout_batch", side_effect=rollouts),
+        patch("verl_rc.driver.weights.Publisher._canary_requests", []),
+        patch(
+            "verl_rc.driver.weights.build_rollout_batch", side_effect=[*rollouts, rollouts[0], rollouts[0]]
+        ),
         patch("verl_rc.driver.weights.check_versions"),
     ):
-        judge_canary(services, None, 1, record)
+        publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
+        publisher._judge_canary(1, record)
+        publisher._judge_canary(1, record)
     return record.metrics(), {"sync/canary_mean_gap": 1 / 2, "sync/canary_max_gap": 1}
 
 
