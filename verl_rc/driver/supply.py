@@ -160,27 +160,26 @@ class Supply:
             record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
         return samples
 
-    def publish(self, step: int, record: StepRecord) -> float | None:
-        """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
+    def publish(self, step: int, record: StepRecord) -> None:
+        """Publish the weights of ``step``."""
         while not self._publisher.is_settled(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
             self._publisher.publish_beside(step, record)
             self._progress.admission = self._progress.admission.publish(step)
-            return self._state.canary_gap_limit
+            return
         while self._requests and not self._cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
         # come with. Engines that take turns with the trainer have nothing to do beside them.
         is_alone = self._takes_turns or self._options.deterministic_steps is not None
         canaries_ride = not is_alone and step < self._services.total_steps
-        limit = self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
+        self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
         if canaries_ride and self._publisher.canary_is_due(step):
             self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
         if self._cuts:
             self._note_parts(record, version=step)
-        return limit
 
     def _publishes_beside(self, step: int) -> bool:
         """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be

@@ -68,7 +68,7 @@ def train(services: Services, state: RunState) -> None:
             .state
         )
         if services.is_due(config.async_training.trigger_parameter_sync_step, step):
-            state.canary_gap_limit = supply.publish(step, record)
+            supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
             last = validate(services, publisher, record, step)
         supply.admit(record)
@@ -146,7 +146,7 @@ def start(services: Services, state: RunState, publisher: Publisher) -> float | 
     trainer = services.config.trainer
     record = StepRecord()
     step = state.step
-    state.canary_gap_limit = publisher.publish(step, record, canary="always")
+    publisher.publish(step, record, canary="always")
     validates = trainer.val_only or (trainer.val_before_train and step == 0)
     accuracy = validate(services, publisher, record, step) if validates else None
     if validates or step == 0:

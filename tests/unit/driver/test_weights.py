@@ -11,6 +11,7 @@ import torch
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.data.batches import Timed
 from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import weights
 from verl_rc.driver.services import Services
@@ -162,12 +163,16 @@ def judged(*gaps: float) -> tuple[float | None, Mock]:
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"), guards=guards)
     run.actor.compute_log_probs = lambda *_: Timed(scores, 0.0)
     run.engines.generate_on_each = lambda *_: [None] * len(gaps)
+    run.transport.deliver.return_value = None, None
+    run.manifest.num_bytes, run.manifest.tensors = 1, ()
+    state = RunState()
     with (
-        patch.multiple(weights, canary_requests=lambda _: [], _canary_options=Mock(), check_versions=Mock()),
+        patch.multiple(weights.Publisher, _canary_requests=[], _canary_options=Mock()),
+        patch.multiple(weights, check_versions=Mock(), log_prob_limit=Mock(), check_receipts=Mock()),
         patch.object(weights, "build_rollout_batch", side_effect=rollouts),
-        patch.object(weights, "log_prob_limit"),
     ):
-        return weights.judge_canary(cast(Services, run), None, 1, StepRecord()), guards.act_on_canary_gap
+        weights.Publisher(cast(Services, run), state).publish(1, StepRecord(), canary="always")
+    return state.canary_gap_limit, guards.act_on_canary_gap
 
 
 def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:

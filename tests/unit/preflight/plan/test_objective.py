@@ -185,9 +185,9 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
     if plan.entropy_coeff != 0:
         yield "entropies"
     reads_old = plan.spec is None or plan.spec.reads_old_log_probs
-    if reads_old and not plan.interpolates:
+    if reads_old and not plan.in_actor:
         yield "proximal_log_probs"
-    if (plan.in_actor and (plan.weights or plan.rejects)) or (reads_old and plan.interpolates):
+    if plan.in_actor and (reads_old or plan.weights or plan.rejects):
         yield "rollout_log_probs"
     yield "advantages"
     if plan.weights and not plan.in_actor:
