@@ -1,0 +1,1 @@
+"""Token records from inside another trainer: one module a trainer."""
