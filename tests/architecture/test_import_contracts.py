@@ -64,6 +64,8 @@ def skeleton(tmp_path):
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
         "insight/convert.py": "",
+        "insight/hooks/__init__.py": "",
+        "insight/hooks/recorder.py": "",
         "insight/diagnosis.py": "",
         "insight/picture.py": "",
         "insight/timeline.py": "",

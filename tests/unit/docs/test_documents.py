@@ -60,6 +60,7 @@ _OTHER_PROGRAMS = {
     "export",
     "hf",
     "grep",
+    "pip",
     "pre-commit",
 }
 
