@@ -66,6 +66,7 @@ def skeleton(tmp_path):
         "insight/convert.py": "",
         "insight/hooks/__init__.py": "",
         "insight/hooks/recorder.py": "",
+        "insight/hooks/verl.py": "",
         "insight/diagnosis.py": "",
         "insight/picture.py": "",
         "insight/timeline.py": "",

@@ -2,15 +2,19 @@
 writing never disturbs its run."""
 
 import atexit
+import importlib.abc
+import importlib.util
 import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from verl_rc.data.token_lines import TokenLines
@@ -69,6 +73,36 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def when_imported(module: str, attach: Callable[[ModuleType], None]) -> None:
+    """Call ``attach`` with a module as soon as it is imported: importing it here would be too early."""
+    if module in sys.modules:
+        attach(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _Import(module, attach))
+
+
+class _Import(importlib.abc.MetaPathFinder):
+    """Waits for the import of one module."""
+
+    def __init__(self, module: str, attach: Callable[[ModuleType], None]) -> None:
+        self._module, self._attach = module, attach
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            stock = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                stock(module)
+                self._attach(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 class Recorder:
     """Token records of one process of a run, a file a step.
 
@@ -78,7 +112,8 @@ class Recorder:
 
     def __init__(self, folder: str | Path, trainer: str, rank: int = 0, **facts: Any) -> None:
         self.is_on = True
-        self._folder, self._trainer, self._rank, self._facts = Path(folder), trainer, rank, facts
+        self.facts = facts
+        self._folder, self._trainer, self._rank = Path(folder), trainer, rank
         self._every = int(os.environ.get(EVERY_VARIABLE, "1"))
         self._lines: TokenLines | None = None
         self._step: int | None = None
@@ -93,7 +128,7 @@ class Recorder:
         if step != self._step:
             self.close()
             name = f"step_{step:06d}.rank_{self._rank}.jsonl"
-            self._lines, self._step = TokenLines(self._folder / name, self._trainer, **self._facts), step
+            self._lines, self._step = TokenLines(self._folder / name, self._trainer, **self.facts), step
         for row in rows:
             if self._lines is not None:
                 self._lines.write(step, **row)
