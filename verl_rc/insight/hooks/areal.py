@@ -59,6 +59,7 @@ def _attach(module: ModuleType) -> None:
             if kept:
                 records.facts["temperature"] = self.temperature
                 records.write(step, _rows({**kept, "advantages": result["advantages"]}))
+                records.close()
         return result
 
     actor._compute_advantages = compute_advantages

@@ -58,6 +58,7 @@ def _attach(module: ModuleType) -> None:
                     records.facts |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
                     rows = (row for experience in experiences for row in _rows(experience))
                     records.write(global_step + 1, rows)
+                    records.close()
             return experiences
 
         maker.make_experience_batch = make_experience_batch

@@ -51,6 +51,8 @@ def attach(module: ModuleType) -> None:
                 }
                 data = module.tq.kv_batch_get(batch.keys, batch.partition_id, [*FIELDS.values(), _SCORES])
                 records.write(self.global_steps, _rows(data, batch, self.config.algorithm))
+                if self.local_trigger_step + 1 == self.parameter_sync_step:
+                    records.close()
         return result
 
     trainer._compute_advantage = compute_advantage

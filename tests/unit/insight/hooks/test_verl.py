@@ -1,7 +1,6 @@
 """verl's hook on a module with the names and signatures of verl 0.9.1."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,12 +60,13 @@ def fields() -> dict[str, torch.Tensor]:
 class Run:
     """A step of the stand-in, under the hook."""
 
-    def __init__(self, module: ModuleType, **algorithm: Any) -> None:
+    def __init__(self, module: ModuleType, parts: int = 1, **algorithm: Any) -> None:
         rollout = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "dtype": "bfloat16", "logprobs_mode": "raw"}
         module.tq.fields = fields()
         module.tq.computed = jagged([[1.0] * 3, [-1.0], [0.0] * 2])
         self.trainer = module.PPOTrainer()
         self.trainer.global_steps = 7
+        self.trainer.parameter_sync_step, self.trainer.local_trigger_step = parts, 0
         self.trainer.config = OmegaConf.create(
             {"actor_rollout_ref": {"rollout": rollout}, "algorithm": algorithm}
         )
@@ -89,22 +89,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return imported(monkeypatch, MODULE)
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    hook_files = sorted(folder.glob("*.jsonl")) + sorted(folder.glob(".*.partial"))
-    return [json.loads(line) for file in hook_files for line in file.read_text().splitlines()]
-
-
-def next_step(run: Run, module: ModuleType) -> None:
-    """Complete the file of step 7."""
-    module.tq.fields = fields()
-    run.trainer.global_steps = 8
-    run.trainer._compute_advantage(run.batch, {})
-
-
 def test_a_step(module: ModuleType, tmp_path: Path) -> None:
     run = Run(module)
     assert (run.result, run.metrics) == ("result", {"seen": True})
-    next_step(run, module)
     source = token_source(tmp_path / "tokens")
     assert source is not None
     assert source.trainer == "verl"
@@ -126,8 +113,18 @@ def test_a_step(module: ModuleType, tmp_path: Path) -> None:
     assert [ids.tolist() for ids in record.prompts] == [[1, 2], [1, 2]]
 
 
+def test_a_step_of_two_parts(module: ModuleType, tmp_path: Path) -> None:
+    run = Run(module, parts=2)
+    assert token_source(tmp_path / "tokens") is None  # half a step is no record of it
+    run.trainer.local_trigger_step = 1
+    run.trainer._compute_advantage(run.batch, {})
+    source = token_source(tmp_path / "tokens")
+    assert source is not None
+    assert source.read(7).lengths.tolist() == [3, 1, 3, 1]
+
+
 def test_bypass_mode_has_no_log_probs_of_the_trainer(module: ModuleType, tmp_path: Path) -> None:
-    next_step(Run(module, rollout_correction={"bypass_mode": True}), module)
+    Run(module, rollout_correction={"bypass_mode": True})
     source = token_source(tmp_path / "tokens")
     assert source is not None
     assert "old_log_prob" not in source.read(7).tokens
@@ -140,7 +137,7 @@ def test_log_probs_of_the_engine_must_be_asked_for(
     monkeypatch.setitem(globals(), "fields", lambda: dict(without))
     assert Run(module).result == "result"
     assert "actor_rollout_ref.rollout.calculate_log_probs=True must be set" in caplog.text
-    assert lines_of(tmp_path / "tokens") == []
+    assert list((tmp_path / "tokens").iterdir()) == []
 
 
 @pytest.mark.parametrize(
