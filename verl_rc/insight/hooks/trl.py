@@ -48,6 +48,7 @@ def record_tokens(trainer: Any, folder: str | Path | None = None) -> None:
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         logprobs_mode="processed_logprobs",
+        stop_token_ids=list(trainer.eos_token_ids),
         trainer_dtype="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype,
     )
     with records:
@@ -151,8 +152,7 @@ class _Recording:
         scored = inputs if "old_per_token_logps" in inputs else self._scored(inputs)
         ids, mask, engine = inputs["completion_ids"], inputs["completion_mask"], inputs[_ENGINE]
         weight = inputs.get("importance_sampling_ratio")
-        ends = [*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id]
-        last_ids = ids.gather(1, (mask.sum(1, keepdim=True) - 1).clamp(min=0)).flatten().tolist()
+        stops = torch.tensor(list(self._trainer.eos_token_ids), device=ids.device)
         return rows_of(
             mask,
             {
@@ -168,7 +168,7 @@ class _Recording:
             prompt_ids=ragged(inputs["prompt_ids"], inputs["prompt_mask"]),
             advantage=inputs["advantages"],
             score=inputs[_SCORE],
-            finished=[last in ends for last in last_ids],
+            finished=(torch.isin(ids, stops) & mask.bool()).any(1),
             version=[self._version] * len(ids),
         )
 
