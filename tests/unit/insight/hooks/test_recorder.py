@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,3 +153,15 @@ def test_values_stay_whole_numbers(tmp_path: Path) -> None:
     )
     assert facts == {"token_record": 1, "trainer": "TRL"}
     assert (line["response_ids"], line["finished"], line["version"]) == ([3, 4], True, 7)
+
+
+def test_the_recorded_example_is_of_a_cooler_engine() -> None:
+    source = token_source(Path(__file__).parents[4] / "docs" / "examples" / "trl_temperature.jsonl")
+    assert source is not None
+    assert (source.trainer, source.steps) == ("TRL", list(range(1, 11)))
+    records = list(source.records())
+    assert {len(record.lengths) for record in records} == {16}
+    assert all(record.facts["temperature"] == 1.0 for record in records)  # what its configuration says
+    logs = np.concatenate([record.log_ratio() for record in records])
+    surprise = np.concatenate([r.tokens["old_log_prob"] + r.tokens["entropy"] for r in records])
+    assert np.polyfit(surprise, logs, 1)[0] == pytest.approx(1 - 1 / 0.9, abs=1e-3)
