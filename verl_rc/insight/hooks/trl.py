@@ -39,20 +39,24 @@ def record_tokens(trainer: Any, folder: str | Path | None = None) -> None:
     if not attaches("TRL", "trl", VERSIONS, trainer, SIGNATURES):
         return
     folder = Path(trainer.args.output_dir) / FOLDER if folder is None else folder
-    arguments, dtype = trainer.args, str(trainer.model.dtype).removeprefix("torch.")
-    records = Recorder(
-        folder,
-        "TRL",
-        trainer.accelerator.process_index,
-        temperature=trainer.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        logprobs_mode="processed_logprobs",
-        stop_token_ids=list(trainer.eos_token_ids),
-        trainer_dtype="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype,
-    )
+    records = Recorder(folder, "TRL", trainer.accelerator.process_index)
     with records:
+        records.facts |= _facts(trainer)
         _Recording(trainer, records).attach()
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    arguments = trainer.args
+    dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else str(trainer.model.dtype)
+    facts = {
+        "temperature": trainer.temperature,
+        "top_p": arguments.top_p,
+        "top_k": arguments.top_k,
+        "logprobs_mode": "processed_logprobs",
+        "stop_token_ids": list(trainer.eos_token_ids),
+        "trainer_dtype": dtype.removeprefix("torch."),
+    }
+    return facts if arguments.use_vllm else {**facts, "engine_dtype": facts["trainer_dtype"]}
 
 
 class _Recording:

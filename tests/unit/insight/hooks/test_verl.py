@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -166,3 +167,8 @@ def test_without_the_variable_nothing_is_patched(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("VERL_RC_TOKENS", raising=False)
     importlib.reload(hook)
     assert not hasattr(imported(monkeypatch, MODULE).PPOTrainer._compute_advantage, "__wrapped__")
+
+
+def test_verl_finds_it_in_the_distribution() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["verl.plugins"] == {"verl_rc": hook.__name__}
