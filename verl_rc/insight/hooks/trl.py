@@ -106,7 +106,7 @@ class _Recording:
             return stock(prompt_ids, *args, **kwargs)
         with _sampling(self._model, self._records) as sampled:
             completion_ids, log_probs = stock(prompt_ids, *args, **kwargs)
-        if log_probs is None:
+        if log_probs is None and self._records.is_on:
             with self._records:
                 log_probs = sampled.of_rows(completion_ids)
                 self._samples_here = log_probs is not None
