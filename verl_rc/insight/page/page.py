@@ -162,8 +162,10 @@ def _panels(
             if detail.samples > 0
             else "<p>Samples are left out of this page.</p>"
         )
-        panels.append(("samples", "Samples", text))
-        panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
+        if runs[0].is_own or runs[0].samples:
+            panels.append(("samples", "Samples", text))
+        if runs[0].is_own or runs[0].settings:
+            panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
     if detail.metrics:
         panels.append(("metrics", "All metrics", _each(runs, [metrics_panel(run) for run in runs])))
     panels.append(

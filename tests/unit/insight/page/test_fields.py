@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "your_trainer.md"
 
 def trl_run(folder: Path, **fields: object) -> Path:
     """Metrics of TRL, and tokens with both log-probs and ``fields``."""
+    folder.mkdir(exist_ok=True)
     history = [{"step": step, "reward": 0.1 * step, "grad_norm": 0.5} for step in (1, 2, 3)]
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     if fields:
@@ -72,6 +73,12 @@ def test_the_page_has_title_and_names_of_its_trainer(tmp_path: Path) -> None:
     assert '<th scope="col">in TRL</th>' in html
     assert '<section id="fields">' in html
     assert "algorithm.rollout_correction.diagnostics=full" not in html
+    assert not re.search(
+        r"(?:trainer|algorithm)\.\w+\.?\w*=", html.partition("<main>")[2].partition("<script")[0]
+    )
+    without = read_run(trl_run(tmp_path / "without"))
+    html = build_page([without], [judge(without)])
+    assert '<a href="#fields">would record them</a>' in html
 
 
 def test_the_page_of_an_own_run_has_none_of_it(tmp_path: Path) -> None:
