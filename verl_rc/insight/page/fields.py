@@ -24,6 +24,8 @@ _UNKNOWN = Recording("token records (docs/token_record.md)", ())
 def fields_panel(run: RunData) -> str:
     """A row for each field: our name and the trainer's, whether it is there, and what would record it."""
     recording = RECORDINGS.get(run.trainer, _UNKNOWN)
+    row = run.tokens.rows[0] if run.tokens is not None and run.tokens.rows else None
+    recorded = {*row.tokens, *row.cells} if row is not None else set()
     rows = [
         (
             escaped(name),
@@ -33,7 +35,7 @@ def fields_panel(run: RunData) -> str:
             "" if is_there else _remedy(name, recording),
         )
         for name, meaning in _TELLS.items()
-        for is_there in [run.tokens is not None and run.tokens.has(name)]
+        for is_there in [name in recorded]
     ]
     trainer = escaped(run.trainer or "its trainer")
     head = ("field", f"in {trainer}", "recorded", "tells", f"to record it in {trainer}")

@@ -58,7 +58,3 @@ class TokenData:
     """By step what the records tell of it, by the catalogue's names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Of the newest record."""
-
-    def has(self, name: str) -> bool:
-        """Whether the rows shown have a field."""
-        return bool(self.rows) and (name in self.rows[0].tokens or name in self.rows[0].cells)
