@@ -96,7 +96,7 @@ def read_foreign(path: Path) -> RunData | None:
     is_logger = isinstance((first or {}).get("data"), dict) or (
         head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80]
     )
-    run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE, "verl")
+    run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE, trainer="verl")
     lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
     columns = Columns()
     for step, metrics in lines:
@@ -215,19 +215,19 @@ def _from_rows(
 
 
 def _from_state(path: Path, state: Path) -> RunData | None:
-    run = RunData(path.stem, path, trl.SOURCE, "TRL")
+    run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
     return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
 
 
 def _from_prime_rl(path: Path) -> RunData | None:
-    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run", prime_rl.LAYOUT.trainer)
+    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run", trainer=prime_rl.LAYOUT.trainer)
     rows = read_records(path / prime_rl.METRICS, run.notes)
     return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in rows))
 
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
-    run, columns = RunData(path.name, path, DUMPS, "verl"), Columns()
+    run, columns = RunData(path.name, path, DUMPS, trainer="verl"), Columns()
     samples: list[SavedSample] = []
     for file in files:
         step, scores = as_step(int(file.stem)), []
