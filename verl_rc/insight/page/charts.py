@@ -213,7 +213,9 @@ def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
             low, high = (
                 (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
             )
-            lines.append(Line(prefix + name, run.series[name], low, high, run_number, part))
+            theirs = run.their_names.get(name)
+            label = name if theirs is None else f"{theirs} ({name})"
+            lines.append(Line(prefix + label, run.series[name], low, high, run_number, part))
         if spec.derived is not None and len(derived := spec.derived[2](run)):
             lines.append(Line(prefix + spec.derived[0], derived, run=run_number, part=len(run_names)))
     if not lines or (

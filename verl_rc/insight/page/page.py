@@ -14,6 +14,7 @@ from verl_rc import __version__
 from verl_rc.insight.page.charts import PANELS, Chart, charts_of
 from verl_rc.insight.page.comparison import comparison_panel
 from verl_rc.insight.page.encode import MOST_POINTS, Curve, curve_of, packed
+from verl_rc.insight.page.fields import fields_panel
 from verl_rc.insight.page.heat_map import heat_map_data
 from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.tables import (
@@ -104,7 +105,7 @@ def _build(
 ) -> str:
     data = _PageData(detail.points)
     panels = _panels(runs, verdicts, detail, data, left_out)
-    title = " against ".join(run.name for run in runs)
+    title = " against ".join(f"{run.trainer} run {run.name}" if run.trainer else run.name for run in runs)
     links = "".join(f'<a href="#{name}">{escaped(heading)}</a>' for name, heading, _ in panels)
     content = "".join(section(name, heading, text) for name, heading, text in panels)
     scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
@@ -154,13 +155,17 @@ def _panels(
         content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
         shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
         panels.append(("tokens", "Tokens", content))
+        if not runs[0].is_own:
+            panels.append(("fields", "What it recorded of tokens", fields_panel(runs[0])))
         text = (
             samples_panel(runs[0], detail.samples)
             if detail.samples > 0
             else "<p>Samples are left out of this page.</p>"
         )
-        panels.append(("samples", "Samples", text))
-        panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
+        if runs[0].is_own or runs[0].samples:
+            panels.append(("samples", "Samples", text))
+        if runs[0].is_own or runs[0].settings:
+            panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
     if detail.metrics:
         panels.append(("metrics", "All metrics", _each(runs, [metrics_panel(run) for run in runs])))
     panels.append(
@@ -208,11 +213,15 @@ class _PageData:
         )
 
     def heat_figure(self, run: RunData) -> str:
-        """The heat map of log-ratios, or which key records it."""
+        """The heat map of log-ratios, or which key records it; other trainers have none."""
         if run.heat_map is None:
             return (
-                '<p class="missing">The heat map of log-ratios needs histograms: '
-                "algorithm.rollout_correction.diagnostics=full records them.</p>"
+                ""
+                if not run.is_own
+                else (
+                    '<p class="missing">The heat map of log-ratios needs histograms: '
+                    "algorithm.rollout_correction.diagnostics=full records them.</p>"
+                )
             )
         self._heat = heat_map_data(run.heat_map, run.settings)
         return (

@@ -219,6 +219,7 @@ def metrics_panel(run: RunData) -> str:
         rows.append(
             (
                 f'<span title="{escaped("" if entry is None else entry.formula)}">{escaped(name)}</span>',
+                *([escaped(run.their_names.get(name, ""))] if run.their_names else []),
                 "not in the catalogue" if entry is None else escaped("" if entry.unit == "1" else entry.unit),
                 number(finite.values[0]) if len(finite) else "",
                 number(finite.values[-1]) if len(finite) else "",
@@ -234,6 +235,7 @@ def metrics_panel(run: RunData) -> str:
         )
     head = (
         "metric",
+        *([f"in {escaped(run.trainer or 'its trainer')}"] if run.their_names else []),
         "unit",
         "first",
         "last",

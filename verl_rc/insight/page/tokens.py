@@ -23,15 +23,16 @@ _MOST_PIECES = _UNKNOWN
 _POLICY, _KEPT, _CUT = 1, 2, 4
 """Bits of a token: the policy sampled it; rollout correction keeps it; its weight was cut."""
 _BAR_WIDTH = 160.0
-_KEYS = "trainer.token_records.enable=True writes them"
+_BELOW = 'what <a href="#fields">would record them</a> stands below'
+"""Said of other trainers, whose panel of fields names their options."""
 
 
 def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, dict[str, Any] | None]:
     """The panel and the data of its script; without records, the key that makes a run write them."""
     data = run.tokens
     if data is None:
-        advice = "" if run.is_own else " by verl_rc; verl-rc migrate translates a recipe of verl"
-        return f'<p class="missing">No token records were found: {_KEYS}{advice}.</p>', None
+        advice = "trainer.token_records.enable=True writes them" if run.is_own else _BELOW
+        return f'<p class="missing">No token records were found: {advice}.</p>', None
     has_ids = any("response_ids" in row.tokens for row in data.rows)
     visible = replace(data, pieces=data.pieces if with_text and has_ids else {})
     rows = rows_that_fit(data.rows, most_tokens)
@@ -42,17 +43,21 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
     )
     parts = [f"<p>{caption}: those of the newest record, then those whose log-probs differ most.</p>"]
     if data.profiles is None:
+        reason = (
+            "where the actor corrects (bypass mode, proximal=interpolate) there are none; "
+            "algorithm.rollout_correction.bypass_mode=False has them"
+            if run.is_own
+            else _BELOW
+        )
         parts.append(
-            '<p class="missing">The trainer\'s log-probs before the update are not in the records: where the actor corrects '  # noqa: E501
-            "(bypass mode, proximal=interpolate) there are none; "
-            "algorithm.rollout_correction.bypass_mode=False has them.</p>"
+            '<p class="missing">The trainer\'s log-probs before the update are not in the records: '
+            f"{reason}.</p>"
         )
     if not visible.pieces:
-        why = (
-            "is left out of this page"
-            if not with_text
-            else "was not recorded (trainer.token_records.contents=full does)"
+        not_recorded = "was not recorded" + (
+            " (trainer.token_records.contents=full does)" if run.is_own else ""
         )
+        why = not_recorded if with_text else "is left out of this page"
         parts.append(f"<p>The text of tokens {why}; a box stands for a token.</p>")
     parts.append(
         '<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>"

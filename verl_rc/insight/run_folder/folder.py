@@ -33,6 +33,7 @@ from verl_rc.insight.run_folder.records import (
 from verl_rc.insight.run_folder.token_files import OWN_TRAINER, TokenSource
 from verl_rc.insight.run_folder.tokens import read_tokens
 from verl_rc.insight.run_folder.trainers import LAYOUTS, prime_rl
+from verl_rc.insight.run_folder.trainers.options import RECORDINGS
 from verl_rc.metrics.run_files import ENDING
 
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
@@ -85,7 +86,7 @@ def _read(path: Path) -> RunData:
         if not run.steps:
             run = None
     if run is not None:
-        return run if source is None else with_tokens(run, source)
+        return _without_tokens(run) if source is None else with_tokens(run, source)
     if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{_METRICS}"))):
         names = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
@@ -105,9 +106,21 @@ def _is_own(folder: Path) -> bool:
     return (folder / _METRICS).is_file() and not is_theirs
 
 
+def _without_tokens(run: RunData) -> RunData:
+    """Say how the trainer's tokens would be recorded, where it is known whose run it is."""
+    recording = RECORDINGS.get(run.trainer)
+    if recording is not None:
+        run.notes.append(
+            f"{run.trainer}'s log holds no log-probs of tokens, without which the cause of a gap cannot be "
+            f"told. To record them: {recording.option}."
+        )
+    return run
+
+
 def with_tokens(run: RunData, source: TokenSource) -> RunData:
     """A run of another trainer with its token records, which tell what its log lacks."""
     run.tokens = read_tokens(source, run.notes)
+    run.trainer = run.trainer or source.trainer
     if run.tokens is None:
         return run
     columns = Columns()

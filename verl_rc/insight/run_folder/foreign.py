@@ -5,7 +5,7 @@ Names are mapped onto the catalogue where the meaning is equal, and nowhere else
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from verl_rc.data.token_rows import parse_line
@@ -96,11 +96,11 @@ def read_foreign(path: Path) -> RunData | None:
     is_logger = isinstance((first or {}).get("data"), dict) or (
         head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80]
     )
-    run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE)
+    run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE, trainer="verl")
     lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
     columns = Columns()
     for step, metrics in lines:
-        columns.add(step, metrics)
+        columns.add(step, _mapped(run, metrics))
     return _finished(run, columns) if columns.steps else None
 
 
@@ -124,8 +124,13 @@ def rejects(run: RunData) -> bool:
     return any(value > 0 for name in _REJECTED for value in run.get(name).values)
 
 
-def _mapped(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {catalogue_name(name): value for name, value in metrics.items()}
+def _mapped(
+    run: RunData, metrics: Mapping[str, float], name_of: Callable[[str], str] = catalogue_name
+) -> dict[str, float]:
+    """The metrics by our names; the run keeps theirs."""
+    names = {name: name_of(name) for name in metrics}
+    run.their_names |= {ours: theirs for theirs, ours in names.items() if ours != theirs}
+    return {names[name]: value for name, value in metrics.items()}
 
 
 def _file_logger_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -136,7 +141,7 @@ def _file_logger_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict
             record = parse_line(line) or {}
             step, data = as_step(record.get("step")), record.get("data")
             if step is not None and isinstance(data, dict):
-                yield step, _mapped(dict(numbers_of(data)))
+                yield step, dict(numbers_of(data))
             elif line.strip():
                 broken += 1
     if broken:
@@ -152,7 +157,7 @@ def _console_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
             match = _CONSOLE_LINE.search(_COLOUR.sub("", line.rstrip("\n")))
             step = None if match is None else as_step(int(match[1]))
             if match is not None and step is not None and (metrics := dict(_console_metrics(match[2]))):
-                yield step, _mapped(metrics)
+                yield step, metrics
 
 
 def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
@@ -168,7 +173,7 @@ def _from_events(path: Path, files: list[Path]) -> RunData | None:
     for file in files:
         try:
             for step, metrics in _by_step(event_files.read_scalars(file)):
-                columns.add(step, _mapped(metrics))
+                columns.add(step, _mapped(run, metrics))
         except event_files.DamagedFileError as error:
             run.notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
     columns.repeated = 0  # a step of an event file is as many records as it has metrics
@@ -197,29 +202,32 @@ def _from_offline(path: Path, file: Path) -> RunData | None:
         return None
 
 
-def _from_rows(run: RunData, rows: Iterator[tuple[int, dict[str, float]]]) -> RunData | None:
+def _from_rows(
+    run: RunData,
+    rows: Iterator[tuple[int, dict[str, float]]],
+    name_of: Callable[[str], str] = catalogue_name,
+) -> RunData | None:
     columns = Columns()
     for step, metrics in rows:
-        columns.add(step, _mapped(metrics))
+        columns.add(step, _mapped(run, metrics, name_of))
     columns.repeated = 0  # a step is as many rows as calls of log
     return _finished(run, columns) if columns.steps else None
 
 
 def _from_state(path: Path, state: Path) -> RunData | None:
-    columns = trl.read_state(state)
-    run = RunData(path.stem, path, trl.SOURCE, notes=[trl.LACKS])
-    return None if columns is None else _finished(run, columns)
+    run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
+    return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
 
 
 def _from_prime_rl(path: Path) -> RunData | None:
-    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run")
+    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run", trainer=prime_rl.LAYOUT.trainer)
     rows = read_records(path / prime_rl.METRICS, run.notes)
     return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in rows))
 
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
-    run, columns = RunData(path.name, path, DUMPS), Columns()
+    run, columns = RunData(path.name, path, DUMPS, trainer="verl"), Columns()
     samples: list[SavedSample] = []
     for file in files:
         step, scores = as_step(int(file.stem)), []

@@ -144,7 +144,7 @@ def test_what_is_missing_is_named_with_its_key(tmp_path: Path) -> None:
     log.write_text("step:1 - actor/pg_loss:0.5 - critic/score/mean:0.25\n")
     foreign = read_foreign(log)
     assert foreign is not None
-    assert "verl-rc migrate" in tokens_panel(foreign, True, 100)[0]
+    assert "#fields" in tokens_panel(foreign, True, 100)[0]
     bypass = run_with(tmp_path, token_record(10, old_log_prob=None))
     assert "bypass_mode=False" in tokens_panel(bypass, True, 1_000)[0]
 

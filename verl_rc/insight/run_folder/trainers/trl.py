@@ -1,10 +1,10 @@
 """TRL: ``trainer_state.json``, which every checkpoint has. Read at TRL 1.16."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from verl_rc.insight.run_folder.lines import as_step, numbers_of
-from verl_rc.insight.run_folder.records import Columns
 
 SOURCE = "TRL's trainer_state.json"
 STATE = "trainer_state.json"
@@ -21,10 +21,6 @@ NAMES = {
     "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
 }
 """Their metrics whose meaning is that of the catalogue's; importance ratios are clipped before the mean."""
-LACKS = (
-    "TRL's log holds no log-probs of tokens, without which the cause of a gap cannot be told: write token "
-    "records (docs/token_record.md)."
-)
 
 
 def newest_state(path: Path) -> Path | None:
@@ -36,19 +32,16 @@ def newest_state(path: Path) -> Path | None:
     return next((state for state in candidates if state.is_file()), None)
 
 
-def read_state(path: Path) -> Columns | None:
-    """The log of a state; None where it has none."""
+def state_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Step and metrics of each line of a state's log; nothing where it has none."""
     try:
         history = json.loads(path.read_text(encoding="utf-8", errors="replace"))["log_history"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    columns = Columns()
+        return
     for line in history if isinstance(history, list) else ():
         step = as_step(line.get("step")) if isinstance(line, dict) else None
         if step is not None:
-            columns.add(step, {NAMES.get(name, name): value for name, value in numbers_of(line)})
-    columns.repeated = 0  # training and evaluation log a line each
-    return columns if columns.steps else None
+            yield step, dict(numbers_of(line))
 
 
 def _step_of(folder: Path) -> int:
