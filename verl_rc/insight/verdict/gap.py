@@ -431,14 +431,13 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
 
 
 def _precision(run: RunData) -> str | None:
-    """The least precise part of engine and trainer, a key of the plausible noises; None where the
-    configuration is not known."""
-    options = [
-        run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")
-    ]
-    if not run.is_own or None in options:
-        return None
-    engine, trainer = (torch_name(str(dtype)) for dtype in options)
+    """The least precise part of engine and trainer, a key of the plausible noises; None where neither the
+    configuration nor the facts of token records tell."""
+    keys = (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")
+    dtypes = [run.settings.get(key) for key in keys]
+    if not run.is_own and run.tokens is not None:
+        dtypes = [run.tokens.facts.get(name) for name in ("engine_dtype", "trainer_dtype")]
+    engine, trainer = (torch_name(str(dtype)) for dtype in dtypes)
     if not {engine, trainer} <= PLAUSIBLE_NOISE.keys():
         return None
     quantization, cache = (

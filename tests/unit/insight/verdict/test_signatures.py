@@ -6,6 +6,7 @@ import pytest
 from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.data.token_lines import TokenLines
+from verl_rc.health.cause_table import LARGE
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import Verdict, judge
@@ -74,3 +75,15 @@ def test_engines_are_compared_without_sums_of_squares(tmp_path: Path) -> None:
     path = written(tmp_path, "one engine of two stale", DISTRIBUTIONS)
     (cause,) = {statement.cause for statement in verdict_of(path).statements if statement.level == "fault"}
     assert cause == "one engine differs from the others"
+
+
+@pytest.mark.parametrize(("engine", "is_large"), [("float32", True), ("bfloat16", False), ("int4", False)])
+def test_the_precision_that_records_state_says_what_rounding_can_make(
+    tmp_path: Path, engine: str, is_large: bool
+) -> None:
+    """An engine whose logits are rounded to bfloat16, by what its records say of it."""
+    path = written(tmp_path, "healthy bf16", steps=6, engine_dtype=engine, trainer_dtype="float32")
+    large = [one for one in verdict_of(path).statements if one.cause == LARGE.name]
+    assert [one.confidence for one in large] == ["possible"] * is_large
+    if large:
+        assert "where rounding in float32 makes 0.0001" in large[0].sentence
