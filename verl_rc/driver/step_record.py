@@ -70,9 +70,11 @@ class StepRecord:
     def stage(self, name: str, **facts: Any) -> Iterator[None]:
         """Time a stage; it appears as ``timing_s/<name>``, and with ``facts`` in the run's trace."""
         started = time.perf_counter()
-        with TRACE.driver(name, **facts):
-            yield
-        self._seconds[name] += time.perf_counter() - started
+        try:
+            with TRACE.driver(name, **facts):
+                yield
+        finally:  # an engine that is lost in it is replaced, and the step goes on
+            self._seconds[name] += time.perf_counter() - started
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -128,3 +128,10 @@ def test_on_an_idle_machine_lengths_are_the_likely_cause(
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 1.0, 1.0))
     Pace().observed({"gen": 0.5}, 1, PLACEMENT).observed({"gen": 6.0}, 2, PLACEMENT)
     assert "compare the lengths" in said[0]
+
+
+def test_a_stage_that_an_engine_is_lost_in_is_timed() -> None:
+    record = StepRecord()
+    with pytest.raises(RuntimeError), record.stage("update_weights"):
+        raise RuntimeError("lost")
+    assert record.seconds["update_weights"] > 0
