@@ -16,18 +16,19 @@ from verl_rc.metrics.signatures import signature_metrics
 
 def metrics_of(record: TokenRecord) -> dict[str, float]:
     """Means over the sampled tokens of random rows, and their signatures, by the catalogue's names."""
-    is_random = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
-    counted = record.tokens["response_mask"] & is_random
+    random_rows = record.rows["chosen_by"] == "random"
+    counted = record.tokens["response_mask"] & np.repeat(random_rows, record.lengths)
     if not counted.any():
         return {}
     metrics = {
         "ledger/sampled_tokens": float(counted.sum()),
-        "response_length/mean": float(record.lengths.mean()),
+        "response_length/mean": float(record.lengths[random_rows].mean()),
     }
     if "score" in record.rows:
-        metrics["critic/score/mean"] = float(np.mean(record.rows["score"], dtype="float64"))
+        metrics["critic/score/mean"] = float(np.mean(record.rows["score"][random_rows], dtype="float64"))
     if "entropy" in record.tokens:
-        metrics["actor/entropy"] = float(np.mean(record.tokens["entropy"][counted], dtype="float64"))
+        entropies = record.tokens["entropy"][counted]
+        metrics["actor/entropy"] = float(np.mean(entropies[np.isfinite(entropies)], dtype="float64"))
     tokens = ComparedTokens.from_record(record)
     if tokens is None:
         return metrics

@@ -32,3 +32,14 @@ def test_the_gap_by_age(facts: dict[str, int], youngest: int) -> None:
     assert metrics[f"rollout_corr/age_{youngest}_k3_kl"] == pytest.approx(expected, rel=1e-5)
     assert metrics[f"rollout_corr/age_{youngest + 3}_k3_kl"] == 0.0
     assert metrics["rollout_corr/token_age_mean"] == pytest.approx(youngest + 1)
+
+
+def test_means_are_those_of_rows_that_were_drawn_at_random() -> None:
+    """Not of the worst rows, and without an entropy that is not finite."""
+    row = {"response_mask": [1, 1], "rollout_log_prob": [-1.0, -1.0], "score": 1.0, "chosen_by": "random"}
+    worst = {"response_mask": [1], "rollout_log_prob": [-9.0], "score": 0.0, "chosen_by": "worst"}
+    rows = [row | {"entropy": [0.5, math.nan]}, worst | {"entropy": [7.0]}]
+    metrics = metrics_of(record_of_rows({}, 1, rows))
+    assert metrics["response_length/mean"] == 2.0
+    assert metrics["critic/score/mean"] == 1.0
+    assert metrics["actor/entropy"] == 0.5
