@@ -114,9 +114,13 @@ class Recorder:
         self.is_on = True
         self.facts = facts
         self._folder, self._trainer, self._rank = Path(folder), trainer, rank
-        self._every = int(os.environ.get(EVERY_VARIABLE, "1"))
         self._lines: TokenLines | None = None
         self._step: int | None = None
+        every = os.environ.get(EVERY_VARIABLE, "1")
+        with self:
+            if not every.isdecimal() or not int(every):
+                raise ValueError(f"{EVERY_VARIABLE} must be a whole number above 0, got {every!r}")
+            self._every = int(every)
         atexit.register(self.close)
 
     def takes(self, step: int) -> bool:

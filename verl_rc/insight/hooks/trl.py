@@ -157,6 +157,8 @@ class _Recording:
         ids, mask, engine = inputs["completion_ids"], inputs["completion_mask"], inputs[_ENGINE]
         weight = inputs.get("importance_sampling_ratio")
         stops = torch.tensor(list(self._trainer.eos_token_ids), device=ids.device)
+        # The last one alone: turns with tools end with such tokens, too.
+        last_ids = ids.gather(1, (mask.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
         return rows_of(
             mask,
             {
@@ -172,7 +174,7 @@ class _Recording:
             prompt_ids=ragged(inputs["prompt_ids"], inputs["prompt_mask"]),
             advantage=inputs["advantages"],
             score=inputs[_SCORE],
-            finished=(torch.isin(ids, stops) & mask.bool()).any(1),
+            finished=torch.isin(last_ids, stops),
             version=[self._version] * len(ids),
         )
 

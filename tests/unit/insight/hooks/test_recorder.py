@@ -93,6 +93,15 @@ def test_only_each_so_manieth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [step for step in range(1, 12) if records.takes(step)] == [5, 10]
 
 
+@pytest.mark.parametrize("every", ["ten", "0", "-1"])
+def test_another_number_of_steps_ends_the_recording_and_not_the_run(
+    every: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VERL_RC_TOKENS_EVERY", every)
+    assert not Recorder(tmp_path, "TRL").takes(1)
+    assert f"VERL_RC_TOKENS_EVERY must be a whole number above 0, got '{every}'" in caplog.text
+
+
 def test_a_failing_write_ends_the_recording_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
