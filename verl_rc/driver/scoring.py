@@ -63,11 +63,14 @@ class ResponseScorer:
     ) -> tuple[list[RewardSample], dict[int, RewardError]]:
         """One sample per response, with the reward model's score if the run has a model; and the error of
         each sample that the model did not score, by place."""
-        conversations = [
-            [*row.messages, {"role": "assistant", "content": text}]
-            for row, text in zip(rows, texts, strict=True)
-        ]
-        answers = [None] * len(rows) if self._model is None else self._model.score(conversations)
+        answers: Sequence[float | str | None] = [None] * len(rows)
+        if self._model is not None:
+            answers = self._model.score(
+                [
+                    [*row.messages, {"role": "assistant", "content": text}]
+                    for row, text in zip(rows, texts, strict=True)
+                ]
+            )
         samples = [
             RewardSample.from_row(row, text, None if isinstance(answer, str) else answer)
             for row, text, answer in zip(rows, texts, answers, strict=True)
