@@ -172,13 +172,15 @@ def checked(record: TokenRecord) -> TokenRecord:
     return replace(record, tokens=tokens)
 
 
+def prompt_numbers(prompts: Sequence[Array]) -> Array:
+    """int64 ``[rows]``: the same for rows with the same prompt."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in prompts], "int64")
+
+
 def with_defaults(rows: Mapping[str, Array], count: int, prompts: Sequence[Array] | None) -> dict[str, Array]:
     """Columns ``[count]`` with those that every reader may ask for."""
-    if prompts is None:
-        groups: Array = np.arange(count)
-    else:
-        numbers: dict[bytes, int] = {}
-        groups = np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in prompts], "int32")
+    groups = np.arange(count) if prompts is None else prompt_numbers(prompts).astype("int32")
     defaults = {
         "row": np.arange(count),
         "group": groups,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, TokenRecord
+from verl_rc.data.token_record import Array, TokenRecord, prompt_numbers
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens, summed
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -19,18 +19,19 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     that it explains; what share of l^2 is spread behind prefixes. Empty where ids are not known, or too few
     tokens share a prefix."""
     record = tokens.record
+    if record.prompts is None or "response_ids" not in record.tokens:
+        return {}
+    prompts = prompt_numbers(record.prompts)
     products, squares = np.zeros((2, len(record.lengths)))
     spread, square, freedom = 0.0, 0.0, 0
-    first = None
-    for places, classes in _shared(record):
+    for places, classes in _shared(record, prompts):
         rows = tokens.rows[places]
-        first = _prompt_numbers(record) if first is None else first
         valid = tokens.valid[places]
         places, classes, rows = places[valid], classes[valid], rows[valid]
         square += float(np.sum(tokens.logs[places] ** 2))
         logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
-        products += np.bincount(first[rows], logs * train, len(record.lengths))
-        squares += np.bincount(first[rows], train**2, len(record.lengths))
+        products += np.bincount(prompts[rows], logs * train, len(record.lengths))
+        squares += np.bincount(prompts[rows], train**2, len(record.lengths))
         spread += float(logs @ logs)
         freedom += len(classes) - len(np.unique(classes))
     quotient = summed(products, squares)
@@ -45,19 +46,10 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     return metrics if z is None else metrics | {"prefix_z": z}
 
 
-def _prompt_numbers(record: TokenRecord) -> Array:
-    """int64 ``[rows]``: the same for rows with the same prompt."""
-    assert record.prompts is not None
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(ids.tobytes(), len(numbers)) for ids in record.prompts], "int64")
-
-
-def _shared(record: TokenRecord) -> Iterator[tuple[Array, Array]]:
+def _shared(record: TokenRecord, prompts: Array) -> Iterator[tuple[Array, Array]]:
     """Yield for each position the tokens whose prefix others share, and a number of each one's prefix."""
-    ids = record.tokens.get("response_ids")
-    if ids is None or record.prompts is None:
-        return
-    classes, rows, starts = _prompt_numbers(record), np.arange(len(record.lengths)), record.starts
+    ids, starts = record.tokens["response_ids"], record.starts
+    classes, rows = prompts, np.arange(len(record.lengths))
     position = 0
     while True:
         is_long = record.lengths[rows] > position
