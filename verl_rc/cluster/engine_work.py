@@ -139,7 +139,7 @@ class EngineWork:
         return num_unfinished(self._requests.values())
 
     def owned(self) -> list[Request]:
-        """The requests that have an owner and were not taken."""
+        """The requests that have an owner and were not taken, in the order of their numbers."""
         return [request for request in self._requests.values() if request.owner is not None]
 
     def record(self, answers: Mapping[int, Collected]) -> None:
@@ -190,10 +190,7 @@ class EngineWork:
     def take_ended(self) -> list[Request]:
         """Strike out the requests with an owner that have ended, and return them, in the order of their
         numbers."""
-        ended = sorted(
-            (request for request in self.owned() if request.outcome is not None),
-            key=lambda request: request.number,
-        )
+        ended = [request for request in self.owned() if request.outcome is not None]
         self.take(ended)
         return ended
 

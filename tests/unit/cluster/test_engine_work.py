@@ -39,6 +39,12 @@ def numbers_of(requests: Iterable[Request]) -> list[int]:
     return [request.number for request in requests]
 
 
+def add_eight(work: EngineWork) -> list[Request]:
+    """Two requests for each of four prompts."""
+    requests = [GenerationRequest([seed // 2], seed) for seed in range(8)]
+    return work.add(requests, OPTIONS, awaited=False, evenly=True, owners="abcdefgh")
+
+
 def seeds_by_engine(requests: Iterable[Request]) -> dict[int, list[int]]:
     seeds: dict[int, list[int]] = {}
     for request in requests:
@@ -91,13 +97,7 @@ def test_everything_is_placed_once_and_as_the_rule_says(
 
 def test_what_comes_back_in_any_order_is_taken_once_in_the_order_asked_for_with_its_owner() -> None:
     work = EngineWork(2)
-    added = work.add(
-        [GenerationRequest([seed // 2], seed) for seed in range(8)],
-        OPTIONS,
-        awaited=False,
-        evenly=True,
-        owners="abcdefgh",
-    )
+    added = add_eight(work)
     assert numbers_of(added) == list(range(8))
     assert seeds_by_engine(added) == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
     assert num_unfinished(added) == {0: 4, 1: 4}
@@ -216,13 +216,7 @@ TWICE = (
 )
 def test_an_answer_that_cannot_be_is_refused_and_all_others_are_kept(second: Collected, message: str) -> None:
     work = EngineWork(2)
-    added = work.add(
-        [GenerationRequest([seed // 2], seed) for seed in range(8)],
-        OPTIONS,
-        awaited=False,
-        evenly=True,
-        owners="abcdefgh",
-    )
+    added = add_eight(work)
     work.record({1: collected([2])})
     with pytest.raises(RuntimeError, match=message):
         work.record({0: collected([4]), 1: second})
