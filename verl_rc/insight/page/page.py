@@ -215,13 +215,11 @@ class _PageData:
     def heat_figure(self, run: RunData) -> str:
         """The heat map of log-ratios, or which key records it; other trainers have none."""
         if run.heat_map is None:
+            if not run.is_own:
+                return ""
             return (
-                ""
-                if not run.is_own
-                else (
-                    '<p class="missing">The heat map of log-ratios needs histograms: '
-                    "algorithm.rollout_correction.diagnostics=full records them.</p>"
-                )
+                '<p class="missing">The heat map of log-ratios needs histograms: '
+                "algorithm.rollout_correction.diagnostics=full records them.</p>"
             )
         self._heat = heat_map_data(run.heat_map, run.settings)
         return (

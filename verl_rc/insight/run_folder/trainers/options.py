@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from verl_rc.insight.hooks import openrlhf
 from verl_rc.insight.run_folder.trainers import nemo_rl, open_instruct, prime_rl, skyrl, slime
 
 _BOTH = ("rollout_log_prob", "old_log_prob")
@@ -55,14 +56,7 @@ RECORDINGS: Mapping[str, Recording] = {
         "worker_process_setup_hook=verl_rc.insight.hooks.openrlhf.attach in Ray's runtime environment, "
         "VERL_RC_TOKENS=FOLDER, --algo.advantage.is_correction_enable",
         (*_BOTH, "score", "advantage", "finished"),
-        {
-            "response_mask": "action_mask",
-            "rollout_log_prob": "rollout_log_probs",
-            "old_log_prob": "action_log_probs",
-            "ref_log_prob": "base_action_log_probs",
-            "advantage": "advantages",
-            "score": "rewards",
-        },
+        {**openrlhf.FIELDS, "score": "rewards"},
     ),
     "AReaL": Recording(
         "scheduling_spec.cmd: python -m verl_rc.insight.hooks.areal, env_vars: {VERL_RC_TOKENS: FOLDER}",
