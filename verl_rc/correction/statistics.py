@@ -189,7 +189,8 @@ def _measure_token_weights(
         {f"{kind}_token": _weights_of_tokens(excesses[kind], ratio.valid, sums.tokens) for kind in kinds}
     )
     added = {kind: totals.weights[f"{kind}_token"].excess.total for kind in kinds}
-    added = {"raw": sequence_sum(weights.raw_excess), **added}
+    if not settings.full:
+        added["raw"] = sequence_sum(weights.raw_excess)
     return {kind: sums.mean(total) for kind, total in added.items()}
 
 
