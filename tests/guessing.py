@@ -1,0 +1,71 @@
+"""An environment for tests: guess a secret digit in three turns; its hints are noisy, so its random state
+matters."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from verl_rc.rollout.environment import Environment, Opening, PolicyError, Reply, Turn
+
+
+class Guess(Environment):
+    """A turn's reward is 1 for the secret, else -0.1; ``h`` or ``l`` says where it lies, ``?`` nothing."""
+
+    def __init__(
+        self, latency: float = 0.0, snapshot: bool = True, max_turns: int = 3, faults: Mapping[str, int] = {}
+    ) -> None:
+        """``snapshot``: its state can be written down. ``faults``: the turn at which each happens."""
+        self.latency, self.snapshot, self.max_turns, self.faults = latency, snapshot, max_turns, faults
+        self.closed = 0
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
+        self.random = random.Random(time.time_ns() if "random" in self.faults else seed)
+        self.secret, self.guesses = self.random.randrange(10), 0
+        return Opening([{"role": "user", "content": f"guess {row.get('ground_truth', '')}"}])
+
+    async def step(self, turn: Turn) -> Reply:
+        await asyncio.sleep(self.latency)
+        if self.faults.get("hang") == turn.number:
+            await asyncio.sleep(3600)
+        if self.faults.get("block") == turn.number:
+            time.sleep(3)
+        if self.faults.get("raise") == turn.number:
+            raise RuntimeError("the sandbox was lost")
+        if self.faults.get("policy") == turn.number:
+            raise PolicyError("it calls what it must not", reward=-5.0)
+        self.guesses += 1
+        right = turn.text[:1] == str(self.secret)
+        done = right or self.guesses == self.max_turns
+        hint = "?" if self.random.random() < 0.5 else "h" if turn.text[:1] > str(self.secret) else "l"
+        role = "assistant" if self.faults.get("role") == turn.number else "user"
+        return Reply(
+            [] if done else [{"role": role, "content": hint}],
+            reward=float("nan") if self.faults.get("nan") == turn.number else 1.0 if right else -0.1,
+            done=done,
+            metrics={"right": float(right)},
+        )
+
+    async def state(self) -> bytes | None:
+        if not self.snapshot:
+            return None
+        return json.dumps([self.secret, self.guesses, self.random.getstate()]).encode()
+
+    async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
+        self.secret, self.guesses, (version, numbers, following) = json.loads(state)
+        self.random = random.Random()
+        self.random.setstate((version, tuple(numbers), following))
+
+    async def close(self) -> None:
+        self.closed += 1
+        if "close" in self.faults:
+            raise RuntimeError("the door is stuck")
+
+
+class WithoutStep(Environment):
+    """No environment: ``step`` is missing."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        pass

@@ -1,0 +1,219 @@
+"""Episodes of a host: the same from state, from turns and never moved; what fails, and how it is told."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+from guessing import Guess
+
+from verl_rc.data.episode import BadReplyError, Episode, Exchange, Reply, Turn
+from verl_rc.rollout.environment import Environment, environment_class
+from verl_rc.rollout.environment_host import Answered, Failed, Host, HostLimits, NeedsHistory, Outcome
+
+T = TypeVar("T")
+NO_LIMITS = HostLimits()
+WRONG = [Turn(number, "x", (number,), True) for number in range(9)]
+"""Guesses that are never right."""
+
+
+def run(call: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(call)
+
+
+def host_of(limits: HostLimits = NO_LIMITS, **arguments: Any) -> tuple[Host, list[Guess]]:
+    """A host, and the environments that it makes."""
+    made: list[Guess] = []
+
+    def make(_: object) -> Environment:
+        made.append(Guess(**arguments))
+        return made[-1]
+
+    return Host(make, limits), made
+
+
+def episode(seed: int = 5, **facts: Any) -> Episode:
+    return Episode((3, 1, 0), {"ground_truth": "7"}, seed, **facts)
+
+
+async def play(host: Host, turns: Sequence[Turn], at: Episode) -> list[Outcome]:
+    """The outcomes of turns, each sent with the state before it."""
+    outcomes: list[Outcome] = []
+    for turn in turns:
+        outcomes.append(await host.step(at, turn))
+        if isinstance(outcomes[-1], Answered):
+            at = replace(at, state=outcomes[-1].state)
+    return outcomes
+
+
+def replies(outcomes: Sequence[Outcome]) -> list[Reply]:
+    assert all(isinstance(one, Answered) for one in outcomes), outcomes
+    return [one.reply for one in outcomes if isinstance(one, Answered)]
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize("lost_after", [1, 2, 3, 4])
+def test_an_episode_goes_on_elsewhere_as_it_would_have_here(snapshot: bool, lost_after: int) -> None:
+    """On a host that knows nothing of it: from its state, or else from its turns."""
+
+    async def moved() -> tuple[list[Reply], list[Reply]]:
+        host, _ = host_of(snapshot=snapshot, max_turns=6)
+        whole = replies(await play(host, WRONG[:6], episode()))
+        first, _ = host_of(snapshot=snapshot, max_turns=6)
+        known = await play(first, WRONG[:lost_after], episode())
+        (*_, last) = known
+        assert isinstance(last, Answered)
+        at = episode(state=last.state)
+        second, _ = host_of(snapshot=snapshot, max_turns=6)
+        if not snapshot:
+            assert await second.step(at, WRONG[lost_after]) == NeedsHistory()
+            pairs = zip(WRONG, replies(known), strict=False)
+            at = replace(at, history=[Exchange(turn, reply) for turn, reply in pairs])
+        rest = await play(second, WRONG[lost_after:6], at)
+        assert second.counts == {"restored" if snapshot else "replayed": 1}
+        return whole, replies(known) + replies(rest)
+
+    whole, joined = run(moved())
+    assert joined == whole
+    assert len({reply.messages[0]["content"] for reply in whole[:-1]}) > 1  # the hints are noisy
+
+
+def test_a_turn_that_is_sent_twice_gets_the_same_reply() -> None:
+    """Also while the first is at work: the environment steps once."""
+
+    async def twice() -> None:
+        host, made = host_of(latency=0.05, max_turns=9)
+        first, second = await asyncio.gather(host.step(episode(), WRONG[0]), host.step(episode(), WRONG[0]))
+        assert first == second == await host.step(episode(), WRONG[0])
+        assert (made[0].guesses, host.counts["repeated"], len(made)) == (1, 2, 1)
+
+    run(twice())
+
+
+def test_an_episode_whose_turns_went_elsewhere_meanwhile_is_opened_again() -> None:
+    async def elsewhere() -> None:
+        host, made = host_of(max_turns=9)
+        other, _ = host_of(max_turns=9)
+        (first,) = await play(host, WRONG[:1], episode())
+        assert isinstance(first, Answered)
+        known = await play(other, WRONG[1:3], episode(state=first.state))
+        (_, last) = known
+        assert isinstance(last, Answered)
+        back = await host.step(episode(state=last.state), WRONG[3])
+        assert back == await other.step(episode(state=last.state), WRONG[3])
+        assert (len(made), made[0].closed) == (2, 1)
+
+    run(elsewhere())
+
+
+@pytest.mark.parametrize(
+    ("faults", "why", "again"),
+    [
+        (
+            {"raise": 0},
+            r"the environment, turn 0 of episode \(3, 1, 0\): RuntimeError\('the sandbox was lost'\)",
+            True,
+        ),
+        ({"hang": 0}, r"Guess.step must return within .*step_seconds=0.1", True),
+        ({"nan": 0}, "Reply.reward must be a finite number, got nan", False),
+        ({"role": 0}, "Reply.messages must be of the roles user, tool or system", False),
+    ],
+)
+def test_what_fails_names_environment_turn_and_cause(faults: dict[str, int], why: str, again: bool) -> None:
+    async def fail() -> None:
+        host, made = host_of(HostLimits(step_seconds=0.1), faults=faults)
+        outcome = await host.step(episode(), WRONG[0])
+        assert isinstance(outcome, Failed)
+        assert outcome.again is again
+        with pytest.raises(AssertionError, match=why):
+            raise AssertionError(outcome.why)
+        assert (len(host), made[0].closed) == (0, 1)
+
+    run(fail())
+
+
+def test_an_environment_that_replies_otherwise_to_the_same_turns_is_not_deterministic() -> None:
+    async def replay() -> Outcome:
+        outcomes = []
+        for _ in range(8):  # a hint is another one with a probability of a half or more
+            host, _ = host_of(snapshot=False, faults={"random": 0}, max_turns=9)
+            known = replies(await play(host, WRONG[:3], episode()))
+            history = [Exchange(turn, reply) for turn, reply in zip(WRONG, known, strict=False)]
+            other, _ = host_of(snapshot=False, faults={"random": 0}, max_turns=9)
+            outcomes.append(await other.step(episode(history=history), WRONG[3]))
+        return next(one for one in outcomes if isinstance(one, Failed))
+
+    outcome = run(replay())
+    assert isinstance(outcome, Failed)
+    assert not outcome.again
+    assert "must reply alike to the same turns, but to turn" in outcome.why
+
+
+def test_a_policy_at_fault_ends_its_episode_with_its_reward() -> None:
+    async def fault() -> None:
+        host, made = host_of(faults={"policy": 0})
+        outcome = await host.step(episode(), WRONG[0])
+        assert isinstance(outcome, Answered)
+        assert (outcome.reply.reward, outcome.reply.ends, made[0].closed) == (-5.0, True, 1)
+
+    run(fault())
+
+
+def test_an_episode_is_closed_when_it_ends_is_cut_off_or_is_left_alone() -> None:
+    async def close() -> None:
+        host, made = host_of(HostLimits(idle_seconds=0.05), faults={"close": 0}, max_turns=1)
+        await host.step(episode(), WRONG[0])
+        assert (len(host), made[0].closed, host.counts["failed to close"]) == (0, 1, 1)
+        host, made = host_of(HostLimits(idle_seconds=0.05), max_turns=9)
+        cut = await host.step(episode(), replace(WRONG[0], stopped=False))
+        assert (len(host), isinstance(cut, Answered)) == (0, True)
+        await host.step(episode(), WRONG[0])
+        await asyncio.sleep(0.1)
+        await host.step(replace(episode(), key=(4, 0, 0)), WRONG[0])
+        assert (len(host), made[1].closed) == (1, 1)
+
+    run(close())
+
+
+def test_a_state_has_a_largest_size() -> None:
+    outcome = run(host_of(HostLimits(state_megabytes=1e-4))[0].step(episode(), WRONG[0]))
+    assert isinstance(outcome, Failed)
+    assert "max_state_megabytes=0.0001" in outcome.why
+
+
+def test_an_opening_is_that_of_reset_and_nothing_stays_open() -> None:
+    async def opened() -> None:
+        host, made = host_of()
+        opening = await host.open({"ground_truth": "7"}, 5)
+        assert opening is not None
+        assert opening.messages == [{"role": "user", "content": "guess 7"}]
+        assert (len(host), made[0].closed) == (0, 1)
+
+    run(opened())
+
+
+def test_classes_are_found_by_name_and_refused_by_name() -> None:
+    assert isinstance(environment_class("guessing:Guess", {"max_turns": 2})(), Guess)
+    for name, arguments, why in (
+        ("guessing:WithoutStep", {}, "abstract method.* step"),
+        ("guessing:Guess", {"turns": 2}, "unexpected keyword argument 'turns'"),
+        ("guessing:json", {}, "must be a verl_rc.rollout.environment.Environment"),
+        ("guessing:Gess", {}, "must name a class in an importable module"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            environment_class(name, arguments)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({}, "must have messages for the policy's next turn, or done=True"),
+        ({"done": True, "reward": "1"}, "Reply.reward must be a finite number, got '1'"),
+        ({"done": True, "metrics": {"a": float("inf")}}, r"Reply.metrics\['a'\] must be a finite number"),
+        ({"messages": ["hello"]}, "Reply.messages must be of the roles"),
+    ],
+)
+def test_a_reply_says_what_it_must_be(facts: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadReplyError, match=why):
+        Reply(**facts)

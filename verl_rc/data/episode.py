@@ -1,0 +1,100 @@
+"""The records of an episode: what an environment is told, and what it answers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]
+"""A chat message ``{role, content}``; the role of an environment's is user, tool or system."""
+TOOL_CALLS = "tool_calls"
+"""The metric of a reply: calls that tools answered in it."""
+EpisodeKey = tuple[int, int, int]
+"""Number of the group, place of the sample in it, and attempt."""
+
+
+class BadReplyError(ValueError):
+    """A reply is none that an environment may give."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What an episode begins with, before the policy's first turn."""
+
+    messages: Sequence[Message]
+    """The prompt."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Descriptions of tools for the chat template (OpenAI's function format)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy."""
+
+    number: int
+    """From 0."""
+    text: str
+    """With special tokens, without the EOS token at its end. To be read: it is never encoded again."""
+    token_ids: tuple[int, ...]
+    """The sampled tokens."""
+    stopped: bool
+    """Ended by a stop token. False: a limit has cut it off, so no turn follows, and it only gets a reward."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    messages: Sequence[Message] = ()
+    """What the policy reads before its next turn; none where the episode is done."""
+    reward: float = 0.0
+    """Of this turn."""
+    done: bool = False
+    """The episode has ended."""
+    truncated: bool = False
+    """The episode has ended at a limit: its sample counts as unfinished."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be shown, by name."""
+
+    def __post_init__(self) -> None:
+        """Raise ``BadReplyError`` naming what is wrong."""
+        numbers = {"reward": self.reward, **{f"metrics[{name!r}]": v for name, v in self.metrics.items()}}
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise BadReplyError(f"Reply.{name} must be a finite number, got {value!r}.")
+        for message in self.messages:
+            if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
+                raise BadReplyError(
+                    "Reply.messages must be of the roles user, tool or system, which are not the policy's, "
+                    f"got {message!r}."
+                )
+        if not (self.messages or self.ends):
+            raise BadReplyError("a Reply must have messages for the policy's next turn, or done=True.")
+
+    @property
+    def ends(self) -> bool:
+        """Whether no turn follows."""
+        return self.done or self.truncated
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A turn with the reply to it."""
+
+    turn: Turn
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What opens an episode in any process: it comes with every turn."""
+
+    key: EpisodeKey
+    row: Mapping[str, Any]
+    """The row of the data: ``prompt`` (messages), ``data_source``, ``ground_truth``, ``extra_info``."""
+    seed: int
+    """Of the environment's own randomness; that of all samples of a group."""
+    state: bytes | None = None
+    """What ``Environment.state`` gave after the last reply."""
+    history: Sequence[Exchange] | None = None
+    """The turns so far; None: not sent."""

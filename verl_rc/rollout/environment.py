@@ -1,0 +1,91 @@
+"""The protocol of an environment: messages in, messages and rewards out; its state can be written down."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_rc.config.user_code import import_attribute
+from verl_rc.data.episode import Episode, Exchange, Message, Opening, Reply, Turn
+
+__all__ = [
+    "Environment",
+    "Episode",
+    "EpisodeFailedError",
+    "Exchange",
+    "Message",
+    "Opening",
+    "PolicyError",
+    "Reply",
+    "Turn",
+    "environment_class",
+]
+
+
+class PolicyError(Exception):
+    """The policy is at fault (an endless loop, a forbidden call): the episode ends here, and is trained on
+    with this reward."""
+
+    def __init__(self, why: str, reward: float = 0.0) -> None:
+        super().__init__(why)
+        self.reward = reward
+
+
+class EpisodeFailedError(RuntimeError):
+    """An environment did not do what it must; the message names it and the turn. Its sample is not trained
+    on."""
+
+
+class Environment(ABC):
+    """One episode. One method runs at a time, and may wait.
+
+    Every sample of a prompt has an object of its own. An episode may go on in another process, after a loss
+    or in a resumed run: then ``restore`` gets what ``state`` gave last, or, where that was None, ``reset``
+    and ``step`` are called again with the same seed and turns and must reply alike.
+    """
+
+    @abstractmethod
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
+        """Begin the episode; returns its prompt, or None for the prompt of the row.
+
+        ``row`` is that of the data, see ``Episode.row``. Samples of one prompt get the same ``seed``, and
+        must open alike.
+        """
+
+    @abstractmethod
+    async def step(self, turn: Turn) -> Reply:
+        """Answer a turn of the policy. Raises ``PolicyError`` where the policy is at fault; any other
+        exception is the environment's failure."""
+
+    async def state(self) -> bytes | None:
+        """What ``restore`` needs to go on from here, with the environment's random state; None: it is
+        rebuilt by the turns so far."""
+        return None
+
+    async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
+        """Go on from ``state``, in place of ``reset``."""
+        raise NotImplementedError(f"{type(self).__name__} has a state, so it must have a method restore.")
+
+    async def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Free what the episode holds; called once, also after a failure."""
+
+
+def environment_class(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+    """What makes the environments called ``name`` (``module:Class``) with these ``arguments``.
+
+    Makes one to see that it can be. Raises ``ValueError`` naming what is wrong.
+    """
+    key = "actor_rollout_ref.rollout.environment"
+    kind = import_attribute(name, f"{key}.name={name}", "class")
+    if not isinstance(kind, type) or not issubclass(kind, Environment):
+        raise ValueError(f"{key}.name must be a verl_rc.rollout.environment.Environment, got {kind!r}.")
+
+    def make() -> Environment:
+        return kind(**arguments)
+
+    try:
+        make()
+    except TypeError as error:  # an abstract method is missing, or arguments do not fit
+        raise ValueError(
+            f"{key}.name={name} must be made by {key}.arguments={dict(arguments)}, but: {error}."
+        ) from error
+    return make
