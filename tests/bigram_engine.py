@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
 from verl_rc.rollout.conversation import OpenSamples
 from verl_rc.rollout.engine import Collected, Engine, EngineFacts, Interrupted, MemoryTag, QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
-from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
@@ -139,18 +139,18 @@ class BigramEngine(Engine):
         stopped = not options.ignore_eos and token in options.stop_token_ids
         if not stopped and num_tokens(so_far.parts) + len(tokens) < request.limit(options):
             return
-        outcome = self._book.end_turn(number, self._parts(number), stopped)
-        del self._queued[number], self._growing[number]
-        if isinstance(outcome, Sample):
+        outcome: Any = self._book.end_turn(number, self._parts(number), stopped)
+        del self._growing[number]
+        if not isinstance(outcome, Sample):
+            try:
+                outcome = self._book.proceed(number, outcome.result())
+            except EpisodeFailedError as failure:
+                self._forget(number)
+                self._failures[number] = str(failure)
+                return
+        if outcome is not None:
+            del self._queued[number]
             self._box.append(outcome)
-            return
-        try:
-            outcome.result()
-        except ToolFailedError as failure:
-            self._book.drop(number)
-            self._failures[number] = str(failure)
-        else:
-            raise NotImplementedError("this engine's tools only fail")
 
     def _parts(self, number: int) -> list[Part]:
         """What was sampled of a sample since it began or was cut."""

@@ -12,11 +12,13 @@ from made_samples import of_parts
 from shared_segments import nothing_left_behind
 from two_processes import free_port
 
+from verl_rc.data.episode import Episode, Reply
 from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.environment_host import Answered
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -105,12 +107,19 @@ def numbered(queued: Sequence[QueuedSample], first: int) -> list[QueuedSample]:
 class FailingTools:
     """In the place of ``Conversations``: the turn of an odd sample calls a tool, which fails."""
 
-    def after_turn(self, sample: Sample) -> "Future[list[str]] | Sample":
-        if sample.number % 2 == 0:
-            return sample
-        answer: Future[list[str]] = Future()
-        answer.set_exception(ToolFailedError(f"the tool of sample {sample.number} failed"))
+    def ask(self, request: GenerationRequest, sample: Sample) -> "Future[Answered]":
+        answer: Future[Answered] = Future()
+        if sample.number % 2:
+            answer.set_exception(EpisodeFailedError(f"the tool of sample {sample.number} failed"))
+        else:
+            answer.set_result(Answered(Reply(done=True)))
         return answer
+
+    def with_answer(self, sample: Sample, answer: Answered, max_tokens: int) -> tuple[Sample, bool]:
+        return replace(sample, replies=[answer.reply]), False
+
+    def close(self, request: GenerationRequest) -> None:
+        pass
 
 
 class EngineContract:
@@ -264,7 +273,11 @@ class EngineContract:
     def test_a_tool_that_fails_fails_its_sample_and_no_other(self, subject: Subject) -> None:
         subject.publish(18)
         subject.engine.call("converse_by", FailingTools())
-        subject.engine.call("submit", requests(4))
+        queued = [
+            replace(one, request=replace(one.request, episode=Episode((one.number, 0, 0), {}, 0)))
+            for one in requests(4)
+        ]
+        subject.engine.call("submit", queued)
         subject.engine.call("resume")
         subject.engine.call("finish", [0, 1, 2, 3])
         samples, failures = list[Sample](), dict[int, str]()

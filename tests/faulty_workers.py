@@ -6,15 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from conversing import tool_conversations
 from torch import Tensor
 
-from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.parts import Part, Sample
+from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.rollout.conversation import Conversations, OpenSamples, ToolCall
+from verl_rc.rollout.conversation import OpenSamples
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.tool_environment import ToolCall
 from verl_rc.rollout.vllm import sampler
 from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.rollout.vllm.options import VllmOptions
@@ -59,9 +62,14 @@ class FaultyEngine(VllmEngine):
         again."""
         options, conversations = None, None
         if config is not None:
-            options = ConversationOptions(config, self._options.model_path, False, {})
-            conversations = Conversations.open(options)
-            conversations._parse = lambda text: [ToolCall("calculator", {"expression": f"{len(text)}+1"})]
+            options = ConversationOptions(
+                RolloutConfig(multi_turn=config), self._options.model_path, False, {}
+            )
+            conversations = tool_conversations(
+                load_tokenizer(self._options.model_path),
+                config,
+                parse=lambda text: [ToolCall("calculator", {"expression": f"{len(text)}+1"})],
+            )
         self._options = replace(self._options, conversation=options)
         self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
 

@@ -302,6 +302,7 @@ def live(
         tokenizer=SimpleNamespace(pad_token_id=0, all_special_ids=[0], batch_decode=batch_decode),
         stop_token_ids=(0,),
         prompts=prompts,
+        openings=None,
         validation_rows=[PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)],
         scorer=scorer or Scorer(),
         actor=world,

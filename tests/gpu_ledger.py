@@ -545,7 +545,7 @@ def train_on_ledger(
         "unsupported_attention": lambda *_: None,
         "load_tokenizer": lambda *_: tokenizer,
         "build_train_loader": lambda *_: Loader(),
-        "PromptStream": lambda loader: prompt_stream(),
+        "PromptStream": lambda *_: prompt_stream(),
         "build_validation_rows": lambda *_: rows,
         "ModelShape": SimpleNamespace(from_model_folder=lambda *_: QWEN_7B),
         "open_scorer": lambda *_: nullcontext(Scorer()),

@@ -109,6 +109,7 @@ def make_run(*overrides: str) -> Any:
         tokenizer=SimpleNamespace(pad_token_id=99, batch_decode=batch_decode),
         stop_token_ids=(0,),
         prompts=Prompts(),
+        openings=None,
         scorer=Scorer(),
         engines=engines,
         total_steps=5,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
+from conversing import episode
 from real_steps import RealRun
 
 from verl_rc.cluster.remote import wait_for_all
@@ -35,7 +36,11 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     rollout = run.config.actor_rollout_ref.rollout
     options = replace(SamplingOptions.for_training(rollout, run.stop_token_ids), stop_token_ids=stops)
     requests = [
-        GenerationRequest(row.prompt_token_ids, request_seed({"row": row.row_index}))
+        GenerationRequest(
+            row.prompt_token_ids,
+            request_seed({"row": row.row_index}),
+            episode=episode(row.row_index),
+        )
         for row in run.validation_rows
     ]
     converse(

@@ -327,7 +327,7 @@ class EngineGroup:
     def finish(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
         """The samples of these requests, in this order, once all have ended. See ``generate``.
 
-        Raises ``ToolFailedError`` when one failed.
+        Raises ``EpisodeFailedError`` when one failed.
         """
         try:
             busy_seconds = self.wait_for(requests, on_loss)

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl_rc.data.parts import UNKNOWN, Part, Sample
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.tools import ToolFailedError
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class Request:
     owner: Any = None
     """What its sample is for, which is no matter of the engines; None: its caller waits for it."""
     outcome: Sample | str | None = None
-    """Its sample, or why there is none (a tool failed); None: it has not ended."""
+    """Its sample, or why there is none (its environment failed); None: it has not ended."""
 
     @property
     def number(self) -> int:
@@ -31,9 +31,9 @@ class Request:
 
     @property
     def sample(self) -> Sample:
-        """Its sample, once it has ended. Raises ``ToolFailedError`` when it failed."""
+        """Its sample, once it has ended. Raises ``EpisodeFailedError`` when it failed."""
         if isinstance(self.outcome, str):
-            raise ToolFailedError(self.outcome)
+            raise EpisodeFailedError(self.outcome)
         assert self.outcome is not None
         return self.outcome
 
@@ -179,7 +179,7 @@ class EngineWork:
             for sample in interrupted.samples:
                 request = self._requests.get(sample.number)
                 if request is not None and request.engine == engine and request.outcome is None:
-                    known = replace(request.queued.request, parts=sample.parts, tool_calls=sample.tool_calls)
+                    known = request.queued.request.continued(sample)
                     request.queued = replace(request.queued, request=known)
 
     def take(self, requests: Sequence[Request]) -> None:

@@ -82,11 +82,11 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
             f"{-(-config.trainer.test_freq // every) * every}."
         )
     most = options.max_concurrent_rollouts
-    if most is not None and most > rollout.max_num_seqs and not rollout.multi_turn.enable:
+    if most is not None and most > rollout.max_num_seqs and not rollout.converses:
         yield (
             f"{SECTION}.max_concurrent_rollouts must be at most "
             f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs}, which an engine works on at "
-            f"once where no tools are waited for, got {most}; raise that, or drop it."
+            f"once where nothing is waited for, got {most}; raise that, or drop it."
         )
 
 

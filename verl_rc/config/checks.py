@@ -8,7 +8,12 @@ from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPT
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.models import LearnerFsdpConfig, ReferenceConfig, torch_name
-from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
+from verl_rc.config.rollout import (
+    OWNED_ENGINE_ARGUMENTS,
+    EnvironmentConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+)
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
 _UNUSABLE_QUANTIZATIONS = {
@@ -342,6 +347,26 @@ def _multi_turn(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _environment(config: RunConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    environment, key = rollout.environment, "actor_rollout_ref.rollout.environment"
+    if environment.name is None:
+        if environment != EnvironmentConfig():
+            options = ", ".join(sorted(environment.model_fields_set))
+            yield f"{key} has no effect without {key}.name, but {options} was given; name one, or drop them."
+        return
+    if rollout.multi_turn.enable:
+        yield (
+            f"{key}.name={environment.name} and actor_rollout_ref.rollout.multi_turn.enable=True both answer "
+            "the policy's turns; drop one of them."
+        )
+    if rollout.ignore_eos:
+        yield (
+            f"{key}.name={environment.name} needs turns that end, but "
+            "actor_rollout_ref.rollout.ignore_eos=True was given; drop it."
+        )
+
+
 def _engine(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     devices = config.num_engine_devices
@@ -510,6 +535,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _engine_arguments,
     _multi_turn,
+    _environment,
     _engine,
     _devices,
     _shard_groups,

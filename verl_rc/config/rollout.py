@@ -154,6 +154,29 @@ class MultiTurnConfig(StrictModel):
     both."""
 
 
+class EnvironmentConfig(StrictModel):
+    """``rollout.environment.*``: a program that answers the policy's turns and rewards them."""
+
+    name: str | None = None
+    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``; null: there is none. A sample is an
+    episode then; sampled tokens and those of replies together are at most ``data.max_response_length``."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    max_turns: int | None = Field(None, ge=1)
+    """Maximum number of the policy's turns; null: only tokens are limited."""
+    reward: Literal["turns", "function", "sum"] = "turns"
+    """The reward of an episode: those of its turns, each at the turn's last token; the score of the reward
+    function at the last token; or both."""
+    hosts: int = Field(0, ge=0)
+    """Processes in which environments run; 0: in the process of each engine, whose work one that does not
+    wait (``await``) delays."""
+    step_seconds: float = Field(60.0, gt=0)
+    """Time limit of one call of an environment, seconds. One that exceeds it, or raises, is asked once more,
+    from its state or its turns; then the prompt is sampled once more, then counted as failed and replaced."""
+    max_state_megabytes: float = Field(16.0, gt=0)
+    """Largest state of an episode, MiB: it is part of every checkpoint of running episodes."""
+
+
 class RolloutConfig(StrictModel):
     """``actor_rollout_ref.rollout.*``."""
 
@@ -227,9 +250,16 @@ class RolloutConfig(StrictModel):
     """Sampling for validation."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Tools."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """An environment."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
     """The way weights take."""
     sync_proof: SyncProofConfig = SyncProofConfig()
     """Proof of their arrival."""
+
+    @property
+    def converses(self) -> bool:
+        """Whether samples take turns with tools or an environment."""
+        return self.multi_turn.enable or self.environment.name is not None

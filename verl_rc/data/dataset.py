@@ -6,7 +6,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +206,15 @@ class PromptRow:
     """Expected answer, for the scorer."""
     extra_info: dict[str, Any]
     """Further fields, passed to reward functions."""
+
+    def for_environment(self) -> dict[str, Any]:
+        """The row as environments get it, see ``Episode.row``."""
+        return {
+            "prompt": self.messages,
+            "data_source": self.data_source,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
 
 
 def chosen_rows(num_rows: int, max_samples: int, seed: int | None) -> Sequence[int]:
@@ -420,11 +429,14 @@ class PromptStream:
     """Draws batches from a loader; an iteration of the loader is an epoch, and the next one starts
     automatically."""
 
-    def __init__(self, loader: Any) -> None:
-        """``loader``: result of ``build_train_loader``; it must have no other consumer."""
+    def __init__(self, loader: Any, saved: Mapping[str, Any] | None = None) -> None:
+        """``loader``: result of ``build_train_loader``; it must have no other consumer. ``saved``: the state
+        to go on from; None: the beginning."""
         self._loader = loader
         self._passing: Iterator[list[PromptRow]] | None = None
         self._batches_drawn = 0
+        if saved is not None:
+            self.load_state_dict(dict(saved))
 
     def __len__(self) -> int:
         """Batches of one epoch."""

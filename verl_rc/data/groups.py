@@ -2,12 +2,12 @@
 and answered.
 
 A response is a list of parts; a part is what one request sampled under one version of the weights. A new turn
-after a tool's answer, an update of the weights, a lost engine and a resumed run are one thing: to go on from
-the tokens so far.
+after an environment's answer, an update of the weights, a lost engine and a resumed run are one thing: to go
+on from the tokens so far.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
 from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
@@ -37,14 +38,16 @@ class GroupSample:
     """Whether the response is whole."""
     finished: bool = False
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
-    tool_calls: int = 0
-    """Calls that tools answered."""
+    replies: Sequence[Reply] = ()
+    """What the environment replied, turn by turn."""
+    state: bytes | None = None
+    """Of the environment after the last reply."""
     engine: int | None = None
     """Number of the engine that ended it; None: the run has one, or the sample comes from a checkpoint."""
 
     @property
     def response(self) -> list[int]:
-        """Token ids of the response so far, with those of tool answers."""
+        """Token ids of the response so far, with those of the environment."""
         return token_ids(self.turns)
 
     @property
@@ -109,6 +112,8 @@ class Group:
     """``kept``: it will be trained on; None: undecided."""
     attempt: int = 0
     """How often it was begun anew after a sample had failed: part of the seeds of its samples."""
+    has_opening: bool = False
+    """Whether the prompt is that of its environment, not that of the data."""
 
     @property
     def is_whole(self) -> bool:
@@ -136,6 +141,11 @@ class Group:
             )
         return replace(self, scores=scores, fate=fate)
 
+    def opened(self, row: PromptRow) -> "Group":
+        """Return the group, not begun, with the prompt that its environment opens with."""
+        samples = [replace(sample, prompt=row.prompt_token_ids) for sample in self.samples]
+        return replace(self, row=row, samples=samples, has_opening=True)
+
     def first(self, count: int) -> "Group":
         """Return the group with its first ``count`` samples and their scores."""
         scores = None if self.scores is None else self.scores.part(0, count)
@@ -149,7 +159,7 @@ def ended_samples(samples: Sequence[GroupSample]) -> list[Sample]:
         raise ValueError(
             f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
         )
-    return [Sample(one.index, one.turns, one.finished, one.tool_calls, one.engine) for one in samples]
+    return [Sample(one.index, one.turns, one.finished, one.replies, one.state, one.engine) for one in samples]
 
 
 def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
@@ -184,7 +194,7 @@ def pack(groups: Sequence[Group]) -> dict[str, Any]:
     """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), plain data for the rest.
 
     Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of
-    its prompt a group keeps the row's index alone.
+    its prompt a group keeps the row's index alone, unless an environment has opened it.
     """
     turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
     no_log_probs = torch.zeros(0, dtype=torch.float32)
@@ -232,6 +242,7 @@ def _plain_group(group: Group) -> dict[str, Any]:
     return {
         "number": group.number,
         "row_index": group.row.row_index,
+        "opening": (group.row.prompt_token_ids, group.row.messages) if group.has_opening else None,
         "epoch": group.epoch,
         "admitted_for_step": group.admitted_for_step,
         "admitted_at": group.admitted_at,
@@ -247,12 +258,13 @@ def _plain_group(group: Group) -> dict[str, Any]:
 
 def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
-        "turns": [  # an answer of tools has no version
+        "turns": [  # an answer of the environment has no version
             (len(turn.token_ids), turn.version if isinstance(turn, Part) else None) for turn in sample.turns
         ],
         "ended": sample.ended,
         "finished": sample.finished,
-        "tool_calls": sample.tool_calls,
+        "replies": [asdict(reply) for reply in sample.replies],
+        "state": sample.state,
     }
 
 
@@ -261,6 +273,9 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         token_ids = tokens.take(length)
         return Answer(token_ids) if version is None else Part(token_ids, log_probs.take(length), version)
 
+    if plain["opening"] is not None:
+        prompt_token_ids, messages = plain["opening"]
+        row = replace(row, prompt_token_ids=prompt_token_ids, messages=messages)
     samples = [
         GroupSample(
             plain["number"],
@@ -269,7 +284,8 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
             [turn(length, version) for length, version in one["turns"]],
             one["ended"],
             one["finished"],
-            one["tool_calls"],
+            [Reply(**reply) for reply in one["replies"]],
+            one["state"],
         )
         for index, one in enumerate(plain["samples"])
     ]
@@ -282,7 +298,8 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         name: plain[name]
         for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
     }
-    return Group(row=row, samples=samples, scores=scores, **facts)
+    has_opening = plain["opening"] is not None
+    return Group(row=row, samples=samples, scores=scores, has_opening=has_opening, **facts)
 
 
 def _floats(values: Iterable[float] | None) -> Any:

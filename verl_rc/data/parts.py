@@ -1,5 +1,5 @@
-"""The pieces of a response: what one request sampled under one version of the weights, and what tools
-answered in between; and samples, which are made of them."""
+"""The pieces of a response: what one request sampled under one version of the weights, and what the
+environment answered in between; and samples, which are made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from verl_rc.data.episode import TOOL_CALLS, Reply
 
 UNKNOWN = -1
 """The version of weights that no update brought."""
@@ -41,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that tools said between two turns of the policy."""
+    """Tokens that the environment said between two turns of the policy."""
 
     token_ids: Tensor
     """int32 ``[T]``, at least one."""
@@ -65,14 +67,21 @@ class Sample:
     """The response, in order."""
     finished: bool = False
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
-    tool_calls: int = 0
-    """Calls that tools answered."""
+    replies: Sequence[Reply] = ()
+    """What the environment replied, turn by turn; nothing is replied to a turn that is still growing."""
+    state: bytes | None = None
+    """Of the environment after the last reply."""
     engine: int | None = None
     """Number of the engine; None: the run has one engine, or several have sampled it."""
 
+    @property
+    def tool_calls(self) -> int:
+        """Calls that tools answered."""
+        return int(sum(reply.metrics.get(TOOL_CALLS, 0) for reply in self.replies))
+
 
 def num_tokens(parts: Sequence[Part | Answer]) -> int:
-    """Tokens of a response, with those of tools' answers."""
+    """Tokens of a response, with those of the environment."""
     return sum(len(part.token_ids) for part in parts)
 
 
@@ -86,20 +95,19 @@ def token_ids(parts: Sequence[Part | Answer]) -> list[int]:
     return [token for part in parts for token in part.token_ids.tolist()]
 
 
-def tool_turns(parts: Sequence[Part | Answer]) -> int:
-    """Answers of tools: one for all calls of a turn."""
+def num_answers(parts: Sequence[Part | Answer]) -> int:
+    """Answers of the environment: one for all messages behind a turn."""
     return sum(isinstance(part, Answer) for part in parts)
 
 
 def last_turn(parts: Sequence[Part | Answer]) -> list[Part]:
-    """What the policy sampled behind the last answer of a tool."""
+    """What the policy sampled behind the last answer of the environment."""
     turn = list(takewhile(lambda part: isinstance(part, Part), reversed(parts)))
     return [part for part in reversed(turn) if isinstance(part, Part)]
 
 
 def num_turns(parts: Sequence[Part | Answer]) -> int:
-    """Messages of a conversation: the prompt, the policy's turns, the tools' answers. Parts in a row are one
-    turn."""
+    """Messages of a conversation: the prompt, the policy's turns, the answers. Parts in a row: one turn."""
     kinds = [isinstance(part, Part) for part in parts]
     begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
     return 1 + begun + kinds.count(False)

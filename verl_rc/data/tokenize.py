@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: encoding prompts, conversations, tool answers, and training examples for
+"""Tokenizers and chat templates: encoding prompts, conversations, answers to turns, and training examples for
 SFT."""
 
 import reprlib
@@ -109,9 +109,9 @@ def encode_messages(
     return token_ids
 
 
-class ToolTurnEncoder:
-    """Encodes tool answers: the tokens between the EOS token of an assistant's turn and the start of its next
-    turn.
+class ContinuationEncoder:
+    """Encodes what follows a turn of the assistant: the tokens between its EOS token and the start of its
+    next turn.
 
     Only these tokens come from text. The conversation before them stays as token ids, because retokenised
     text need not give the sampled tokens.
@@ -127,23 +127,24 @@ class ToolTurnEncoder:
         ends = [index for index, token_id in enumerate(before) if token_id == tokenizer.eos_token_id]
         if not ends:
             raise ValueError(
-                "for tools the chat template must end an assistant's turn with the EOS token, but it renders "
-                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or EOS token."
+                "for several turns the chat template must end an assistant's turn with the EOS token, but it "
+                f"renders {tokenizer.decode(before)!r}. Change the tokenizer's chat template or EOS token."
             )
         self._before = before[: ends[-1] + 1]
 
-    def encode(self, answers: Sequence[str]) -> list[int]:
-        """Token ids of the answers, one ``tool`` message each, up to the start of the next turn.
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of messages that answer the turn, up to the start of the next turn.
 
         Raises ``ValueError`` when the template changes the conversation before them.
         """
-        messages = [*self._turns, *({"role": "tool", "content": text} for text in answers)]
-        whole = encode_messages(self._tokenizer, messages, {**self._arguments, "add_generation_prompt": True})
+        conversation = [*self._turns, *messages]
+        arguments = {**self._arguments, "add_generation_prompt": True}
+        whole = encode_messages(self._tokenizer, conversation, arguments)
         start = len(self._before)
         if whole[:start] != self._before or len(whole) == start:
             raise ValueError(
-                "for tools the chat template must render a tool's answer behind the turns before it, but it "
-                f"makes {self._tokenizer.decode(whole)!r} of {messages}. Change the tokenizer's chat "
+                "for several turns the chat template must render an answer behind the turns before it, but "
+                f"it makes {self._tokenizer.decode(whole)!r} of {conversation}. Change the tokenizer's chat "
                 "template."
             )
         return whole[start:]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import DataConfig, RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, reward_metrics, with_accuracies
@@ -25,23 +25,64 @@ from verl_rc.rollout.response import build_rollout_batch
 
 _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
 """What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
+_ENVIRONMENT = "env/"
+"""Columns of an environment's metrics begin with it."""
+Replies = Sequence[Reply]
 
 
 # whole groups
 
 
 def score(
-    tokenizer: Any, scorer: ResponseScorer, rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]
+    services: Services,
+    rows: Sequence[PromptRow],
+    responses: Sequence[Sequence[int]],
+    episodes: Sequence[Replies],
 ) -> Scores:
-    """Decode responses without their special tokens and have them scored; ``rows`` are their prompts.
+    """Decode responses without their special tokens and score them, by ``environment.reward`` where there is
+    an environment.
 
-    Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``.
+    Args:
+        services: Tokenizer and reward function.
+        rows: The prompt of each response.
+        responses: Token ids.
+        episodes: What the environment replied to the turns of each.
+
+    Raises:
+        RewardError: At the first failure with ``reward.on_failure=stop``.
     """
-    texts: list[str] = tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+    texts: list[str] = services.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
+    environment = services.config.actor_rollout_ref.rollout.environment
+    if environment.name is None:
+        return _scores_of_function(services.scorer, rows, texts)
+    totals = torch.tensor([math.fsum(one.reward for one in replies) for replies in episodes])
+    of_turns = Scores(totals.float(), texts, _environment_columns(episodes))
+    if environment.reward == "turns":
+        return of_turns
+    scores = _scores_of_function(services.scorer, rows, texts)
+    values = scores.values + of_turns.values if environment.reward == "sum" else scores.values
+    return Scores(values, texts, {**of_turns.extras, **scores.extras})
+
+
+def _scores_of_function(scorer: ResponseScorer, rows: Sequence[PromptRow], texts: list[str]) -> Scores:
     outputs = scorer.score(rows, texts)
     names = sorted({name for output in outputs for name in output.extras})
     extras = with_accuracies({name: [output.extras.get(name) for output in outputs] for name in names})
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
+
+
+def _environment_columns(episodes: Sequence[Replies]) -> dict[str, list[object]]:
+    """The metrics of each episode's replies, summed over its turns; None where no reply has one.
+
+    ``acc`` keeps its name, which validation reads; others are called ``env/NAME``.
+    """
+    names = sorted({name for replies in episodes for reply in replies for name in reply.metrics})
+    columns: dict[str, list[object]] = {}
+    for name in names:
+        values = [[one.metrics[name] for one in replies if name in one.metrics] for replies in episodes]
+        column: list[object] = [math.fsum(value) if value else None for value in values]
+        columns[name if name == "acc" else f"{_ENVIRONMENT}{name}"] = column
+    return columns
 
 
 def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
@@ -62,7 +103,7 @@ def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | 
     rows = [group.row for group in groups for _ in group.samples]
     token_ids = [sample.response for sample in samples]
     try:
-        scores = score(services.tokenizer, services.scorer, rows, token_ids)
+        scores = score(services, rows, token_ids, [sample.replies for sample in samples])
     except RewardError as error:
         if len(groups) == 1:
             return [error]
@@ -160,7 +201,7 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
         [place for place, group in enumerate(sampled) for _ in group.samples],
         ended_samples(samples),
         services.tokenizer.pad_token_id,
-        with_tools=config.actor_rollout_ref.rollout.multi_turn.enable,
+        with_tools=config.actor_rollout_ref.rollout.converses,
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
@@ -191,6 +232,10 @@ def record_batch_of_groups(
     lengths = samples.rollouts.tokens
     record.count_tokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
     record.add_records(reward_metrics(_reward_outputs(samples)))
+    for name, column in samples.extras.items():
+        if name.startswith(_ENVIRONMENT):
+            numbers = torch.tensor([value for value in column if isinstance(value, float)]).double()
+            record.add({f"{name}/{statistic}": value for statistic, value in _spread(numbers).items()})
     if baselines is not None:
         record.ledger.sampled(baselines.num_tokens)
         record.ledger.book({"baseline": baselines.num_tokens})
@@ -214,7 +259,11 @@ def _spread(values: Tensor) -> dict[str, float]:
 def _reward_outputs(samples: Samples) -> list[RewardOutput]:
     """The reward function's output for every sample, from its columns; None in a column is a missing
     value."""
-    columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
+    columns = {
+        name: column
+        for name, column in samples.extras.items()
+        if name not in _OVERLONG_COLUMNS and not name.startswith(_ENVIRONMENT)
+    }
     return [
         RewardOutput(
             score, {name: column[row] for name, column in columns.items() if column[row] is not None}

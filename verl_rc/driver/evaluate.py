@@ -7,15 +7,20 @@ from numbers import Real
 from typing import TypeGuard
 
 from verl_rc.cluster.engine_group import OnLoss
+from verl_rc.config.run import RunConfig
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Episode
 from verl_rc.data.parts import Sample, token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver import stages
 from verl_rc.driver.decide import score
+from verl_rc.driver.openings import Openings
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.weights import Publisher
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
 from verl_rc.metrics.sinks import Tracker
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
@@ -83,7 +88,8 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
     data = services.config.data
-    options = services.config.actor_rollout_ref.rollout.val_kwargs
+    rollout = services.config.actor_rollout_ref.rollout
+    options = rollout.val_kwargs
     rows = [row for row in services.validation_rows for _ in range(options.n)]
     requests = [
         GenerationRequest(
@@ -95,6 +101,7 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
                     "sample": index % options.n,
                 }
             ),
+            episode=_episode(services.config, row, index) if rollout.converses else None,
         )
         for index, row in enumerate(rows)
     ]
@@ -109,12 +116,35 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
         range(len(rows)),
         samples,
         services.tokenizer.pad_token_id,
-        with_tools=services.config.actor_rollout_ref.rollout.multi_turn.enable,
+        with_tools=rollout.converses,
     )
     check_versions(rollouts, expected_version=step)
     responses = [token_ids(sample.parts) for sample in samples]
-    scores = score(services.tokenizer, services.scorer, rows, responses)
+    scores = score(services, rows, responses, [sample.replies for sample in samples])
     return Samples(rollouts, scores.values, rows, scores.texts, scores.extras)
+
+
+def _episode(config: RunConfig, row: PromptRow, index: int) -> Episode:
+    """The episode of a validation sample: numbers below 0 are no group's."""
+    return Episode((-1 - index, 0, 0), row.for_environment(), _environment_seed(config.trainer.seed, row))
+
+
+def _environment_seed(seed: int, row: PromptRow) -> int:
+    return request_seed({"seed": seed, "validation_row": row.row_index, "environment": 0})
+
+
+def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed: int) -> list[PromptRow]:
+    """The rows as environments open them, if there are any; at every validation they do so alike.
+
+    Raises ``ValueError`` when one fails.
+    """
+    if openings is None:
+        return rows
+    opened = openings.open([(row, _environment_seed(seed, row)) for row in rows])
+    for outcome in opened:
+        if isinstance(outcome, EpisodeFailedError):
+            raise ValueError(str(outcome)) from outcome
+    return [row for row in opened if isinstance(row, PromptRow)]
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.engine_work import Request
+from verl_rc.data.episode import Episode
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
@@ -35,14 +36,17 @@ class GroupRequests:
         seed: int,
         *,
         one_version: bool,
+        converses: bool = False,
     ) -> None:
         """``num_sampled``: samples of a group by ``options``, a further one is greedy. ``seed`` is that of
-        the run. ``one_version``: one version of the weights must sample all tokens of a response."""
+        the run. ``one_version``: one version of the weights must sample all tokens of a response.
+        ``converses``: each sample is an episode of an environment."""
         self._engines = engines
         self._options = options
         self._num_sampled = num_sampled
         self._seed = seed
         self._one_version = one_version
+        self._converses = converses
         self._submitted_at: dict[int, float] = {}
         """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
 
@@ -72,7 +76,9 @@ class GroupRequests:
                     group.row.prompt_token_ids,
                     0 if is_greedy else sample_seed(self._seed, group, sample.index),
                     parts=sample.turns,
-                    tool_calls=sample.tool_calls,
+                    episode=self._episode(group, sample) if self._converses else None,
+                    replies=sample.replies,
+                    state=sample.state,
                 )
                 for group, sample in samples
             ]
@@ -80,6 +86,10 @@ class GroupRequests:
                 owners = [sample for _, sample in samples]
                 self._engines.submit(requests, options, owners=owners, evenly=evenly)
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
+
+    def _episode(self, group: Group, sample: GroupSample) -> Episode:
+        key = group.number, sample.index, group.attempt
+        return Episode(key, group.row.for_environment(), environment_seed(self._seed, group))
 
     def take(self, ended: Sequence[Request]) -> Taken:
         """Store what came of requests in their samples."""
@@ -102,7 +112,7 @@ class GroupRequests:
         for request in self._engines.submitted():
             sample, known = request.owner, request.queued.request
             num_known = sample.num_sampled
-            sample.turns, sample.tool_calls = list(known.parts), known.tool_calls
+            sample.turns, sample.replies, sample.state = list(known.parts), known.replies, known.state
             num_tokens += sample.num_sampled - num_known
         return num_tokens
 
@@ -126,13 +136,13 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
     """Store the whole response that an engine returned in the group's sample.
 
     Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
-    lacks and did not. It lacks none when an update came while its tools were at work, and their answers left
-    no room.
+    lacks and did not. It lacks none when an update came while its environment was at work, and no turn
+    followed.
     """
     parts = [part for part in returned.parts if isinstance(part, Part)]
     ends = accumulate(len(part.token_ids) for part in parts)
     lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > sample.num_sampled}
-    if (one_version and len(lacking) > 1) or not (lacking or returned.tool_calls):
+    if (one_version and len(lacking) > 1) or not (lacking or returned.replies):
         versions = sorted({part.version for part in parts})
         source = "one version of the weights" if one_version else "the weights that the engine holds"
         raise RuntimeError(
@@ -141,7 +151,7 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
             "update under a running response."
         )
     sample.turns = list(returned.parts)
-    sample.tool_calls = returned.tool_calls
+    sample.replies, sample.state = returned.replies, returned.state
     sample.ended = True
     sample.finished = returned.finished
     sample.engine = returned.engine
@@ -152,11 +162,19 @@ def sample_seed(seed: int, group: Group, index: int) -> int:
 
     ``seed`` is that of the run.
     """
+    return request_seed({**_identity(seed, group), "sample": index})
+
+
+def environment_seed(seed: int, group: Group) -> int:
+    """The seed of the environments of a group's samples, which open alike."""
+    return request_seed({**_identity(seed, group), "environment": 0})
+
+
+def _identity(seed: int, group: Group) -> dict[str, int]:
     identity = {
         "seed": seed,
         "step": group.admitted_for_step,
         "epoch": group.epoch,
         "row": group.row.row_index,
-        "sample": index,
     }
-    return request_seed({**identity, "attempt": group.attempt} if group.attempt else identity)
+    return {**identity, "attempt": group.attempt} if group.attempt else identity

@@ -12,6 +12,7 @@ from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.driver.guards import Guards
+from verl_rc.driver.openings import Openings
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.driver.stop import StopRequest
 from verl_rc.metrics.sinks import Tracker
@@ -29,6 +30,8 @@ class Services:
     stop_token_ids: tuple[int, ...]
     prompts: PromptStream
     """Training prompts, batch by batch."""
+    openings: Openings | None
+    """What environments open episodes with; None: the data's prompts."""
     validation_rows: list[PromptRow]
     scorer: ResponseScorer
     actor: ActorGroup

@@ -12,6 +12,7 @@ import torch
 from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.environment_hosts import RayHosts
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
@@ -21,7 +22,7 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.config.rollout import EnvironmentConfig
 from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
@@ -33,10 +34,12 @@ from verl_rc.data.dataset import (
     build_validation_rows,
     describe_lengths,
 )
-from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
+from verl_rc.driver.evaluate import opened_for_validation
+from verl_rc.driver.openings import Openings
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services
 from verl_rc.driver.stop import StopRequest
@@ -47,8 +50,10 @@ from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
 from verl_rc.preflight.machine import refuse_too_little_memory
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
-from verl_rc.rollout.conversation import Conversations, template_arguments
-from verl_rc.rollout.engine import EngineFacts, engine_options
+from verl_rc.rollout.conversation import LocalHosts
+from verl_rc.rollout.engine import EngineFacts, EngineOptions, engine_options
+from verl_rc.rollout.environment_host import Hosts, open_host
+from verl_rc.rollout.tool_environment import template_arguments
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention
@@ -91,21 +96,20 @@ def open_run(
         critic = CriticGroup(processes) if config.needs_critic else None
         reference = ReferenceGroup(processes) if config.has_reference_model else None
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
-        importing = engines.prepare(engine_options(config, placement.device))
+        hosts = _start_hosts(config.actor_rollout_ref.rollout.environment)
+        options = engine_options(config, placement.device, hosts)
+        importing = engines.prepare(options)
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data = _with_tools(config.data, config.actor_rollout_ref.rollout.multi_turn, tokenizer)
+            data, openings = _with_environment(config, hosts, tokenizer)
             loader = build_train_loader(data, tokenizer)
-            validation_rows = build_validation_rows(data, tokenizer)
-            prompts = PromptStream(loader)
-            if resumed is not None:
-                prompts.load_state_dict(state.prompts)
+            validation_rows = opened_for_validation(
+                build_validation_rows(data, tokenizer), openings, config.trainer.seed
+            )
+            prompts = PromptStream(loader, None if resumed is None else state.prompts)
             _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
-            sources = {
-                **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
-                **loader.dataset.data_sources(),
-            }
+            sources = _scored_sources(config, loader.dataset, validation_rows)
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
             )
@@ -117,7 +121,7 @@ def open_run(
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
-        engine = _build_engines(engines, importing, config, placement.device)
+        engine = _build_engines(engines, importing, config, options)
         for name, text in engine.measured.items():
             say("%s on this machine: %s", name, text)
             add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
@@ -140,6 +144,7 @@ def open_run(
             tokenizer=tokenizer,
             stop_token_ids=(tokenizer.eos_token_id,),
             prompts=prompts,
+            openings=openings,
             validation_rows=validation_rows,
             scorer=scorer,
             actor=actor,
@@ -186,16 +191,40 @@ def _refuse_attention(config: RunConfig) -> None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 
 
-def _with_tools(data: DataConfig, multi_turn: MultiTurnConfig, tokenizer: Any) -> DataConfig:
-    """Return ``data`` with the arguments of the chat template, which with ``multi_turn`` describe tools.
+def _start_hosts(environment: EnvironmentConfig) -> Hosts | None:
+    """The processes of environments; None: they run in those of the engines."""
+    return RayHosts.start(environment) if environment.hosts else None
 
-    Raises ``ValueError`` when engines could not hold conversations with the tools.
+
+def _with_environment(
+    config: RunConfig, hosts: Hosts | None, tokenizer: Any
+) -> tuple[DataConfig, Openings | None]:
+    """The data's configuration with the arguments of the chat template, which with ``multi_turn`` describe
+    tools, and what environments open episodes with.
+
+    Raises ``ValueError`` when engines could not hold conversations with the tools or the environment.
     """
-    if not multi_turn.enable:
-        return data
-    arguments = template_arguments(multi_turn, data.apply_chat_template_kwargs)
-    Conversations(tokenizer, multi_turn, arguments)
-    return data.model_copy(update={"apply_chat_template_kwargs": arguments})
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if not rollout.converses:
+        return data, None
+    arguments = template_arguments(rollout.multi_turn, data.apply_chat_template_kwargs)
+    ContinuationEncoder(tokenizer, arguments)
+    data = data.model_copy(update={"apply_chat_template_kwargs": arguments})
+    host = LocalHosts(open_host(rollout))
+    return data, None if rollout.environment.name is None else Openings(hosts or host, tokenizer, data)
+
+
+def _scored_sources(
+    config: RunConfig, training: PromptDataset, validation_rows: Sequence[PromptRow]
+) -> dict[str, str]:
+    """The data sources whose samples the reward function scores, each with the place of its first row."""
+    environment = config.actor_rollout_ref.rollout.environment
+    if environment.name is not None and environment.reward == "turns":
+        return {}
+    return {
+        **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
+        **training.data_sources(),
+    }
 
 
 def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
@@ -244,7 +273,7 @@ def _build_ranks(
 
 
 def _build_engines(
-    engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str
+    engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, options: EngineOptions
 ) -> EngineFacts:
     """Build the engines, which sleep until the first weights come; returns their properties.
 
@@ -255,9 +284,7 @@ def _build_engines(
     with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
         wait_for_all(importing, limit)
         wait_for_all(
-            engines.build(
-                engine_options(config, device), config.actor_rollout_ref.rollout.engine_timeout_seconds
-            ),
+            engines.build(options, config.actor_rollout_ref.rollout.engine_timeout_seconds),
             limit,
         )
         engines.sleep()

@@ -13,7 +13,7 @@ from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.announce import say
 from verl_rc.driver.decide import decide, join, record_batch_of_groups, too_few_informative
-from verl_rc.driver.group_requests import GroupRequests
+from verl_rc.driver.group_requests import GroupRequests, environment_seed
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
@@ -22,8 +22,8 @@ from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.rewards import RewardError
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import SamplingOptions
-from verl_rc.rollout.tools import ToolFailedError
 
 _POLL_SECONDS = 0.05
 """Longest wait for one engine's next sample, while another engine may have ended some."""
@@ -88,6 +88,7 @@ class Supply:
             rollout.n,
             config.trainer.seed,
             one_version=not options.cuts,
+            converses=rollout.converses,
         )
         self._stepped: int | None = None
         """The version of the weights at the last ``begin_steps``."""
@@ -115,8 +116,9 @@ class Supply:
         sampled."""
         progress = self._progress
         count = progress.admission.allowance()
-        for number in range(progress.admission.admitted, progress.admission.admitted + count):
-            progress.groups[number] = self._new_group(number, *self._next_prompt())
+        numbers = range(progress.admission.admitted, progress.admission.admitted + count)
+        admitted = [self._new_group(number, *self._next_prompt()) for number in numbers]
+        progress.groups |= {group.number: group for group in self._opened(admitted)}
         progress.admission, progress.ledger = progress.admission.admit(count), progress.ledger.admit(count)
         self._totals.draws += bool(count)
         self._requests.submit(
@@ -258,6 +260,19 @@ class Supply:
         step = version + 1 if self._takes_turns else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 
+    def _opened(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups with the prompts that their environments open with."""
+        openings = self._services.openings
+        if openings is None:
+            return groups
+        seed = self._services.config.trainer.seed
+        rows = openings.open([(group.row, environment_seed(seed, group)) for group in groups])
+        for row in rows:
+            if isinstance(row, EpisodeFailedError):
+                raise row
+        pairs = zip(groups, rows, strict=True)
+        return [group.opened(row) for group, row in pairs if isinstance(row, PromptRow)]
+
     # groups on their way back
 
     def _next_batch(self, step: int, record: StepRecord) -> tuple[int, ...]:
@@ -363,7 +378,7 @@ class Supply:
         self._totals.arrived += taken.num_tokens
         self._arrived_at = time.perf_counter()
         for number, why in taken.failures.items():
-            self._fail(self._progress.groups[number], ToolFailedError(why))
+            self._fail(self._progress.groups[number], EpisodeFailedError(why))
         return [
             group
             for number, group in self._progress.groups.items()
@@ -429,19 +444,18 @@ class Supply:
         """Sample a group once more, under its number and with other seeds; one that fails again is
         replaced.
 
-        A synchronous run ends with the first failure.
+        A synchronous run ends with the first failure of a reward.
         """
         progress = self._progress
-        if self._takes_turns:
+        if self._takes_turns and not isinstance(error, EpisodeFailedError):
             raise error
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
             self._totals.tokens["failed"] += group.num_sampled
-            second_attempt = progress.groups[group.number] = self._new_group(
-                group.number, group.epoch, group.row, attempt=1
-            )
-            self._requests.submit([second_attempt], evenly=self._takes_turns)
+            second = self._new_group(group.number, group.epoch, group.row, attempt=1)
+            (progress.groups[group.number],) = self._opened([second])
+            self._requests.submit([progress.groups[group.number]], evenly=self._takes_turns)
             return
         say("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)

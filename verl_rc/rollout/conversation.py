@@ -1,228 +1,216 @@
-"""Conversations with tools, in the engine's process: how a policy writes calls, and how answers come back to
-it.
+"""Conversations of a policy with its environment: turns go out, replies come back as tokens.
 
 Every sample takes its turns at its own pace. Sampled token ids are never encoded again from text.
 """
 
-import json
-import re
+import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.parts import Answer, Part, Sample, last_turn, num_tokens, token_ids, tool_turns
-from verl_rc.data.tokenize import ToolTurnEncoder, load_tokenizer
+from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Turn
+from verl_rc.data.parts import Answer, Part, Sample, num_tokens, token_ids
+from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
 from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import ConversationOptions
-from verl_rc.rollout.tools import Tool, ToolCaller, ToolFailedError, find_tools
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.environment_host import (
+    Answered,
+    Failed,
+    Host,
+    Hosts,
+    NeedsHistory,
+    Outcome,
+    open_host,
+)
+from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
+from verl_rc.rollout.tool_environment import template_arguments
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call that a turn asks for."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-ParsedCall = ToolCall | str
-"""A call; or what is wrong with something that is marked as one, in words for the policy."""
-Parser = Callable[[str], list[ParsedCall]]
-"""Parses the text of a turn into its calls, in order."""
+_TRIES = 2
+"""How often an environment is asked for a reply; from the second time on from its state or turns."""
 
 
-def parse_hermes(text: str) -> list[ParsedCall]:
-    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen chat
-    templates."""
-    return [_hermes_call(body) for body in _HERMES.findall(text)]
+_PATIENCE = 10.0
+"""Limits of a call that a host may take to answer: it may have to replay turns."""
 
 
-def _hermes_call(body: str) -> ParsedCall:
-    try:
-        call = json.loads(body)
-    # A policy writes anything: deeply nested JSON ends in a RecursionError.
-    except (ValueError, RecursionError):
-        return "a tool call must be JSON"
-    if (
-        not isinstance(call, dict)
-        or not isinstance(call.get("name"), str)
-        or not isinstance(call.get("arguments"), dict)
-    ):
-        return "a tool call must be an object with a name and arguments"
-    return ToolCall(call["name"], call["arguments"])
+class EventLoop:
+    """An event loop in a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    def start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run ``call`` there; returns at once."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
 
-def tag_parser(tool: Tool) -> Parser:
-    """Calls ``<tool>text</tool>`` of the one tool there is, whose one argument is the text: short, for small
-    models."""
-    (argument,) = tool.parameters
-    return lambda text: [ToolCall(tool.name, {argument: body}) for body in _TAG.findall(text)]
+class LocalHosts(Hosts):
+    """One host, in a thread of this process."""
 
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._loop = EventLoop("environments")
 
-def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
-    """The parser of ``multi_turn.format``. Raises ``ValueError`` when the tools do not fit the format."""
-    if config.format == "hermes":
-        return parse_hermes
-    chosen = list(tools.values())
-    if len(chosen) != 1 or len(chosen[0].parameters) != 1:
-        raise ValueError(
-            "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in "
-            f"multi_turn.tools, got {[tool.name for tool in chosen]}; pass format=hermes."
-        )
-    return tag_parser(chosen[0])
+    async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
+        """See ``Hosts``."""
+        return await asyncio.wrap_future(self._loop.start(self._host.open(row, seed)))
 
+    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+        """See ``Hosts``."""
+        return await asyncio.wrap_future(self._loop.start(self._host.step(episode, turn)))
 
-def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
-    """What the policy reads after a call: the tool's answer, or what is wrong with the call.
-
-    Raises ``ToolFailedError`` when the tool itself fails, or hangs.
-    """
-    if isinstance(call, str):
-        return f"error: {call}"
-    tool = tools.get(call.name)
-    if tool is None:
-        return f"error: the tools are {json.dumps(sorted(tools))}"
-    return caller.call(tool, call.arguments)
-
-
-def truncated(text: str, limit: int, side: str) -> str:
-    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in
-    the ``middle``."""
-    if len(text) <= limit:
-        return text
-    if side == "left":
-        return "(truncated)..." + text[len(text) - limit :]
-    if side == "right":
-        return text[:limit] + "...(truncated)"
-    tail = limit // 2
-    return text[: limit - tail] + "...(truncated)..." + text[len(text) - tail :]
-
-
-_TURNS_AT_ONCE = 64
-"""Turns of one engine whose tools work at the same time; further ones wait."""
+    async def close(self, key: EpisodeKey) -> None:
+        """See ``Hosts``."""
+        await asyncio.wrap_future(self._loop.start(self._host.close(key)))
 
 
 class Conversations:
-    """Answers the tool calls of a turn; says whether another turn follows.
+    """Brings turns to the environment and its replies into samples.
 
-    A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by
-    the chat template, and by another turn. The prompt of that turn is the token ids of the one before, those
-    sampled, and those of the answers. Sampled and tool tokens share the limit ``max_tokens``. A conversation
-    ends when a turn calls no tool. It is cut off (``finished`` False) when a turn reaches the limit, when the
-    answers would leave no room for another token (they are then left out), or when a call is left at
-    ``max_assistant_turns`` or ``max_user_turns``.
+    A turn that ends with a stop token is followed by the messages of the reply, rendered by the chat
+    template, and by another turn. The prompt of that turn is the token ids of the one before, those sampled,
+    and those of the reply. Sampled tokens and those of replies share the limit ``max_tokens``. A sample ends
+    when the reply is done. It is cut off (``finished`` False) when a turn reaches the limit, when the reply
+    is truncated or would leave no room for another token (it is then left out), or after ``max_turns``.
     """
 
     def __init__(
-        self, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]
+        self,
+        tokenizer: Any,
+        hosts: Hosts,
+        template_arguments: Mapping[str, Any],
+        max_turns: int | None = None,
+        patience_seconds: float | None = None,
     ) -> None:
-        """Raises ``ValueError`` when a tool is unknown, or tools, format or chat template do not fit
-        together."""
+        """``patience_seconds``: for a host that does not answer at all, because an environment blocks it.
+
+        Raises ``ValueError`` when the chat template cannot go on behind an assistant's turn.
+        """
         self._tokenizer = tokenizer
-        self._config = config
-        self._tools = find_tools(config.tools)
-        self._parse: Parser = choose_parser(config, self._tools)
-        self._encoder = ToolTurnEncoder(tokenizer, template_arguments)
-        self._pool = ThreadPoolExecutor(_TURNS_AT_ONCE, "conversation")
-        self._callers = threading.local()
+        self._hosts = hosts
+        self._encoder = ContinuationEncoder(tokenizer, template_arguments)
+        self._max_turns = max_turns
+        self._patience = patience_seconds
+        self._loop = EventLoop("conversations")
 
     @classmethod
     def open(cls, options: ConversationOptions) -> "Conversations":
-        """Build it with the tokenizer of ``options``. Raises like ``Conversations``."""
-        tokenizer = load_tokenizer(options.tokenizer_path, options.trust_remote_code)
+        """Build them with the tokenizer of ``options``. Raises ``ValueError`` also when tools or environment
+        cannot be made."""
+        environment = options.rollout.environment
+        patience = None if environment.name is None else _PATIENCE * environment.step_seconds
         return cls(
-            tokenizer, options.config, template_arguments(options.config, options.chat_template_kwargs)
+            load_tokenizer(options.tokenizer_path, options.trust_remote_code),
+            options.hosts or LocalHosts(open_host(options.rollout)),
+            template_arguments(options.rollout.multi_turn, options.chat_template_kwargs),
+            environment.max_turns,
+            patience,
         )
 
-    def after_turn(self, sample: Sample) -> "Future[list[str]] | Sample":
-        """The answers to the calls of a turn that has ended, one text for each; or the sample, where the
-        conversation has ended.
+    def ask(self, request: GenerationRequest, sample: Sample) -> "Future[Answered]":
+        """The environment's answer to the last turn of a sample.
 
-        The future raises ``ToolFailedError`` when a tool fails or hangs.
+        The future raises ``EpisodeFailedError`` when there is none.
         """
-        calls, turns = self._calls(sample), tool_turns(sample.parts)
-        if not calls:
-            return sample
-        if turns + 1 == self._config.max_assistant_turns or turns == self._config.max_user_turns:
-            return replace(sample, finished=False)
-        return self._pool.submit(self._answer, calls)
+        return self._loop.start(self._ask(request, sample))
 
-    def with_answers(self, sample: Sample, answers: Sequence[str], max_tokens: int) -> tuple[Sample, bool]:
-        """The sample with the answers, and whether another turn follows; it has ended when they leave no room
-        for one."""
-        sample = replace(sample, finished=False, tool_calls=sample.tool_calls + len(answers))
-        answer = Answer(torch.tensor(self._encoder.encode(answers), dtype=torch.int32))
-        parts = [*sample.parts, answer]
-        # At least one token must fit after the answers: no engine can go on without room for one.
+    async def _ask(self, request: GenerationRequest, sample: Sample) -> Answered:
+        assert request.episode is not None
+        *past, turn = self._turns(sample)
+        episode = replace(request.episode, state=sample.state)
+        history = [Exchange(one, reply) for one, reply in zip(past, sample.replies, strict=True)]
+        for _ in range(_TRIES):
+            outcome = await self._step(episode, turn)
+            episode = replace(episode, history=history)
+            if isinstance(outcome, NeedsHistory):
+                outcome = await self._step(episode, turn)
+            if isinstance(outcome, Answered):
+                return outcome
+            assert isinstance(outcome, Failed)
+            failure = outcome
+            if not failure.again:
+                break
+        raise EpisodeFailedError(failure.why)
+
+    async def _step(self, episode: Episode, turn: Turn) -> Outcome:
+        try:
+            return await asyncio.wait_for(self._hosts.step(episode, turn), self._patience)
+        except asyncio.TimeoutError:
+            return Failed(
+                f"turn {turn.number} of episode {episode.key}: an environment must leave its thread to "
+                f"others while it waits (await), but its host did not answer within {self._patience:g} s.",
+                again=False,
+            )
+
+    def _turns(self, sample: Sample) -> list[Turn]:
+        """The policy's turns so far."""
+        turns = [list(parts) for sampled, parts in groupby(sample.parts, _is_sampled) if sampled]
+        last = len(turns) - 1
+        return [
+            self._turn(number, token_ids(parts), stopped=number < last or sample.finished)
+            for number, parts in enumerate(turns)
+        ]
+
+    def _turn(self, number: int, tokens: list[int], *, stopped: bool) -> Turn:
+        # In many chat templates the tags of a tool call are special tokens.
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return Turn(number, text.removesuffix(self._tokenizer.eos_token), tuple(tokens), stopped)
+
+    def with_answer(self, sample: Sample, answer: Answered, max_tokens: int) -> tuple[Sample, bool]:
+        """The sample with what its environment answered, and whether another turn follows."""
+        reply, stopped = answer.reply, sample.finished
+        sample = replace(sample, replies=[*sample.replies, reply], state=answer.state)
+        if reply.ends or not stopped:
+            return replace(sample, finished=stopped and not reply.truncated), False
+        sample = replace(sample, finished=False)
+        if len(sample.replies) == self._max_turns:
+            return sample, False
+        tokens = Answer(torch.tensor(self._encoder.encode(reply.messages), dtype=torch.int32))
+        parts = [*sample.parts, tokens]
+        # At least one token must fit after the reply: no engine can go on without room for one.
         if num_tokens(parts) >= max_tokens:
             return sample, False
         return replace(sample, parts=parts), True
 
-    def _calls(self, sample: Sample) -> list[ParsedCall]:
-        """The calls of the last turn that are to be answered."""
-        if not sample.finished:
-            return []
-        # In many chat templates the tags of a tool call are special tokens.
-        text = self._tokenizer.decode(token_ids(last_turn(sample.parts)), skip_special_tokens=False)
-        return self._parse(text)[: self._config.max_parallel_calls]
-
-    def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """Answer calls in a thread of the pool. Each has a caller of its own, which calls one tool at a
-        time."""
-        if not hasattr(self._callers, "own"):
-            self._callers.own = ToolCaller(self._config.tool_timeout_seconds)
-        limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
-        try:
-            return [
-                truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls
-            ]
-        except ToolFailedError:
-            self._callers.own.close()
-            del self._callers.own  # the next turn in this thread gets another one
-            raise
-
-
-def template_arguments(config: MultiTurnConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template for every prompt: ``arguments``, and with ``format=hermes`` the
-    descriptions of the tools.
-
-    Raises ``ValueError`` when a tool is unknown.
-    """
-    if config.format != "hermes":
-        return dict(arguments)
-    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **arguments}
+    def close(self, request: GenerationRequest) -> None:
+        """Forget the episode of a request that is given up."""
+        assert request.episode is not None
+        self._loop.start(self._hosts.close(request.episode.key))
 
 
 class OpenSamples:
     """The book of a sampler, by the step loop's keys: what was submitted, and what there is of it."""
 
     def __init__(self, conversations: Conversations | None) -> None:
-        """``conversations`` answers tool calls; None: samples call no tools."""
+        """``conversations`` has the environment of requests with an episode; None: there are none.
+
+        The sample of any other request ends with its first turn.
+        """
         self._conversations = conversations
         self._open: dict[int, tuple[QueuedSample, Sample]] = {}
 
-    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[list[str]] | None]":
-        """What there is of a sample that begins or goes on, and the answers of tools that it waits for, if
-        there are any."""
+    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[Answered] | None]":
+        """What there is of a sample that begins or goes on, and the answer that it waits for, if there is
+        one."""
         if key in self._open:
             return self[key], None
         request = queued.request
-        sample = Sample(queued.number, request.parts, tool_calls=request.tool_calls)
-        self._open[key] = queued, sample
-        if self._conversations is None or not _ends_with(sample, queued.options.stop_token_ids):
+        sample = Sample(queued.number, request.parts, replies=request.replies, state=request.state)
+        stopped = _ends_with(sample, queued.options.stop_token_ids)
+        is_full = num_tokens(sample.parts) >= request.limit(queued.options)
+        if self._conversations is None or request.episode is None or not (stopped or is_full):
+            self._open[key] = queued, sample
             return sample, None
-        # The engine that sampled it was lost while its tools were at work.
-        self._open[key] = queued, replace(sample, finished=True)
-        answers = self._conversations.after_turn(self[key])
-        return self[key], None if isinstance(answers, Sample) else answers
+        # The engine that sampled it, or the run, was lost while its environment was at work.
+        sample = replace(sample, finished=stopped)
+        self._open[key] = queued, sample
+        return sample, self._conversations.ask(request, sample)
 
     def __getitem__(self, key: int) -> Sample:
         """What there is of a sample that has begun."""
@@ -242,31 +230,44 @@ class OpenSamples:
 
     def drop(self, key: int) -> None:
         """Forget a sample, if it has begun."""
-        self._open.pop(key, None)
+        if key in self._open:
+            queued, _ = self._open.pop(key)
+            if self._conversations is not None and queued.request.episode is not None:
+                self._conversations.close(queued.request)
 
-    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[list[str]]":
-        """The sample if it has ended with this turn, else the answers of tools that it waits for.
+    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[Answered]":
+        """The sample if it has ended with this turn, else the answer that it waits for.
 
         ``stopped``: a stop token has ended the turn (False: a limit).
         """
         queued, sample = self._open[key][0], replace(self.grown(key, parts), finished=stopped)
+        if self._conversations is None or queued.request.episode is None:
+            del self._open[key]
+            return sample
         self._open[key] = queued, sample
-        outcome = sample if self._conversations is None else self._conversations.after_turn(sample)
-        if isinstance(outcome, Sample):
-            self.drop(key)
-        return outcome
+        return self._conversations.ask(queued.request, sample)
 
-    def proceed(self, key: int, answers: Sequence[str]) -> Sample | None:
-        """Take the tools' answers; returns the sample if they have ended it."""
+    def proceed(self, key: int, answer: Answered) -> Sample | None:
+        """Take the environment's answer; returns the sample if it has ended it."""
         assert self._conversations is not None
         queued, sample = self._open[key]
         limit = queued.request.limit(queued.options)
-        sample, goes_on = self._conversations.with_answers(sample, answers, limit)
+        sample, goes_on = self._conversations.with_answer(sample, answer, limit)
         self._open[key] = queued, sample
-        return None if goes_on else self._open.pop(key)[1]
+        if goes_on:
+            return None
+        if not answer.reply.ends:
+            self.drop(key)
+        else:
+            del self._open[key]
+        return sample
+
+
+def _is_sampled(part: Part | Answer) -> bool:
+    return isinstance(part, Part)
 
 
 def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:
-    """Whether the policy's last token is one of these."""
-    turn = last_turn(sample.parts)
-    return bool(turn) and int(turn[-1].token_ids[-1]) in stop_token_ids
+    """Whether the last token is the policy's, and one of these."""
+    last = sample.parts[-1] if sample.parts else None
+    return isinstance(last, Part) and int(last.token_ids[-1]) in stop_token_ids

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.parts import Sample, num_tokens
+from verl_rc.rollout.environment_host import Hosts
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LoadReceipt
@@ -34,9 +35,12 @@ class QueuedSample:
     samples continue."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a response that has no room for another token: no engine can sample it."""
+        """Raise ``ValueError`` for a response that has no room for another token: no engine can sample it.
+
+        One that an environment answers may still wait for its last reply.
+        """
         limit, written = self.request.limit(self.options), num_tokens(self.request.parts)
-        if written >= limit:
+        if written >= limit and self.request.episode is None:
             raise ValueError(
                 f"a response that is to be sampled must have room for a token, but request {self.number} has "
                 f"{written} tokens and a limit of {limit}; raise max_tokens, or take the response as ended."
@@ -50,7 +54,7 @@ class Collected:
     samples: list[Sample]
     """Those that have a response, in any order."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why the others have none, by number: a tool failed."""
+    """Why the others have none, by number: its environment failed."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,14 @@ class EngineOptions(Protocol):
         ``resume``."""
 
 
-def engine_options(config: RunConfig, device: str) -> EngineOptions:
+def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> EngineOptions:
     """The options of the engine that ``actor_rollout_ref.rollout.name`` names: what the function of this name
-    in ``rollout/NAME/options.py`` makes of the configuration."""
+    in ``rollout/NAME/options.py`` makes of the configuration.
+
+    ``hosts``: of environments in other processes; None: an engine has its own.
+    """
     room = import_module(f"verl_rc.rollout.{config.actor_rollout_ref.rollout.name}.options")
-    options: EngineOptions = room.engine_options(config, device)
+    options: EngineOptions = room.engine_options(config, device, hosts)
     return options
 
 
@@ -124,7 +131,7 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """Sample one response per request, in order, with priority over submitted samples that have not
-        begun. Raises ``ToolFailedError`` when a tool failed."""
+        begun. Raises ``EpisodeFailedError`` when an environment failed."""
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
         """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every

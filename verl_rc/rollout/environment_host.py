@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import BadReplyError, Episode, EpisodeKey, Opening, Reply, Turn
-from verl_rc.rollout.environment import Environment, EpisodeFailedError, PolicyError
+from verl_rc.rollout.environment import Environment, EpisodeFailedError, PolicyError, environment_class
 from verl_rc.rollout.tool_environment import Toolbox, ToolEnvironment
 
 T = TypeVar("T")
@@ -209,3 +210,19 @@ class Host:
         (problem,) = await asyncio.gather(closing, return_exceptions=True)
         if problem is not None:  # it must not hide why the episode ended
             self.counts["failed to close"] += 1
+
+
+def open_host(config: RolloutConfig) -> Host:
+    """The host of a run's tools or environment. Raises ``ValueError`` when they cannot be made."""
+    if config.environment.name is not None:
+        return environment_host(config.environment)
+    toolbox = Toolbox(config.multi_turn)
+    return Host(lambda _: ToolEnvironment(toolbox), HostLimits())
+
+
+def environment_host(config: EnvironmentConfig) -> Host:
+    """The host of a run's environment. Raises ``ValueError`` when it cannot be made."""
+    assert config.name is not None
+    make = environment_class(config.name, config.arguments)
+    limits = HostLimits(config.step_seconds, state_megabytes=config.max_state_megabytes)
+    return Host(lambda _: make(), limits)

@@ -2,26 +2,26 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_rc.config.rollout import (
-    MultiTurnConfig,
-    RolloutConfig,
-    ValKwargsConfig,
-)
-from verl_rc.data.parts import Answer, Part, last_turn, num_tokens, tool_turns
+from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
+from verl_rc.data.episode import Episode, Reply
+from verl_rc.data.parts import Answer, Part, Sample, last_turn, num_answers, num_tokens
 
 
 @dataclass(frozen=True)
 class ConversationOptions:
-    """What an engine needs to let samples call tools between their turns."""
+    """What an engine needs to let an environment or tools answer the turns of samples."""
 
-    config: MultiTurnConfig
+    rollout: RolloutConfig
+    """Tools or environment."""
     tokenizer_path: str
     trust_remote_code: bool
     chat_template_kwargs: Mapping[str, Any]
     """``data.apply_chat_template_kwargs``."""
+    hosts: Any = None
+    """``environment_host.Hosts`` in other processes; None: one in this process."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,19 @@ class GenerationRequest:
     """Limit of the whole response, tokens; None: that of the sampling options."""
     parts: Sequence[Part | Answer] = ()
     """What there is of the response already: it continues behind these tokens."""
-    tool_calls: int = 0
-    """Calls that tools answered in ``parts``."""
+    episode: Episode | None = None
+    """Of the environment that answers its turns; None: there is none."""
+    replies: Sequence[Reply] = ()
+    """What the environment replied to the turns in ``parts``."""
+    state: bytes | None = None
+    """Of the environment after the last reply."""
+
+    def continued(self, sample: Sample) -> "GenerationRequest":
+        """The request that goes on from what there is of its sample."""
+        return replace(self, parts=sample.parts, replies=sample.replies, state=sample.state)
 
     def limit(self, options: SamplingOptions) -> int:
-        """Longest response, tokens, with those of tool answers."""
+        """Longest response, tokens, with those of the environment."""
         return options.max_tokens if self.max_tokens is None else self.max_tokens
 
 
@@ -96,7 +104,7 @@ def next_seed(first: int, parts: Sequence[Part | Answer]) -> int:
 
     So a part is the same on every engine, and two parts of a response share no random numbers.
     """
-    return part_seed(turn_seed(first, tool_turns(parts)), num_tokens(last_turn(parts)))
+    return part_seed(turn_seed(first, num_answers(parts)), num_tokens(last_turn(parts)))
 
 
 def turn_seed(first: int, turn: int) -> int:

@@ -25,7 +25,7 @@ from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.tools import ToolFailedError
+from verl_rc.rollout.environment import EpisodeFailedError
 
 
 class Sampler(Protocol):
@@ -67,8 +67,8 @@ After = Literal["step", "priority", "all"]
 """What a call waits for: the end of the current step; of all samples with priority; or until no sample may be
 stepped any more, because all have ended or the limit of steps is reached."""
 Box = list[tuple[int, Any]]
-"""Number and response of each sample that has ended, a ``ToolFailedError`` where its tool failed. Only
-``take`` may read it: the loop appends to it."""
+"""Number and response of each sample that has ended, an ``EpisodeFailedError`` where its environment failed.
+Only ``take`` may read it: the loop appends to it."""
 
 
 _SAME_SPAN_SECONDS = 0.005
@@ -387,7 +387,7 @@ class StepLoop(Generic[S]):
         answer.add_done_callback(notify)
 
     def _return_to_batch(self, sampler: S) -> None:
-        """Samples whose answers have come wait to begin again, or end, as those do whose tool failed.
+        """Samples whose answers have come wait to begin again, or end, as those do whose environment failed.
 
         Raises what else was raised instead of an answer.
         """
@@ -397,7 +397,7 @@ class StepLoop(Generic[S]):
             if submitted is None:  # cancelled meanwhile
                 continue
             failure = answer.exception()
-            if isinstance(failure, ToolFailedError):
+            if isinstance(failure, EpisodeFailedError):
                 sampler.drop([key])
                 self._put(submitted, failure)
                 continue

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_rc.config.errors import nearest_key
 from verl_rc.config.user_code import import_attribute
+from verl_rc.rollout.environment import EpisodeFailedError
 
 
 class ToolError(ValueError):
@@ -164,7 +165,7 @@ CALCULATOR = Tool(
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 
 
-class ToolFailedError(RuntimeError):
+class ToolFailedError(EpisodeFailedError):
     """A tool did not do what it must; the message names it and the call."""
 
 

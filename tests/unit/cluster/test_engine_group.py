@@ -13,8 +13,8 @@ from verl_rc.cluster.engine_work import EngineWork, Request
 from verl_rc.data.parts import token_ids
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.engine import Collected, Interrupted, QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
@@ -270,7 +270,7 @@ def test_a_sample_that_failed_is_collected_with_the_reason(monkeypatch: pytest.M
     assert [one.owner for one in collected] == ["a", "b", "c"]
     assert collected[1].outcome == "the tool failed"
     assert first_tokens([collected[0].sample, collected[2].sample]) == [10, 12]
-    with pytest.raises(ToolFailedError, match=r"^the tool failed$"):
+    with pytest.raises(EpisodeFailedError, match=r"^the tool failed$"):
         group.generate(requests(0, 1), OPTIONS)
 
 

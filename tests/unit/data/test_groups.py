@@ -5,8 +5,10 @@ import io
 
 import pytest
 import torch
+from conversing import tool_reply
 
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
 from verl_rc.data.parts import UNKNOWN, Answer, Part
 from verl_rc.rollout.response import build_rollout_batch
@@ -41,7 +43,8 @@ def make_group(number: int, *, ended: bool = True) -> Group:
         [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)],
         ended,
         ended,
-        1,
+        [tool_reply(), Reply(reward=-0.1, done=True)],
+        b"\x00\xff",
     )
     short = GroupSample(number, 1, prompt, [part([16], 5)], True, finished=True)
     return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
@@ -142,13 +145,21 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
         assert (other.scores is None) == (group.scores is None)
         for sample, restored in zip(group.samples, other.samples, strict=True):
             assert (restored.token_ids, restored.versions) == (sample.token_ids, sample.versions)
-            facts = (sample.number, sample.index, sample.ended, sample.finished, sample.tool_calls)
+            facts = (
+                sample.number,
+                sample.index,
+                sample.ended,
+                sample.finished,
+                list(sample.replies),
+                sample.state,
+            )
             assert (
                 restored.number,
                 restored.index,
                 restored.ended,
                 restored.finished,
-                restored.tool_calls,
+                list(restored.replies),
+                restored.state,
             ) == facts
             for turn, same in zip(sample.turns, restored.turns, strict=True):
                 assert type(turn) is type(same)

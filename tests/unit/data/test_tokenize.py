@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl_rc.data.tokenize import (
-    ToolTurnEncoder,
+    ContinuationEncoder,
     encode_messages,
     encode_prompt,
     load_tokenizer,
@@ -16,6 +16,10 @@ from verl_rc.data.tokenize import (
 )
 
 CONVERSATION = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
 
 
 def text(tokenizer, token_ids):
@@ -93,9 +97,9 @@ def test_missing_chat_template_is_named(tokenizer_folder, tmp_path):
 
 
 def test_what_follows_an_assistants_turn(tokenizer):
-    encoder = ToolTurnEncoder(tokenizer)
-    assert text(tokenizer, encoder.encode(["42"])) == "42="
-    assert text(tokenizer, encoder.encode(["4", "2"])) == "42="
+    encoder = ContinuationEncoder(tokenizer)
+    assert text(tokenizer, encoder.encode([tool("42")])) == "42="
+    assert text(tokenizer, encoder.encode([tool("4"), tool("2")])) == "42="
 
 
 def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder, tmp_path):
@@ -107,14 +111,16 @@ def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder,
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     own = load_tokenizer(str(folder))
-    assert text(own, ToolTurnEncoder(own).encode(["7"])) == "\n<tool>7<|im_end|>\n<assistant>"
+    assert text(own, ContinuationEncoder(own).encode([tool("7")])) == "\n<tool>7<|im_end|>\n<assistant>"
     turns = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"},
         {"role": "tool", "content": "7"},
     ]
     assembled = (
-        encode_prompt(own, turns[:1]) + own("a<|im_end|>")["input_ids"] + ToolTurnEncoder(own).encode(["7"])
+        encode_prompt(own, turns[:1])
+        + own("a<|im_end|>")["input_ids"]
+        + ContinuationEncoder(own).encode([tool("7")])
     )
     assert assembled == encode_prompt(own, turns)
 
@@ -132,7 +138,7 @@ def test_templates_that_tools_cannot_use_are_refused(template, message, tokenize
     (folder / "chat_template.jinja").write_text(template)
     own = load_tokenizer(str(folder))
     with pytest.raises(ValueError, match=message):
-        ToolTurnEncoder(own).encode(["7"])
+        ContinuationEncoder(own).encode([tool("7")])
 
 
 def conversation(*texts):

@@ -69,7 +69,9 @@ def scripted_run(samples, prompts=3, **changes):
     return SimpleNamespace(
         config=SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(
-                rollout=SimpleNamespace(val_kwargs=val_kwargs, multi_turn=SimpleNamespace(enable=False))
+                rollout=SimpleNamespace(
+                    val_kwargs=val_kwargs, converses=False, environment=SimpleNamespace(name=None)
+                )
             ),
             trainer=SimpleNamespace(**sections[0]),
             data=SimpleNamespace(**sections[1]),

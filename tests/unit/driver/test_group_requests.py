@@ -1,6 +1,7 @@
 """What engines return becomes a group's samples, and what is refused."""
 
 import pytest
+from conversing import tool_reply
 from made_samples import answer, part
 
 from verl_rc.data.groups import GroupSample
@@ -15,16 +16,16 @@ def growing(*parts: Part | Answer) -> GroupSample:
 def test_a_response_with_the_answers_of_tools_ends_its_sample() -> None:
     parts = [part([11, 12], 3), answer([90, 91]), part([13], 4)]
     ended = growing(parts[0])
-    end_sample(ended, Sample(5, parts, finished=True, tool_calls=1), one_version=False)
+    end_sample(ended, Sample(5, parts, finished=True, replies=[tool_reply()]), one_version=False)
     assert ended.turns == parts
-    assert (ended.versions, ended.num_sampled, ended.tool_calls) == ([3, 4], 3, 1)
+    assert (ended.versions, ended.num_sampled, ended.replies) == ([3, 4], 3, [tool_reply()])
     assert (ended.ended, ended.finished) == (True, True)
 
 
 def test_a_sample_cut_while_its_tools_were_at_work_may_end_without_another_token() -> None:
     """The answer left no room: nothing was sampled after the update."""
     ended = growing(part([11, 12], 3))
-    end_sample(ended, Sample(5, [part([11, 12], 3)], tool_calls=1), one_version=True)
+    end_sample(ended, Sample(5, [part([11, 12], 3)], replies=[tool_reply()]), one_version=True)
     assert (ended.num_sampled, ended.ended) == (2, True)
 
 

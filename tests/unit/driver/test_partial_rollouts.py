@@ -68,7 +68,7 @@ class Cutting(World):
     def submitted(self) -> list[Request]:
         """With their parts, as the driver has been told."""
         for number, parts in self.told.items():
-            known = SimpleNamespace(parts=parts, tool_calls=0)
+            known = SimpleNamespace(parts=parts, replies=(), state=None)
             self.handles[number].queued = cast(QueuedSample, SimpleNamespace(number=number, request=known))
         return [self.handles[number] for number in self.grown]
 

@@ -3,6 +3,7 @@ loss."""
 
 import pytest
 import torch
+from conversing import tool_reply
 from made_samples import answer, part
 
 from verl_rc.data.batches import RolloutBatch
@@ -11,7 +12,10 @@ from verl_rc.rollout.response import build_rollout_batch, check_versions
 
 SHORT = Sample(0, [part([7, 2], 4, [-0.5, -0.25])], finished=True)
 CUT_AND_ANSWERED = Sample(
-    1, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], finished=True, tool_calls=1
+    1,
+    [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)],
+    finished=True,
+    replies=[tool_reply()],
 )
 """An update has cut its second turn, which follows a tool's answer."""
 

@@ -2,110 +2,41 @@
 where they end."""
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conversing import (
+    END,
+    ScriptedSampler,
+    episode,
+    ids,
+    merging_tokenizer,
+    options,
+    tool_conversations,
+    tool_reply,
+)
 from made_samples import of_parts, part
-from make_tiny_model import CHAT_TEMPLATE
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.parts import Answer, Sample, last_turn, num_tokens, token_ids, tool_turns
-from verl_rc.rollout.conversation import Conversations, OpenSamples, template_arguments
+from verl_rc.data.parts import Answer, last_turn, num_answers, num_tokens, token_ids
 from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.sampling import GenerationRequest, next_seed
 from verl_rc.rollout.step_loop import Box, StepLoop
-from verl_rc.rollout.tools import Tool, ToolFailedError
+from verl_rc.rollout.tool_environment import template_arguments
+from verl_rc.rollout.tools import Tool
 
 # A tool's thread shows what it raises, too, whenever the thread ends.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-END = "<|im_end|>"
 PATIENCE = 10.0
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when
-    it is sampled."""
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
-    bpe = Tokenizer(
-        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")])
-    )
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )
-
-
-def ids(tokenizer: Any, *pieces: str) -> list[int]:
-    """Token ids of pieces, each tokenised by itself."""
-    return [token for piece in pieces for token in tokenizer(piece)["input_ids"]]
-
-
-class ScriptedSampler:
-    """Each step ends a turn of every running conversation, with the next token ids of its script.
-
-    The log-prob of a token is -(turn + 1) / 8 and its version ``10 + turn``. A turn longer than its request
-    allows is cut.
-    """
-
-    capacity = 8
-
-    def __init__(self, scripts: dict[int, list[list[int]]], conversations: Conversations, end: int) -> None:
-        self.scripts, self.end = scripts, end
-        self.calls: list[SimpleNamespace] = []
-        self._open = OpenSamples(conversations)
-        self._running: dict[int, SimpleNamespace] = {}
-
-    def begin(self, key: int, sample: QueuedSample) -> "Future[list[str]] | None":
-        so_far, answers = self._open.begin(key, sample)
-        if answers is not None:
-            return answers
-        request = sample.request
-        asked = SimpleNamespace(
-            number=sample.number,
-            turn=tool_turns(so_far.parts),
-            prompt_token_ids=[*request.prompt_token_ids, *token_ids(so_far.parts)],
-            seed=next_seed(request.seed, so_far.parts),
-            max_tokens=request.limit(sample.options) - num_tokens(so_far.parts),
-        )
-        self.calls.append(asked)
-        self._running[key] = asked
-        return None
-
-    def step(self) -> list[tuple[int, Any]]:
-        running, self._running = self._running, {}
-        ended = []
-        for key, asked in running.items():
-            row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
-            turn = [part(row, 10 + asked.turn, -(asked.turn + 1) / 8)]
-            ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
-        return ended
-
-    def proceed(self, key: int, answer: Sequence[str]) -> Sample | None:
-        return self._open.proceed(key, answer)
-
-    def so_far(self, key: int) -> Sample | None:
-        return self._open.get(key)
-
-    def drop(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._running.pop(key, None)
-            self._open.drop(key)
-
-    def cut(self, keys: Sequence[int]) -> None:
-        raise NotImplementedError
-
-
-def options(max_tokens: int = 60, end: int = 0) -> SamplingOptions:
-    return SamplingOptions(1.0, 1.0, -1, max_tokens, (end,))
+    return merging_tokenizer()
 
 
 def waiting_tool(answer: Any) -> tuple[Tool, threading.Event, threading.Event]:
@@ -130,11 +61,10 @@ def talk(
     """Begin conversations whose prompt is one token, their number."""
     limit = config.pop("limit", None)
     multi_turn = MultiTurnConfig(enable=True, tools=["calculator"], **{"format": "tag", **config})
-    conversations = Conversations(tokenizer, multi_turn, {})
-    conversations._tools = conversations._tools if tools is None else tools
+    conversations = tool_conversations(tokenizer, multi_turn, tools)
     sampler = ScriptedSampler(dict(enumerate(scripts)), conversations, tokenizer.eos_token_id)
     loop, box = StepLoop(lambda: sampler, limit), []
-    asked = [GenerationRequest([index], seed=100 + index) for index in range(len(scripts))]
+    asked = [GenerationRequest([index], 100 + index, episode=episode(index)) for index in range(len(scripts))]
     given = options(max_tokens, tokenizer.eos_token_id)
     loop.submit([QueuedSample(number, request, given) for number, request in enumerate(asked)], box)
     return sampler, loop, box
@@ -182,7 +112,7 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
         tokenizer, [[slow_call, said], [call, call, call, said]], 200, tools={"calculator": tool}
     )
     ((first, response),) = loop.take(box, 1, PATIENCE)
-    assert (first, tool_turns(response.parts)) == (1, 3)
+    assert (first, num_answers(response.parts)) == (1, 3)
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
 
@@ -222,7 +152,14 @@ def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(toke
     assert loop.call(lambda _: len(box), after="all") == 1  # nothing is waited for
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]
-    loop.submit([QueuedSample(1, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    loop.submit(
+        [
+            QueuedSample(
+                1, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id)
+            )
+        ],
+        box,
+    )
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]  # the loop lives
 
 
@@ -240,11 +177,12 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
     ):
         sampler, loop, box = talk(tokenizer, [])
         sampler.scripts = {0: [call, said]}
-        request = GenerationRequest([0], 100, parts=parts, tool_calls=int(parts[1] is told))
+        replies = [tool_reply()] if parts[1] is told else []
+        request = GenerationRequest([0], 100, None, parts, episode(9), replies, b"")
         loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
         assert token_ids(response.parts) == call + answer + said
-        assert (tool_turns(response.parts), response.tool_calls) == (1, 1)
+        assert (num_answers(response.parts), response.tool_calls) == (1, 1)
         assert [(asked.prompt_token_ids, asked.seed) for asked in sampler.calls] == [
             (asked.prompt_token_ids, asked.seed) for asked in calls[1:]
         ]
@@ -272,13 +210,20 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     sampler, loop, box = talk(tokenizer, scripts, tools={"calculator": tool}, tool_timeout_seconds=0.2)
     ended = dict(loop.take(box, 3, PATIENCE))
     for number in (0, 1):
-        assert isinstance(ended[number], ToolFailedError)
-        assert str(ended[number]).startswith(
-            "the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with"
+        assert isinstance(ended[number], EpisodeFailedError)
+        assert "the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with" in str(
+            ended[number]
         )
     assert ended[2].tool_calls == 1
     assert sampler._open.get(0) is None  # nothing is kept of it
-    loop.submit([QueuedSample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    loop.submit(
+        [
+            QueuedSample(
+                2, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id)
+            )
+        ],
+        box,
+    )
     ((_, response),) = loop.take(box, 1, PATIENCE)
     assert response.tool_calls == 1
     assert loop.call(lambda _: len(box), after="all") == 0  # an update waits for none of them
@@ -289,7 +234,7 @@ def test_what_follows_from_an_error_of_the_program_ends_the_engine(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = ids(tokenizer, "<tool>1+1</tool>", END)
-    monkeypatch.setattr("verl_rc.rollout.conversation.truncated", lambda text, limit, side: 1 / 0)
+    monkeypatch.setattr("verl_rc.data.tokenize.ContinuationEncoder.encode", lambda *_: 1 / 0)
     _, loop, box = talk(tokenizer, [[call]])
     with pytest.raises(ZeroDivisionError):
         loop.take(box, 1, PATIENCE)
@@ -319,7 +264,7 @@ def test_an_answer_that_leaves_no_room_is_left_out(room: int, tokenizer: Any) ->
     calls, (response,) = converse(tokenizer, [[call]], max_tokens=len(call) + room)
     assert len(calls) == 1
     assert token_ids(response.parts) == call
-    assert (response.finished, tool_turns(response.parts)) == (False, 0)
+    assert (response.finished, num_answers(response.parts)) == (False, 0)
 
 
 def test_a_turn_cut_off_inside_or_behind_a_call_is_not_answered(tokenizer: Any) -> None:
@@ -336,7 +281,7 @@ def test_limits_of_turns(limit: dict[str, int], turns: int, tokenizer: Any) -> N
     call, said = ids(tokenizer, "<tool>1</tool>", END), ids(tokenizer, "2", END)
     calls, (response,) = converse(tokenizer, [[call, call, call, said]], max_tokens=200, **limit)
     assert len(calls) == turns
-    assert (tool_turns(response.parts) + 1, response.finished) == (turns, turns == 4)
+    assert (num_answers(response.parts) + 1, response.finished) == (turns, turns == 4)
 
 
 def test_calls_of_one_turn_are_answered_up_to_their_limit(tokenizer: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rollout.conversation import (
+from verl_rc.rollout.tool_environment import (
     ToolCall,
     answer_call,
     choose_parser,

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from verl_rc.data.parts import UNKNOWN, Sample, num_tokens
 from verl_rc.rollout.engine import Collected, Engine, EngineFacts, Interrupted, MemoryTag, QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import After, Box, StepLoop
-from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm import receiver
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.sampler import VllmSampler
@@ -197,7 +197,7 @@ class VllmEngine(Engine):
         """Sample one response per request, in order, with priority over submitted samples that have not
         begun.
 
-        Raises like ``collect``, and ``ToolFailedError`` when a tool failed.
+        Raises like ``collect``, and ``EpisodeFailedError`` when an environment failed.
         """
         box: Box = []
         self._loop.submit(
@@ -205,7 +205,7 @@ class VllmEngine(Engine):
         )
         collected = _collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
-            raise ToolFailedError(why)
+            raise EpisodeFailedError(why)
         return sorted(collected.samples, key=attrgetter("number"))
 
     # in the thread of the loop
@@ -228,10 +228,10 @@ class VllmEngine(Engine):
 
 
 def _collected(ended: Box) -> Collected:
-    """Raise what came in the place of a sample, but for tools that failed."""
+    """Raise what came in the place of a sample, but for environments that failed."""
     samples, failures = list[Sample](), dict[int, str]()
     for number, outcome in ended:
-        if isinstance(outcome, ToolFailedError):
+        if isinstance(outcome, EpisodeFailedError):
             failures[number] = str(outcome)
         elif isinstance(outcome, Exception):
             raise outcome

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.rollout.environment_host import Hosts
 from verl_rc.rollout.sampling import ConversationOptions
 
 OnUpdate = Literal["finish", "recompute", "keep"]
@@ -33,7 +34,7 @@ class VllmOptions:
     max_concurrent: int | None = None
     """Samples without priority that may have begun and not ended; None: no limit."""
     conversation: ConversationOptions | None = None
-    """How samples call tools; None: they call none."""
+    """What answers the turns of samples; None: nothing does."""
 
     @property
     def deterministic(self) -> bool:
@@ -41,8 +42,8 @@ class VllmOptions:
         return self.deterministic_steps is not None
 
 
-def engine_options(config: RunConfig, device: str) -> VllmOptions:
-    """The keyword arguments of ``vllm.LLM`` that a configuration means on ``device``."""
+def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> VllmOptions:
+    """The keyword arguments of ``vllm.LLM`` that a configuration means; see ``rollout.engine``."""
     rollout = config.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
         "load_format": rollout.load_format,
@@ -75,19 +76,20 @@ def engine_options(config: RunConfig, device: str) -> VllmOptions:
         deterministic_steps=config.async_training.deterministic_steps,
         stages_updates=rollout.checkpoint_engine.stage_updates,
         max_concurrent=config.async_training.max_concurrent_rollouts,
-        conversation=_conversation_options(config),
+        conversation=_conversation_options(config, hosts),
     )
 
 
-def _conversation_options(config: RunConfig) -> ConversationOptions | None:
-    multi_turn, data = config.actor_rollout_ref.rollout.multi_turn, config.data
-    if not multi_turn.enable:
+def _conversation_options(config: RunConfig, hosts: Hosts | None) -> ConversationOptions | None:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if not rollout.converses:
         return None
     return ConversationOptions(
-        multi_turn,
+        rollout,
         config.actor_rollout_ref.model.path,
         data.trust_remote_code,
         data.apply_chat_template_kwargs,
+        hosts,
     )
 
 

@@ -1,0 +1,124 @@
+"""Conversations for tests: with tools that are given, and the episodes of requests."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from made_samples import part
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.data.episode import TOOL_CALLS, Episode, Reply
+from verl_rc.data.parts import Sample, num_answers, num_tokens, token_ids
+from verl_rc.rollout.conversation import Conversations, LocalHosts, OpenSamples
+from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.environment_host import Answered, Host, HostLimits
+from verl_rc.rollout.sampling import SamplingOptions, next_seed
+from verl_rc.rollout.tool_environment import Parser, Toolbox, ToolEnvironment
+from verl_rc.rollout.tools import Tool
+
+END = "<|im_end|>"
+
+
+def tool_conversations(
+    tokenizer: Any,
+    config: MultiTurnConfig,
+    tools: Mapping[str, Tool] | None = None,
+    parse: Parser | None = None,
+) -> Conversations:
+    """Conversations in this process, with these tools and parser in the place of the configuration's."""
+    toolbox = Toolbox(config)
+    toolbox._tools = toolbox._tools if tools is None else dict(tools)
+    toolbox._parse = parse or toolbox._parse
+    return Conversations(tokenizer, LocalHosts(Host(lambda _: ToolEnvironment(toolbox), HostLimits())), {})
+
+
+def episode(number: int) -> Episode:
+    return Episode((number, 0, 0), {}, seed=number)
+
+
+def tool_reply(calls: int = 1) -> Reply:
+    """The reply to a turn with so many calls."""
+    return Reply([{"role": "tool", "content": "7"}] * calls, metrics={TOOL_CALLS: float(calls)})
+
+
+def merging_tokenizer() -> Any:
+    """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when
+    it is sampled."""
+    from make_tiny_model import CHAT_TEMPLATE  # which actors that import this module do not find
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
+    bpe = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")])
+    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def ids(tokenizer: Any, *pieces: str) -> list[int]:
+    """Token ids of pieces, each tokenised by itself."""
+    return [token for piece in pieces for token in tokenizer(piece)["input_ids"]]
+
+
+class ScriptedSampler:
+    """Each step ends a turn of every running conversation, with the next token ids of its script.
+
+    The log-prob of a token is -(turn + 1) / 8 and its version ``10 + turn``. A turn longer than its request
+    allows is cut.
+    """
+
+    capacity = 8
+
+    def __init__(self, scripts: dict[int, list[list[int]]], conversations: Conversations, end: int) -> None:
+        self.scripts, self.end = scripts, end
+        self.calls: list[SimpleNamespace] = []
+        self._open = OpenSamples(conversations)
+        self._running: dict[int, SimpleNamespace] = {}
+
+    def begin(self, key: int, sample: QueuedSample) -> "Future[Answered] | None":
+        so_far, answers = self._open.begin(key, sample)
+        if answers is not None:
+            return answers
+        request = sample.request
+        asked = SimpleNamespace(
+            number=sample.number,
+            turn=num_answers(so_far.parts),
+            prompt_token_ids=[*request.prompt_token_ids, *token_ids(so_far.parts)],
+            seed=next_seed(request.seed, so_far.parts),
+            max_tokens=request.limit(sample.options) - num_tokens(so_far.parts),
+        )
+        self.calls.append(asked)
+        self._running[key] = asked
+        return None
+
+    def step(self) -> list[tuple[int, Any]]:
+        running, self._running = self._running, {}
+        ended = []
+        for key, asked in running.items():
+            row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
+            turn = [part(row, 10 + asked.turn, -(asked.turn + 1) / 8)]
+            ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
+        return ended
+
+    def proceed(self, key: int, answer: Answered) -> Sample | None:
+        return self._open.proceed(key, answer)
+
+    def so_far(self, key: int) -> Sample | None:
+        return self._open.get(key)
+
+    def drop(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._running.pop(key, None)
+            self._open.drop(key)
+
+    def cut(self, keys: Sequence[int]) -> None:
+        raise NotImplementedError
+
+
+def options(max_tokens: int = 60, end: int = 0) -> SamplingOptions:
+    return SamplingOptions(1.0, 1.0, -1, max_tokens, (end,))

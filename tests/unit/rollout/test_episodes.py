@@ -1,0 +1,178 @@
+"""Episodes on a scripted sampler: which turns an environment gets, what the policy reads, and how an episode
+goes on after a loss."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conversing import END, ScriptedSampler, episode, ids, merging_tokenizer, options
+from guessing import Guess
+from made_samples import of_parts, part
+
+from verl_rc.data.parts import Answer, Part, Sample, num_answers, token_ids
+from verl_rc.rollout.conversation import Conversations, LocalHosts
+from verl_rc.rollout.engine import QueuedSample
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.environment_host import Host, HostLimits
+from verl_rc.rollout.sampling import GenerationRequest
+from verl_rc.rollout.step_loop import Box, StepLoop
+
+PATIENCE = 10.0
+NO_LIMITS = HostLimits()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return merging_tokenizer()
+
+
+class Games:
+    """Games with a host of their own; a sample's prompt is one token, its number."""
+
+    def __init__(self, tokenizer: Any, limits: HostLimits = NO_LIMITS, **arguments: Any) -> None:
+        self.made: list[Guess] = []
+        self.host = Host(self._make, limits)
+        self._arguments = arguments
+        self._conversations = Conversations(
+            tokenizer, LocalHosts(self.host), {}, arguments.pop("most_turns", None), 1.0
+        )
+        self._end: int = tokenizer.eos_token_id
+
+    def _make(self, _: object) -> Guess:
+        self.made.append(Guess(**self._arguments))
+        return self.made[-1]
+
+    def play(
+        self, scripts: list[list[list[int]]], requests: list[GenerationRequest] | None = None, most: int = 90
+    ) -> tuple[ScriptedSampler, list[Any]]:
+        """Returns the sampler and the outcome of each game."""
+        sampler = ScriptedSampler(dict(enumerate(scripts)), self._conversations, self._end)
+        box: Box = []
+        loop = StepLoop(lambda: sampler)
+        requests = requests or [
+            GenerationRequest([n], 100 + n, episode=episode(n)) for n in range(len(scripts))
+        ]
+        given = options(most, self._end)
+        loop.submit([QueuedSample(n, request, given) for n, request in enumerate(requests)], box)
+        ended = dict(loop.take(box, len(requests), PATIENCE))
+        return sampler, [ended[n] for n in range(len(requests))]
+
+
+def wrong(tokenizer: Any, turns: int) -> list[list[int]]:
+    """Turns that are never right; the first is two tokens, which its text would make one."""
+    return [ids(tokenizer, "1", "2", END), *(ids(tokenizer, "x", END) for _ in range(turns - 1))]
+
+
+def test_an_environment_gets_every_turn_and_the_policy_its_messages(tokenizer: Any) -> None:
+    """Tokens of replies come from text alone; those that were sampled are never encoded again."""
+    games = Games(tokenizer, max_turns=3)
+    sampler, (sample,) = games.play([wrong(tokenizer, 3)])
+    hints = [reply.messages[0]["content"] for reply in sample.replies[:-1]]
+    first, second, third = wrong(tokenizer, 3)
+    after = [ids(tokenizer, f"{hint}=") for hint in hints]
+    assert [asked.prompt_token_ids for asked in sampler.calls] == [
+        [0],
+        [0, *first, *after[0]],
+        [0, *first, *after[0], *second, *after[1]],
+    ]
+    assert [reply.reward for reply in sample.replies] == [-0.1, -0.1, -0.1]
+    assert (sample.finished, sample.state, num_answers(sample.parts)) == (True, None, 2)
+    sampled = [row for row in of_parts(sample.parts) if row[2] != -1]
+    assert [token for token, *_ in sampled] == first + second + third  # nothing is appended when it is done
+    assert (len(games.made), games.made[0].closed) == (1, 1)
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize("cut", ["in a turn", "after a turn", "after a reply"])
+def test_an_episode_goes_on_from_its_sample_as_it_would_have(
+    cut: str, snapshot: bool, tokenizer: Any
+) -> None:
+    """On an engine and a host that know nothing of it; with a noisy environment, also between a turn and its
+    reply."""
+    script = wrong(tokenizer, 4)
+    _, (whole,) = Games(tokenizer, max_turns=4, snapshot=snapshot).play([script])
+    shorter = Games(tokenizer, max_turns=4, snapshot=snapshot, most_turns=2)
+    _, (known,) = shorter.play([script])  # ends after its second reply, which is left out
+    assert list(known.replies) == list(whole.replies[:2])
+    parts = list(known.parts)
+    answer = next(one for one in whole.parts[len(parts) :] if isinstance(one, Answer))
+    request = GenerationRequest([0], 100, episode=episode(0))
+    if cut == "after a reply":
+        request = replace(request, parts=[*parts, answer], replies=known.replies, state=known.state)
+    else:
+        _, (one,) = Games(tokenizer, max_turns=4, snapshot=snapshot, most_turns=1).play([script])
+        last = parts[-1]
+        assert isinstance(last, Part)
+        if cut == "in a turn":
+            last = part(last.token_ids.tolist()[:-1], last.version)
+            script = [script[0], script[1][-1:], *script[2:]]
+        request = replace(request, parts=[*parts[:-1], last], replies=one.replies, state=one.state)
+    games = Games(tokenizer, max_turns=4, snapshot=snapshot)
+    _, (resumed,) = games.play([script], [request])
+    assert token_ids(resumed.parts) == token_ids(whole.parts)
+    assert list(resumed.replies) == list(whole.replies)
+    assert games.host.counts == {"restored" if snapshot else "replayed": 1}
+
+
+def test_a_turn_that_a_limit_cuts_off_only_gets_a_reward(tokenizer: Any) -> None:
+    games = Games(tokenizer, max_turns=9)
+    _, (sample,) = games.play([[ids(tokenizer, "12345678")]], most=8)
+    assert (len(sample.replies), sample.finished, num_answers(sample.parts)) == (1, False, 0)
+    assert games.made[0].closed == 1
+
+
+def test_messages_that_leave_no_room_are_left_out_and_the_episode_is_closed(tokenizer: Any) -> None:
+    games = Games(tokenizer, max_turns=9)
+    first = wrong(tokenizer, 1)[0]
+    _, (sample,) = games.play([[first]], most=len(first) + 2)
+    assert (len(sample.replies), sample.finished, token_ids(sample.parts)) == (1, False, first)
+    deadline = time.monotonic() + PATIENCE
+    while len(games.host) and time.monotonic() < deadline:
+        time.sleep(0.01)  # nobody waits for an episode to be closed
+    assert sum(game.closed for game in games.made) == 1
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_step_that_fails_once_is_tried_again_from_state_or_turns(
+    snapshot: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (whole,) = Games(tokenizer, snapshot=snapshot).play([wrong(tokenizer, 3)])
+    step, failed = Guess.step, []
+
+    async def flaky(self: Guess, turn: Any) -> Any:
+        if turn.number == 1 and not failed:
+            failed.append(turn)
+            raise RuntimeError("the sandbox was lost")
+        return await step(self, turn)
+
+    monkeypatch.setattr(Guess, "step", flaky)
+    games = Games(tokenizer, snapshot=snapshot)
+    _, (sample,) = games.play([wrong(tokenizer, 3)])
+    assert (list(sample.replies), len(failed), len(games.made)) == (list(whole.replies), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("faults", "why", "tries"),
+    [
+        ({"raise": 1}, "turn 1 of episode .*the sandbox was lost", 2),
+        ({"hang": 1}, "Guess.step must return within .*step_seconds=0.2", 2),
+        ({"role": 1}, "must be of the roles user, tool or system", 1),
+        ({"block": 1}, "an environment must leave its thread to others", 1),
+    ],
+)
+def test_an_episode_that_fails_fails_its_sample_and_no_other(
+    faults: dict[str, int], why: str, tries: int, tokenizer: Any
+) -> None:
+    games = Games(tokenizer, HostLimits(step_seconds=0.2), faults=faults)
+    other = Guess()
+    asyncio.run(other.reset({}, episode(0).seed))
+    right = ids(tokenizer, str(other.secret), END)
+    _, (won, lost) = games.play([[right], wrong(tokenizer, 3)])
+    assert isinstance(won, Sample)
+    assert [reply.reward for reply in won.replies] == [1.0]
+    assert isinstance(lost, EpisodeFailedError)
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(str(lost))
+    assert len(games.made) == 1 + tries

@@ -1,0 +1,81 @@
+"""Environments in processes of their own: Ray actors, each a host of many episodes."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from verl_rc.config.rollout import EnvironmentConfig
+from verl_rc.data.episode import Episode, EpisodeKey, Opening, Turn
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.environment_host import Failed, Hosts, Outcome
+
+_MOST_LOSSES = 3
+"""Hosts that a call may lose before it fails."""
+_MOST_CALLS = 10_000
+"""Calls of one host at the same time: they wait for environments, not for each other."""
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_MOST_CALLS)
+class _HostProcess:
+    """A Ray actor with one host. Ray pickles the class by value, so that it imports what it needs itself."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        from verl_rc.rollout.environment_host import environment_host  # noqa: PLC0415  (see the class)
+
+        self._host = environment_host(config)
+
+    async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
+        return await self._host.open(row, seed)
+
+    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+        return await self._host.step(episode, turn)
+
+    async def close(self, key: EpisodeKey) -> None:
+        await self._host.close(key)
+
+
+class RayHosts(Hosts):
+    """Hosts in other processes; an episode stays with one of them.
+
+    A host that is lost is started again by Ray and knows nothing: its episodes are opened anew, from their
+    state or turns. One that does not answer in time, because an environment blocks it, is lost, too.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+
+    @classmethod
+    def start(cls, config: EnvironmentConfig) -> "RayHosts":
+        """Start ``environment.hosts`` processes."""
+        return cls([_HostProcess.remote(config) for _ in range(config.hosts)])  # type: ignore[attr-defined]
+
+    async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
+        """See ``Hosts``."""
+        outcome: Opening | Failed | None = await self._call(seed, "open", row, seed)
+        if isinstance(outcome, Failed):
+            raise EpisodeFailedError(outcome.why)
+        return outcome
+
+    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+        """See ``Hosts``."""
+        outcome: Outcome = await self._call(sum(episode.key), "step", episode, turn)
+        return outcome
+
+    async def close(self, key: EpisodeKey) -> None:
+        """See ``Hosts``."""
+        await self._call(sum(key), "close", key)
+
+    async def _call(self, place: int, method: str, *arguments: Any) -> Any:
+        actor = self._actors[place % len(self._actors)]
+        for _ in range(_MOST_LOSSES):
+            try:
+                return await getattr(actor, method).remote(*arguments)
+            except RayActorError as error:
+                lost = error
+            except asyncio.CancelledError:
+                ray.kill(actor, no_restart=False)
+                raise
+        return Failed(f"{_MOST_LOSSES} hosts of environments died in a row: {lost}", again=False)

@@ -1,0 +1,60 @@
+"""The prompts that environments open their episodes with."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl_rc.config.task import DataConfig
+from verl_rc.data.dataset import PromptRow, fit_prompt
+from verl_rc.data.episode import Opening
+from verl_rc.data.tokenize import encode_prompt
+from verl_rc.rollout.conversation import EventLoop
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.environment_host import Hosts
+
+_TRIES = 2
+
+
+class Openings:
+    """Asks hosts what episodes open with, and encodes it: once for all samples of a prompt."""
+
+    def __init__(self, hosts: Hosts, tokenizer: Any, data: DataConfig) -> None:
+        self._hosts = hosts
+        self._tokenizer = tokenizer
+        self._data = data
+        self._loop = EventLoop("openings")
+
+    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow | EpisodeFailedError]:
+        """Each row with the prompt that its environment opens with, given the environment's seed; or why it
+        has none.
+
+        Raises ``ValueError`` when a prompt is too long, see ``data.truncation``.
+        """
+        outcomes: list[Opening | EpisodeFailedError | None] = self._loop.start(self._ask_all(rows)).result()
+        return [
+            opening if isinstance(opening, EpisodeFailedError) else self._opened(row, opening)
+            for (row, _), opening in zip(rows, outcomes, strict=True)
+        ]
+
+    async def _ask_all(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Any]:
+        return await asyncio.gather(*(self._ask(row, seed) for row, seed in rows))
+
+    async def _ask(self, row: PromptRow, seed: int) -> Opening | EpisodeFailedError | None:
+        for _ in range(_TRIES):
+            try:
+                return await self._hosts.open(row.for_environment(), seed)
+            except EpisodeFailedError as error:
+                failure = error
+        return failure
+
+    def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow:
+        if opening is None:
+            return row
+        arguments = dict(self._data.apply_chat_template_kwargs)
+        if opening.tools:
+            arguments["tools"] = [dict(tool) for tool in opening.tools]
+        messages = [dict(message) for message in opening.messages]
+        token_ids = encode_prompt(self._tokenizer, messages, arguments)
+        where = f"the opening of an episode of row {row.row_index}"
+        return replace(row, messages=messages, prompt_token_ids=fit_prompt(token_ids, self._data, where))
