@@ -1,8 +1,9 @@
 """Write the task of the environment recipe: guess a secret number by its hints.
 
 The files for RL (train, val) hold rows that differ by their index alone: the environment draws the secret.
-The worked examples for SFT (sft_train, sft_val) are games whose guesses are drawn at random: they teach how a
-turn is written, not how to use the hints.
+The worked examples for SFT (sft_train, sft_val) are games of a poor player: half of the guesses are drawn
+from all numbers, the others from those that the hints leave. They teach how a turn is written, and that hints
+say something.
 
 Example: python scripts/prepare_data/guess.py --output_dir data/guess
 """
@@ -18,14 +19,22 @@ from verl_rc.rollout.environments.guess import HIGH, LOW, PROMPT
 DATA_SOURCE = "guess"
 
 
-def random_game(generator: random.Random, numbers: int, turns: int) -> Row:
-    """A game of one to ``turns`` random guesses, of which the last may be wrong."""
+def game(generator: random.Random, numbers: int, turns: int, informed: float) -> Row:
+    """A game of one to ``turns`` guesses; a share of ``informed`` uses the hints, and none is right but the
+    last."""
     secret = generator.randrange(numbers)
+    low, high = 0, numbers
     messages = [("user", PROMPT)]
     for turn in range(generator.randint(1, turns)):
+        uses_hints = generator.random() < informed
+        guess = generator.randrange(low, high) if uses_hints else generator.randrange(numbers)
         if turn:
-            messages.append(("user", HIGH if int(messages[-1][1]) > secret else LOW))
-        messages.append(("assistant", str(generator.randrange(numbers))))
+            last = int(messages[-1][1])
+            messages.append(("user", HIGH if last > secret else LOW))
+        messages.append(("assistant", str(guess)))
+        if guess == secret:
+            break
+        low, high = (low, min(high, guess)) if guess > secret else (max(low, guess + 1), high)
     return conversation(*messages)
 
 
@@ -39,6 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--numbers", type=int, default=10, help="the secret is below; at most 10")
     parser.add_argument("--turns", type=int, default=4, help="guesses of a game")
+    parser.add_argument("--informed", type=float, default=0.5, help="share of SFT guesses that use the hints")
     parser.add_argument("--num_train", type=int, default=8192, help="RL training games")
     parser.add_argument("--num_val", type=int, default=256, help="RL validation games")
     parser.add_argument("--num_sft", type=int, default=4096, help="games to train on")
@@ -57,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         if split in sizes:
             rows = [rl_row(DATA_SOURCE, "guess", PROMPT, "", (split, index)) for index in range(size)]
         else:
-            rows = [random_game(generator, options.numbers, options.turns) for _ in range(size)]
+            rows = [game(generator, options.numbers, options.turns, options.informed) for _ in range(size)]
         path = options.output_dir / f"{split}.parquet"
         write_rows(rows, path)
         print(f"{path}: {size} games")
