@@ -21,6 +21,7 @@ from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenEr
 from verl_rc.workers.environment import engine_environment
 
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
+_START_TIMEOUT_KEY = "trainer.ready_timeout_seconds"
 _GRACE_SECONDS = 10.0
 """Time for a live process to notice that a process it communicates with has died."""
 _SLOTS = 2
@@ -88,14 +89,28 @@ class EngineGroup:
             self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(options.worker, options=options) for process in self._engines]
 
-    def replace(self, engines: Sequence[int]) -> list[Pending]:
-        """Kill these engines and start new ones with the same options, without weights; returns at once."""
+    def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
+        """Kill these engines and start new ones with the same options, without weights.
+
+        Raises ``EnginesLostError`` for those that have not started within ``timeout_seconds``.
+        """
         for engine in engines:
             self._engines[engine].replace()
         self._replaced |= set(engines)
-        return [
+        starting = [
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
         ]
+        answer_by_call = {
+            item.reference: answer
+            for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY, timeout_seconds)
+        }
+        lost = {
+            engine: answer_by_call[item.reference]
+            for engine, item in zip(engines, starting, strict=True)
+            if isinstance(answer_by_call[item.reference], RemoteError)
+        }
+        if lost:
+            raise EnginesLostError(lost, {})
 
     def wait(
         self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()

@@ -9,7 +9,6 @@ from typing import Literal
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.engine_work import Request
-from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import RemoteError
@@ -156,7 +155,7 @@ class Publisher:
         yet.
 
         Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step or a
-        rank's node is gone, and ``EnginesLostError`` when others are lost meanwhile.
+        rank's node is gone, and ``EnginesLostError`` when new ones do not start or others are lost meanwhile.
         """
         services = self._services
         limit = self._rollout.max_engine_replacements
@@ -170,7 +169,7 @@ class Publisher:
         # with its node, a rank is lost too, and there is no place for the engine
         services.actor.processes.require_nodes()
         say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
-        wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
+        services.engines.replace(lost.engines, services.config.trainer.ready_timeout_seconds)
         services.engines.sleep()
         services.transport.open()
 

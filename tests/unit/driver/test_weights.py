@@ -29,18 +29,20 @@ def loss(*engines: int) -> EnginesLostError:
 
 
 class Machine:
-    """Engines and the way of weights as one list of what was done; ``deliver`` fails as often as there are
-    losses."""
+    """Engines and the way of weights as one list of what was done; ``replace`` fails as often as there are
+    failed starts, and ``deliver`` as there are losses."""
 
     num_engines = 2
 
     def __init__(self) -> None:
         self.done: list[Any] = []
+        self.failed_starts: list[EnginesLostError] = []
         self.losses: list[EnginesLostError] = []
 
-    def replace(self, engines: list[int]) -> list[Any]:
+    def replace(self, engines: list[int], timeout_seconds: float) -> None:
         self.done.append(("replace", engines))
-        return []
+        if self.failed_starts:
+            raise self.failed_starts.pop(0)
 
     def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> None:
         """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
@@ -64,7 +66,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     machine = Machine()
     monkeypatch.setattr(
@@ -127,6 +128,24 @@ def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) 
         ("canary", 5),
     ]
     assert record.metrics()["recovery/engines_replaced"] == 3
+
+
+def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows(machine: Machine) -> None:
+    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
+    record = StepRecord()
+    on(machine, limit=4).publish(5, record)
+    assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
+        ("deliver", 5),
+        ("replace", [0, 1]),
+        ("replace", [1]),
+        ("replace", [1]),
+        ("deliver", 5),
+        ("canary", 5),
+    ]
+    assert record.engines_replaced == 4
+    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
+    with pytest.raises(RemoteError, match=r"max_engine_replacements=3 .*but 4 were lost"):
+        on(machine, limit=3).publish(5, StepRecord())
 
 
 @pytest.mark.parametrize("limit", [0, 2])
