@@ -38,9 +38,8 @@ class EnginesLostError(RemoteError):
         self.answered = dict(answered)
 
 
-OnLoss = Callable[[EnginesLostError, int], None]
-"""Replaces engines that are lost during generation; its second argument is the number of their unfinished
-requests."""
+OnLoss = Callable[[EnginesLostError], None]
+"""Replaces engines that are lost during generation."""
 
 
 class EngineGroup:
@@ -88,6 +87,11 @@ class EngineGroup:
         if options.deterministic:
             self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(options.worker, options=options) for process in self._engines]
+
+    def num_held(self, engines: Sequence[int]) -> int:
+        """How many requests these engines hold that have not ended; one that was replaced and got nothing yet
+        holds none."""
+        return len(self._work.unfinished(set(engines) - self._replaced))
 
     def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
         """Kill these engines and start new ones with the same options, without weights.
@@ -404,6 +408,7 @@ class EngineGroup:
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
+        self._work.forget_cancelled(self._replaced)
         self._hand_over(self._work.unfinished(self._replaced))
         self._replaced.clear()
 
@@ -421,7 +426,7 @@ class EngineGroup:
             record(error.answered)
             if on_loss is None:
                 raise
-            on_loss(error, len(self._work.unfinished(error.engines)))
+            on_loss(error)
 
     def _tell_all(self, method: str, *arguments: Any) -> None:
         """Call every engine once it holds what was submitted. The next ``collect`` reports a loss."""

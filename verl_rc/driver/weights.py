@@ -93,11 +93,7 @@ class Publisher:
         """What to do about engines that are lost while samples are waited for: new ones take their places,
         and all get the trainer's weights as ``version``, with proof."""
 
-        def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-            record.requests_reissued += num_requests
-            self._replace_and_deliver(version, record, lost)
-
-        return on_loss
+        return lambda lost: self._replace_and_deliver(version, record, lost)
 
     def canary_is_due(self, version: int) -> bool:
         """Whether canary tokens prove the publication of ``version``: every ``sync_proof.canary_freq``-th
@@ -160,6 +156,7 @@ class Publisher:
         services = self._services
         limit = self._rollout.max_engine_replacements
         record.engines_replaced += len(lost.engines)
+        record.requests_reissued += services.engines.num_held(lost.engines)
         if record.engines_replaced > limit:
             raise RemoteError(
                 f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in "

@@ -123,8 +123,8 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     group, engines = group_of(3, monkeypatch)
     losses: list[tuple[list[int], int]] = []
 
-    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-        losses.append((lost.engines, num_requests))
+    def on_loss(lost: EnginesLostError) -> None:
+        losses.append((lost.engines, group.num_held(lost.engines)))
         group.replace(lost.engines, TIMEOUT)
         engines[1].failure = failure if len(losses) == 1 else None
 
@@ -135,6 +135,18 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     assert [engine.asked for engine in engines] == [[[0, 1, 6]], [[2, 3, 7]], [[4, 5]]]
     assert losses == [([1], 3), ([1], 3)]
     assert [engine.replaced for engine in engines] == [0, 2, 0]
+
+
+def test_an_engine_that_was_replaced_holds_nothing_until_it_gets_what_the_old_one_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _ = group_of(2, monkeypatch)
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
+    assert group.num_held([0, 1]) == 4
+    group.replace([1], TIMEOUT)
+    assert [group.num_held([engine]) for engine in range(2)] == [2, 0]
+    group.submit([], OPTIONS, owners="")
+    assert [group.num_held([engine]) for engine in range(2)] == [2, 2]
 
 
 def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +245,7 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
     group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
     group.submit(requests(10, 11), OPTIONS, owners="ab")
 
-    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
+    def on_loss(lost: EnginesLostError) -> None:
         group.replace(lost.engines, TIMEOUT)
         engine.told.clear()
 
@@ -285,6 +297,7 @@ def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: p
     group.replace([1], TIMEOUT)
     group.collect(0.1)
     assert engines[1].asked[1:] == [[13]]
+    assert group._work._cancelled == {1: 0}  # a new engine does not answer what the old one had
 
 
 def test_without_a_limit_engines_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

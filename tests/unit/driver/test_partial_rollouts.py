@@ -276,9 +276,12 @@ class Losing(Cutting):
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(self.grown))
+            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
             return [], {}
         return super().collect_parts(on_loss)
+
+    def num_held(self, engines: Sequence[int]) -> int:
+        return len(self.grown)
 
     def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
         pass
@@ -317,7 +320,7 @@ class Unequal(Losing):
         if self.calls == self.at:
             lost = {number: list(parts) for number, parts in self.told.items() if number % 2}
             self.grown |= lost
-            on_loss(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}), len(lost))
+            on_loss(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}))
         return Cutting.collect_parts(self, on_loss)
 
 

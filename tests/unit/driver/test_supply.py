@@ -251,6 +251,7 @@ class Losing(World):
     def __init__(self, call: int) -> None:
         super().__init__()
         self.call, self.calls, self.asked = call, 0, {}  # type: ignore[var-annotated]
+        self.owed: set[int] = set()
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         numbers = super().submit(requests, options, **_)
@@ -260,12 +261,15 @@ class Losing(World):
     def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.calls += 1
         if self.calls == self.call:
-            owed, self.under_way = self.under_way, set()
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
-            for number in owed:
+            self.owed, self.under_way = self.under_way, set()
+            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
+            for number in self.owed:
                 (self.answers[number],) = self.sample([self.asked[number]])
-            self.under_way = owed
+            self.under_way = self.owed
         return super().look(wait_seconds, on_loss)
+
+    def num_held(self, engines: Sequence[int]) -> int:
+        return len(self.owed)
 
     def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
         pass

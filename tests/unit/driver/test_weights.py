@@ -38,15 +38,21 @@ class Machine:
         self.done: list[Any] = []
         self.failed_starts: list[EnginesLostError] = []
         self.losses: list[EnginesLostError] = []
+        self.held = {0: 8, 1: 8}
+        """Unfinished requests of each engine."""
+
+    def num_held(self, engines: list[int]) -> int:
+        return sum(self.held[engine] for engine in engines)
 
     def replace(self, engines: list[int], timeout_seconds: float) -> None:
         self.done.append(("replace", engines))
+        self.held |= dict.fromkeys(engines, 0)
         if self.failed_starts:
             raise self.failed_starts.pop(0)
 
     def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> None:
-        """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
-        on_loss(loss(1), len(requests))
+        """Engine 1 is lost; what is sampled afterwards is of no interest."""
+        on_loss(loss(1))
 
     def open(self) -> None:
         self.done.append("open")
@@ -113,6 +119,13 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
     assert not [
         name for name in metrics if name.startswith("timing_s/update_weights")
     ]  # it is part of the generation
+
+
+def test_requests_of_an_engine_that_is_lost_while_another_is_replaced_are_counted(machine: Machine) -> None:
+    machine.losses, machine.failed_starts = [loss(0)], [loss(1)]
+    record = StepRecord()
+    machine.generate([], OPTIONS, on(machine, limit=3).replacing(4, record))
+    assert (record.engines_replaced, record.requests_reissued) == (3, 16)
 
 
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
