@@ -61,11 +61,11 @@ class Publisher:
         ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the
         weights at once then.
         """
-        try:
-            with record.stage("update_weights"):
+        with record.stage("update_weights"):
+            try:
                 self._services.transport.stage(version)
-        except EnginesLostError as lost:
-            self._replace_and_deliver(version, record, lost)
+            except EnginesLostError as lost:
+                self._replace_and_deliver(version, record, lost)
         self._add_size(record)
 
     def is_settled(self, version: int, record: StepRecord) -> bool:
@@ -78,14 +78,15 @@ class Publisher:
         staged = transport.staged
         if staged is None:
             return True
-        try:
-            received = transport.loaded()
-        except EnginesLostError as lost:
-            self._replace_and_deliver(version, record, lost)
-            return True
-        if received is None:
-            return False
-        self._require_arrival(staged.sent, received, staged.version)
+        with record.stage("update_weights"):
+            try:
+                received = transport.loaded()
+            except EnginesLostError as lost:
+                self._replace_and_deliver(version, record, lost)
+                return True
+            if received is None:
+                return False
+            self._require_arrival(staged.sent, received, staged.version)
         transport.staged = None
         return True
 

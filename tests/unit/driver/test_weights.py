@@ -161,6 +161,33 @@ def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows
         on(machine, limit=3).publish(5, StepRecord())
 
 
+class Beside(Machine):
+    """Its engine is lost while weights are staged, or while it is asked for them; a new one takes 5 s."""
+
+    staged = SimpleNamespace(version=5, sent=None)
+
+    def __init__(self, clock: Mock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def stage(self, version: int) -> None:
+        raise loss(0)
+
+    def loaded(self) -> None:
+        raise loss(0)
+
+    def replace(self, engines: list[int], timeout_seconds: float) -> None:
+        self.clock.return_value += 5.0
+
+
+@pytest.mark.parametrize("call", ["publish_beside", "is_settled"])
+def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
+    with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
+        record = StepRecord()
+        getattr(on(Beside(clock), limit=1), call)(5, record)
+        assert record.seconds == {"update_weights": 5.0}
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, limit: int) -> None:
     machine.losses = [loss(0)] * 4
