@@ -1,6 +1,7 @@
 """TRL with the hook, for real: what is recorded is right, and no number of the run changes. Runs where TRL is
 installed; docs/your_trainer.md says how to make such an environment."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,26 @@ def test_a_full_disk_does_not_end_the_run(model: str, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("no folder")
     trainer = trl_runs.train(model, tmp_path, "healthy", STEPS, **SMALL)
     assert trainer.state.global_step == STEPS
+
+
+@pytest.mark.parametrize(("last", "steps"), [(1, []), (3, [1])])
+def test_ctrl_c_keeps_whole_steps_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, steps: list[int]
+) -> None:
+    """After the first of a step's two micro-batches."""
+    stock, calls = recorder.Recorder.write, itertools.count(1)
+
+    def write(records: Any, step: int, rows: Any) -> None:
+        stock(records, step, rows)
+        if next(calls) == last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recorder.Recorder, "write", write)
+    settings = {**SMALL, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trl_runs.train(model, tmp_path, "healthy", STEPS, **settings)
+    source = token_source(tmp_path)
+    assert ([] if source is None else source.steps) == steps
 
 
 def test_a_folder_of_ones_own(model: str, tmp_path: Path) -> None:
