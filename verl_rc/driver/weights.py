@@ -187,6 +187,7 @@ class Publisher:
         services = self._services
         prompts = [request.prompt_token_ids for request in self._canary_requests]
         gaps = []
+        nonfinite = 0
         for engine, samples in enumerate(answers):
             rollouts = build_rollout_batch(
                 prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id
@@ -194,9 +195,16 @@ class Publisher:
             check_versions(rollouts, expected_version=version)
             scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(self._rollout)).result
             gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+            if gap is None:
+                nonfinite += int(rollouts.response_mask.sum())
+                continue
+            nonfinite += gap.num_nonfinite
             where = f"canary tokens of rollout engine {engine} at weight version {version}"
             gap.require_at_most(services.gap_limit.fault(self._state.canary_gap_limit), where)
             gaps.append(gap)
+        record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])
+        if not gaps:
+            return
         largest = max(gaps, key=lambda gap: gap.mean)
         # The largest of the first gaps sets the limit of all engines.
         limit = services.gap_limit.calibrate(largest, self._state.canary_gap_limit, "canary tokens")

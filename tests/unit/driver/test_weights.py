@@ -1,6 +1,7 @@
 """How many engines may be replaced, what is counted, and that a loss during recovery is recovered from
 too."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -242,6 +243,14 @@ def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:
     assert gap == pytest.approx(0.1)
     assert usual == 0.06
     limit, act = judged(0.04, 0.05)
+    assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
+
+
+def test_tokens_without_finite_log_probs_say_nothing_of_weights() -> None:
+    limit, act = judged(math.nan, math.inf)
+    assert limit is None
+    act.assert_not_called()
+    limit, act = judged(math.nan, 0.05)
     assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
 
 
