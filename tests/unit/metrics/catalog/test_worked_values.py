@@ -883,7 +883,7 @@ def two_prompts_with_sixty_eight_samples_each():
     ]
     spread, square = 0.2**2 + 0.1**2 / 2, (0.4**2 + 0.2**2 + 2 * 0.1**2) / 4
     expected = {"prefix_slope": 0.1, "prefix_r2": 0.2**2 / (2 * spread), "prefix_z": 2**0.5}
-    expected |= {"prefix_spread": spread / square}
+    expected |= {"prefix_spread": (136 * spread / (136 - 2)) / square}
     return metrics_of(record_of_rows({}, 1, rows)), under("rollout_corr/", expected)
 
 
