@@ -397,10 +397,11 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
+        """Submit the unfinished samples of lost engines to the engines that replaced them, and let these
+        begin to step.
 
-        Call it before new samples are added, which would be submitted twice, and before samples are required
-        from engines, which it makes void.
+        Call it before adding samples: those of a replaced engine would be submitted twice. Call it before
+        telling engines which samples to finish: engines forget that when they are told to resume.
         """
         if self._replaced:
             self._hand_over_lost()

@@ -55,11 +55,11 @@ class Publisher:
         self._add_size(record)
 
     def publish_beside(self, version: int, record: StepRecord) -> None:
-        """Send the current weights to every engine, which loads them as ``version`` when it has ended what it
-        was handed before.
+        """Send the current weights to every engine and return. An engine ends the samples it has, then loads
+        the weights as ``version``.
 
-        ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the
-        weights at once then.
+        ``is_settled`` tells when all engines have loaded them. If an engine is lost, it is replaced, and all
+        engines load the weights before this returns.
         """
         with record.stage("update_weights"):
             try:
