@@ -79,8 +79,9 @@ def test_one_of_two_engines_dies_one_stops_then_both_die(
     assert [counts[step]["recovery/engines_replaced"] for step in range(1, STEPS + 1)] == [1, 1, 2, 0]
     reissued = [counts[step]["recovery/requests_reissued"] for step in range(1, STEPS + 1)]
     assert reissued[:2] == [PER_ENGINE, PER_ENGINE]
-    # The second loss may be found while the first is mended; its requests are sampled again and not counted.
-    assert reissued[2:] in ([PER_ENGINE, 0], [2 * PER_ENGINE, 0])
+    # The second loss may be found while the first is mended; a response or two may have ended before it.
+    assert 2 * PER_ENGINE - 4 <= reissued[2] <= 2 * PER_ENGINE
+    assert reissued[3] == 0
 
 
 def test_an_engine_of_two_processes_dies_with_its_children(overrides: list[str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenEr
 from verl_rc.workers.environment import engine_environment
 
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
+_START_TIMEOUT_KEY = "trainer.ready_timeout_seconds"
 _GRACE_SECONDS = 10.0
 """Time for a live process to notice that a process it communicates with has died."""
 _SLOTS = 2
@@ -37,9 +38,8 @@ class EnginesLostError(RemoteError):
         self.answered = dict(answered)
 
 
-OnLoss = Callable[[EnginesLostError, int], None]
-"""Replaces engines that are lost during generation; its second argument is the number of their unfinished
-requests."""
+OnLoss = Callable[[EnginesLostError], None]
+"""Replaces engines that are lost during generation."""
 
 
 class EngineGroup:
@@ -88,14 +88,33 @@ class EngineGroup:
             self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(options.worker, options=options) for process in self._engines]
 
-    def replace(self, engines: Sequence[int]) -> list[Pending]:
-        """Kill these engines and start new ones with the same options, without weights; returns at once."""
+    def num_held(self, engines: Sequence[int]) -> int:
+        """How many requests these engines hold that have not ended; one that was replaced and got nothing yet
+        holds none."""
+        return len(self._work.unfinished(set(engines) - self._replaced))
+
+    def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
+        """Kill these engines and start new ones with the same options, without weights.
+
+        Raises ``EnginesLostError`` for those that have not started within ``timeout_seconds``.
+        """
         for engine in engines:
             self._engines[engine].replace()
         self._replaced |= set(engines)
-        return [
+        starting = [
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
         ]
+        answer_by_call = {
+            item.reference: answer
+            for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY, timeout_seconds)
+        }
+        lost = {
+            engine: answer_by_call[item.reference]
+            for engine, item in zip(engines, starting, strict=True)
+            if isinstance(answer_by_call[item.reference], RemoteError)
+        }
+        if lost:
+            raise EnginesLostError(lost, {})
 
     def wait(
         self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()
@@ -378,10 +397,11 @@ class EngineGroup:
         return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
-        """Submit the unfinished samples of lost engines to those that replaced them, which begin to step.
+        """Submit the unfinished samples of lost engines to the engines that replaced them, and let these
+        begin to step.
 
-        Call it before new samples are added, which would be submitted twice, and before samples are required
-        from engines, which it makes void.
+        Call it before adding samples: those of a replaced engine would be submitted twice. Call it before
+        telling engines which samples to finish: engines forget that when they are told to resume.
         """
         if self._replaced:
             self._hand_over_lost()
@@ -389,6 +409,7 @@ class EngineGroup:
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
+        self._work.forget_cancelled(self._replaced)
         self._hand_over(self._work.unfinished(self._replaced))
         self._replaced.clear()
 
@@ -406,7 +427,7 @@ class EngineGroup:
             record(error.answered)
             if on_loss is None:
                 raise
-            on_loss(error, len(self._work.unfinished(error.engines)))
+            on_loss(error)
 
     def _tell_all(self, method: str, *arguments: Any) -> None:
         """Call every engine once it holds what was submitted. The next ``collect`` reports a loss."""

@@ -77,8 +77,8 @@ class EngineWork:
         self._numbers = count()
         self._requests: dict[int, Request] = {}
         """By number."""
-        self._cancelled: set[int] = set()
-        """Numbers of cancelled requests, which their engine may still answer."""
+        self._cancelled: dict[int, int] = {}
+        """The engine of each cancelled request, by number; the engine may still answer it."""
 
     def add(
         self,
@@ -157,7 +157,7 @@ class EngineWork:
             for number, outcome in outcomes:
                 request = self._requests.get(number)
                 if number in self._cancelled:
-                    self._cancelled.remove(number)
+                    del self._cancelled[number]
                 elif request is None or request.engine != engine or request.outcome is not None:
                     problems.append(
                         f"rollout engine {engine} must return each of its samples once, but sample {number} "
@@ -197,7 +197,13 @@ class EngineWork:
     def cancel(self, requests: Sequence[Request]) -> None:
         """Strike out requests, ended or not."""
         self.take(requests)
-        self._cancelled |= {request.number for request in requests if request.outcome is None}
+        self._cancelled |= {request.number: request.engine for request in requests if request.outcome is None}
+
+    def forget_cancelled(self, engines: Collection[int]) -> None:
+        """Forget what was cancelled of these engines, which were replaced and will not answer it."""
+        self._cancelled = {
+            number: engine for number, engine in self._cancelled.items() if engine not in engines
+        }
 
 
 def num_unfinished(requests: Iterable[Request]) -> Counter[int]:

@@ -27,22 +27,27 @@ def judge(
     """Record what rollout correction measured in the step, and judge it.
 
     ``statistics`` are None before the actor has corrected: nothing is judged then. ``gap`` is that
-    before any update where the statistics were measured during updates; None: theirs.
+    before any update where the actor corrects, and else that of the statistics; there is none, and nothing
+    is said of it, when no token has two finite log-probs.
 
     Raises ``SyncProofError`` when an engine cannot have held the trainer's weights, and
     ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
     if statistics is None:
         return Findings(state.rollout_gap_limit, state.health)
-    record_correction(services.config.algorithm.rollout_correction, statistics, control, record)
+    correction = services.config.algorithm.rollout_correction
+    record_correction(correction, statistics, control, record)
     step = state.step + 1
-    gap = gap or LogProbGap.from_statistics(statistics)
-    record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
+    if gap is None and not correction.in_actor:
+        gap = LogProbGap.from_statistics(statistics)
+    if gap is not None:
+        record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
     temperature = services.config.actor_rollout_ref.rollout.temperature
     health, has_cause = _judge_causes(services.tracker, state.health, record, step, temperature)
-    findings = Findings(
-        state.rollout_gap_limit, health, statistics.k3_kl, mean_gap=gap.mean, has_cause=has_cause
-    )
+    findings = Findings(state.rollout_gap_limit, health, statistics.k3_kl, has_cause=has_cause)
+    if gap is None:
+        return findings
+    findings = replace(findings, mean_gap=gap.mean)
     # In a run that samples ahead, tokens are older than the trainer's weights and prove nothing: canary
     # tokens alone are judged.
     if not services.config.async_training.is_synchronous:

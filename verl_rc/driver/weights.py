@@ -9,7 +9,6 @@ from typing import Literal
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.engine_work import Request
-from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import RemoteError
@@ -56,17 +55,17 @@ class Publisher:
         self._add_size(record)
 
     def publish_beside(self, version: int, record: StepRecord) -> None:
-        """Send the current weights to every engine, which loads them as ``version`` when it has ended what it
-        was handed before.
+        """Send the current weights to every engine and return. An engine ends the samples it has, then loads
+        the weights as ``version``.
 
-        ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the
-        weights at once then.
+        ``is_settled`` tells when all engines have loaded them. If an engine is lost, it is replaced, and all
+        engines load the weights before this returns.
         """
-        try:
-            with record.stage("update_weights"):
+        with record.stage("update_weights"):
+            try:
                 self._services.transport.stage(version)
-        except EnginesLostError as lost:
-            self._replace_and_deliver(version, record, lost)
+            except EnginesLostError as lost:
+                self._replace_and_deliver(version, record, lost)
         self._add_size(record)
 
     def is_settled(self, version: int, record: StepRecord) -> bool:
@@ -79,14 +78,15 @@ class Publisher:
         staged = transport.staged
         if staged is None:
             return True
-        try:
-            received = transport.loaded()
-        except EnginesLostError as lost:
-            self._replace_and_deliver(version, record, lost)
-            return True
-        if received is None:
-            return False
-        self._require_arrival(staged.sent, received, staged.version)
+        with record.stage("update_weights"):
+            try:
+                received = transport.loaded()
+            except EnginesLostError as lost:
+                self._replace_and_deliver(version, record, lost)
+                return True
+            if received is None:
+                return False
+            self._require_arrival(staged.sent, received, staged.version)
         transport.staged = None
         return True
 
@@ -94,11 +94,7 @@ class Publisher:
         """What to do about engines that are lost while samples are waited for: new ones take their places,
         and all get the trainer's weights as ``version``, with proof."""
 
-        def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-            record.requests_reissued += num_requests
-            self._replace_and_deliver(version, record, lost)
-
-        return on_loss
+        return lambda lost: self._replace_and_deliver(version, record, lost)
 
     def canary_is_due(self, version: int) -> bool:
         """Whether canary tokens prove the publication of ``version``: every ``sync_proof.canary_freq``-th
@@ -156,11 +152,12 @@ class Publisher:
         yet.
 
         Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step or a
-        rank's node is gone, and ``EnginesLostError`` when others are lost meanwhile.
+        rank's node is gone, and ``EnginesLostError`` when new ones do not start or others are lost meanwhile.
         """
         services = self._services
         limit = self._rollout.max_engine_replacements
         record.engines_replaced += len(lost.engines)
+        record.requests_reissued += services.engines.num_held(lost.engines)
         if record.engines_replaced > limit:
             raise RemoteError(
                 f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in "
@@ -170,7 +167,7 @@ class Publisher:
         # with its node, a rank is lost too, and there is no place for the engine
         services.actor.processes.require_nodes()
         say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
-        wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
+        services.engines.replace(lost.engines, services.config.trainer.ready_timeout_seconds)
         services.engines.sleep()
         services.transport.open()
 
@@ -190,6 +187,7 @@ class Publisher:
         services = self._services
         prompts = [request.prompt_token_ids for request in self._canary_requests]
         gaps = []
+        nonfinite = 0
         for engine, samples in enumerate(answers):
             rollouts = build_rollout_batch(
                 prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id
@@ -197,9 +195,16 @@ class Publisher:
             check_versions(rollouts, expected_version=version)
             scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(self._rollout)).result
             gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+            if gap is None:
+                nonfinite += int(rollouts.response_mask.sum())
+                continue
+            nonfinite += gap.num_nonfinite
             where = f"canary tokens of rollout engine {engine} at weight version {version}"
             gap.require_at_most(services.gap_limit.fault(self._state.canary_gap_limit), where)
             gaps.append(gap)
+        record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])
+        if not gaps:
+            return
         largest = max(gaps, key=lambda gap: gap.mean)
         # The largest of the first gaps sets the limit of all engines.
         limit = services.gap_limit.calibrate(largest, self._state.canary_gap_limit, "canary tokens")

@@ -241,7 +241,7 @@ SIGNATURE_CAUSES = (
         5,
         "sampling filter or banned token",
         (
-            f"{_MISSING}, share of the gap that is spread behind equal prefixes ≤ {BOUNDS.prefix_spread:g}; "
+            f"{_MISSING}, spread of the gap behind equal prefixes ≤ {BOUNDS.prefix_spread:g}; "
             "without entropies"
         ),
         (

@@ -71,18 +71,25 @@ class LogProbGap:
 
     mean: float
     maximum: float
+    num_nonfinite: int = 0
+    """Further tokens, of which a log-prob is NaN or infinite."""
 
     @classmethod
-    def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
-        """Gap over the True positions of ``mask`` with finite log-probs; all three are ``[B, R]``."""
+    def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap | None":
+        """Gap over the True positions of ``mask``; all three are ``[B, R]``. See ``from_statistics``."""
         plain = RolloutCorrectionConfig(diagnostics="core")
         return cls.from_statistics(measure(train_log_probs, rollout_log_probs, mask, plain))
 
     @classmethod
-    def from_statistics(cls, statistics: CorrectionStatistics) -> "LogProbGap":
-        """Gap of what rollout correction has measured."""
+    def from_statistics(cls, statistics: CorrectionStatistics) -> "LogProbGap | None":
+        """Gap of what rollout correction has measured; None when no token has two finite log-probs, which
+        says nothing about weights."""
         totals = statistics.numbers().totals
-        return cls(totals.unreported["distance"].value, totals.extremes["distance"].farthest)
+        distance = totals.unreported["distance"]
+        if not distance.count:
+            return None
+        nonfinite = totals.means["nonfinite_token_fraction"].total
+        return cls(distance.value, totals.extremes["distance"].farthest, int(nonfinite))
 
     def require_at_most(self, limit: float, where: str) -> None:
         """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""

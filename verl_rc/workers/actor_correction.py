@@ -120,8 +120,9 @@ class ActorCorrection:
         self._step_statistics = _merged(self._step_statistics, mini_batch)
         return kept_counts(mini_batch).num_tokens
 
-    def gap(self) -> LogProbGap:
-        """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks."""
+    def gap(self) -> LogProbGap | None:
+        """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks; None when no
+        token has two finite log-probs."""
         assert self._step_statistics is not None
         return LogProbGap.from_statistics(self._step_statistics)
 

@@ -157,10 +157,10 @@ class PolicyWorker(Learner):
                     kept_tokens.append(0)
                     continue
                 num_kept = self.accumulate(batch, share, totals, correction)
-                if correction is not None and gap is None:
+                if correction is not None and gap is None and not totals.num_updates:
                     # Of the first mini-batch only: after an update the two policies differ by design.
                     gap = correction.gap()
-                    if request.gap_limit is not None:
+                    if gap is not None and request.gap_limit is not None:
                         # Before the optimizer step: weights that were trained on rollouts of other weights
                         # are lost.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")

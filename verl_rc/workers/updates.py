@@ -43,6 +43,7 @@ class ActorReport(UpdateReport):
     correction: CorrectionStatistics | None = None
     """Where the actor corrects: rollout correction over all mini-batches and ranks."""
     gap: LogProbGap | None = None
-    """Where the actor corrects: gap of the first mini-batch, before any update."""
+    """Where the actor corrects: gap of the first mini-batch, before any update; None when no token of it has
+    two finite log-probs."""
     signatures: CorrectionStatistics | None = None
     """Where the actor corrects, with full diagnostics: signatures of the first mini-batch, over all ranks."""

@@ -18,6 +18,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
+TIMEOUT = 1.0
 DEAD, SILENT = ProcessLostError("died"), HangError("silent")
 BROKEN, MISTAKE = (
     RemoteError("broken", TransferBrokenError("gone")),
@@ -45,6 +46,8 @@ class Engine:
         """Seeds of samples that fail."""
         self.failure: RemoteError | None = None
         self.replaced = 0
+        self.start: RemoteError | None = None
+        """Why it does not start, if it does not."""
         self.cut = Interrupted([])
         self.told: list[Any] = []
         self.parts: list[list[int]] = []
@@ -83,8 +86,8 @@ class Engine:
         self.ended, self.failure = [], None
         self.replaced += 1
 
-    def build(self, worker: str, options: Any) -> None:
-        pass
+    def build(self, worker: str, options: Any) -> Call:
+        return Call(self.start)
 
 
 def group_of(
@@ -120,9 +123,9 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     group, engines = group_of(3, monkeypatch)
     losses: list[tuple[list[int], int]] = []
 
-    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-        losses.append((lost.engines, num_requests))
-        group.replace(lost.engines)
+    def on_loss(lost: EnginesLostError) -> None:
+        losses.append((lost.engines, group.num_held(lost.engines)))
+        group.replace(lost.engines, TIMEOUT)
         engines[1].failure = failure if len(losses) == 1 else None
 
     engines[1].failure = failure
@@ -132,6 +135,18 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     assert [engine.asked for engine in engines] == [[[0, 1, 6]], [[2, 3, 7]], [[4, 5]]]
     assert losses == [([1], 3), ([1], 3)]
     assert [engine.replaced for engine in engines] == [0, 2, 0]
+
+
+def test_an_engine_that_was_replaced_holds_nothing_until_it_gets_what_the_old_one_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _ = group_of(2, monkeypatch)
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
+    assert group.num_held([0, 1]) == 4
+    group.replace([1], TIMEOUT)
+    assert [group.num_held([engine]) for engine in range(2)] == [2, 0]
+    group.submit([], OPTIONS, owners="")
+    assert [group.num_held([engine]) for engine in range(2)] == [2, 2]
 
 
 def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +180,7 @@ def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in
     group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
     with pytest.raises(EnginesLostError):
         group.collect(0.1)
-    group.replace([1])  # as a publication that finds it does
+    group.replace([1], TIMEOUT)  # as a publication that finds it does
     assert engines[1].asked == []
     collected = [of_owners(group.collect(0.1)) for _ in range(3)]
     assert engines[1].asked == [[12, 13]]
@@ -191,7 +206,7 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     with pytest.raises(EnginesLostError):
         group.collect_parts()
     engines[1].parts.clear()
-    group.replace([1])
+    group.replace([1], TIMEOUT)
     assert engines[1].parts == []
     group.collect(0.1)
     assert engines[1].parts == [[53]]
@@ -216,7 +231,7 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     assert first_tokens(group.finish(group.submitted()).result) == [10, 11, 12]
     assert [engine.told for engine in engines] == [[("resume",), ("finish", [0, 1, 2])]] * 2
     group.submit(requests(14, 15), OPTIONS, owners="de")
-    group.replace([1])
+    group.replace([1], TIMEOUT)
     group.collect(0.1)
     assert [engine.told[2:] for engine in engines] == [
         [("resume",)]
@@ -230,8 +245,8 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
     group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
     group.submit(requests(10, 11), OPTIONS, owners="ab")
 
-    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-        group.replace(lost.engines)
+    def on_loss(lost: EnginesLostError) -> None:
+        group.replace(lost.engines, TIMEOUT)
         engine.told.clear()
 
     engine.failure = DEAD
@@ -279,16 +294,17 @@ def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: p
     group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
     group.cancel(group.submitted()[1:3])
     assert [engine.told for engine in engines] == [[("cancel", [1, 2])]] * 2
-    group.replace([1])
+    group.replace([1], TIMEOUT)
     group.collect(0.1)
     assert engines[1].asked[1:] == [[13]]
+    assert group._work._cancelled == {1: 0}  # a new engine does not answer what the old one had
 
 
 def test_without_a_limit_engines_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(2, monkeypatch)
     group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
     group.begin_steps()
-    group.replace([1])
+    group.replace([1], TIMEOUT)
     group.finish(group.submitted())
     assert [engine.told for engine in engines] == [[], []]
 
@@ -339,13 +355,30 @@ def test_what_no_new_engine_would_mend_is_raised(
     assert not isinstance(caught.value, EnginesLostError)
 
 
+@pytest.mark.parametrize("failure", [DEAD, SILENT, MISTAKE])
+def test_engines_that_do_not_start_are_lost_and_the_others_have_started(
+    monkeypatch: pytest.MonkeyPatch, failure: RemoteError
+) -> None:
+    group, engines = group_of(3, monkeypatch)
+    group.submit(requests(10, 11, 12, 13, 14, 15), OPTIONS, owners="abcdef")
+    engines[2].start = failure
+    with pytest.raises(EnginesLostError, match=str(failure)) as caught:
+        group.replace([1, 2], TIMEOUT)
+    assert caught.value.engines == [2]
+    engines[2].start = None
+    group.replace(caught.value.engines, TIMEOUT)
+    assert [engine.replaced for engine in engines] == [0, 1, 2]
+    group.collect(0.1)
+    assert [engine.asked for engine in engines] == [[[10, 11]], [[12, 13]] * 2, [[14, 15]] * 2]
+
+
 @pytest.mark.parametrize("call", ["generate", "submit"])
 def test_work_that_comes_after_a_replacement_is_handed_over_once(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """An engine that was lost in an update owes nothing: the next samples must not be submitted twice."""
     group, engines = group_of(2, monkeypatch)
-    group.replace([0])
+    group.replace([0], TIMEOUT)
     if call == "generate":
         assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
         assert first_tokens(group.generate(requests(2, 3), OPTIONS).result) == [2, 3]

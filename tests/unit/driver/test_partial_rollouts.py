@@ -19,7 +19,6 @@ from verl_rc.cluster.engine_work import Request
 from verl_rc.data.batches import Timed
 from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ProcessLostError
-from verl_rc.driver import weights
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, part_seed
 
@@ -277,23 +276,23 @@ class Losing(Cutting):
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(self.grown))
+            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
             return [], {}
         return super().collect_parts(on_loss)
 
-    def replace(self, engines: Sequence[int]) -> list[Any]:
-        return []
+    def num_held(self, engines: Sequence[int]) -> int:
+        return len(self.grown)
+
+    def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
+        pass
 
     def open(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_samples_of_a_lost_engine_continue_from_what_the_driver_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_samples_of_a_lost_engine_continue_from_what_the_driver_has(tmp_path: Path, at: int) -> None:
     """T7, T8: nothing is lost but tokens since the last publication, and the books balance without these."""
-    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     world = Losing(at)
     run(tmp_path, *partial(2), world=world, steps=6)
     given = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -321,18 +320,15 @@ class Unequal(Losing):
         if self.calls == self.at:
             lost = {number: list(parts) for number, parts in self.told.items() if number % 2}
             self.grown |= lost
-            on_loss(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}), len(lost))
+            on_loss(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}))
         return Cutting.collect_parts(self, on_loss)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("at", [0, 2])
-def test_two_engines_of_which_one_is_slow_and_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, at: int
-) -> None:
+def test_two_engines_of_which_one_is_slow_and_is_lost(tmp_path: Path, every: int, at: int) -> None:
     """A group has samples of both. It waits for the slow one; every prompt is trained on once and within the
     bound."""
-    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     world = Unequal(at)
     run(tmp_path, *partial(1)[:2], world=world, steps=8, trigger_parameter_sync_step=every)
     found = lines(tmp_path)

@@ -18,7 +18,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ProcessLostError
-from verl_rc.driver import checkpoints, weights
+from verl_rc.driver import checkpoints
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError
@@ -251,6 +251,7 @@ class Losing(World):
     def __init__(self, call: int) -> None:
         super().__init__()
         self.call, self.calls, self.asked = call, 0, {}  # type: ignore[var-annotated]
+        self.owed: set[int] = set()
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         numbers = super().submit(requests, options, **_)
@@ -260,15 +261,18 @@ class Losing(World):
     def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.calls += 1
         if self.calls == self.call:
-            owed, self.under_way = self.under_way, set()
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
-            for number in owed:
+            self.owed, self.under_way = self.under_way, set()
+            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
+            for number in self.owed:
                 (self.answers[number],) = self.sample([self.asked[number]])
-            self.under_way = owed
+            self.under_way = self.owed
         return super().look(wait_seconds, on_loss)
 
-    def replace(self, engines: Sequence[int]) -> list[Any]:
-        return []
+    def num_held(self, engines: Sequence[int]) -> int:
+        return len(self.owed)
+
+    def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
+        pass
 
     def open(self) -> None:
         pass
@@ -276,10 +280,9 @@ class Losing(World):
 
 @pytest.mark.parametrize(("call", "ages", "owed"), [(1, [0, 1, 1, 1], 8), (2, [0, 1, 0, 1], 4)])
 def test_what_a_lost_engine_owed_is_sampled_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, ages: list[int], owed: int
+    tmp_path: Path, call: int, ages: list[int], owed: int
 ) -> None:
     """By the version it had while the trainer still holds that (call 1), else by a newer one."""
-    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     world = Losing(call)
     run(tmp_path, *ahead(1), world=world)
     found = lines_with_recovery(tmp_path)

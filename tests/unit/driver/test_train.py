@@ -127,11 +127,16 @@ def test_a_step_has_one_control_and_moves_all_of_it(tmp_path: Path, mode: str) -
 
 
 class Broken(World):
-    """The engine returns NaN for one token of each step's first response."""
+    """The engine returns NaN for one token of each step's first response, or for all tokens."""
+
+    def __init__(self, everywhere: bool = False) -> None:
+        super().__init__()
+        self.everywhere = everywhere
 
     def sample(self, requests: Any) -> list[Any]:
         samples = super().sample(requests)
-        samples[0].parts[0].log_probs[0] = float("nan")
+        for sample in samples if self.everywhere else samples[:1]:
+            sample.parts[0].log_probs[: None if self.everywhere else 1] = float("nan")
         return samples
 
 
@@ -151,3 +156,16 @@ def test_a_log_prob_of_the_engine_that_is_no_number_is_dealt_with_as_configured(
         assert line["rollout_corr/nonfinite_token_fraction"] > 0
         without_numbers = [name for name, value in line.items() if not isinstance(value, int | float)]
         assert without_numbers == (["actor/grad_norm"] if line["step"] == 2 else [])  # that World's own
+
+
+def test_log_probs_of_which_none_is_a_number_calibrate_nothing(tmp_path: Path) -> None:
+    keys = (
+        "algorithm.rollout_correction.nonfinite_logprob=neutral",
+        "algorithm.rollout_correction.nonfinite_stop_fraction=1",
+    )
+    state = RunState()
+    live(tmp_path, state, None, *keys, world=Broken(everywhere=True))
+    assert (state.rollout_gap_limit, state.canary_gap_limit) == (None, None)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for line in lines for name in line if name.endswith("_gap") or "gap_mean" in name]
+    assert lines[0]["sync/canary_nonfinite_tokens"] > 0

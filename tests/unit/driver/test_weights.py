@@ -1,6 +1,7 @@
 """How many engines may be replaced, what is counted, and that a loss during recovery is recovered from
 too."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -29,22 +30,30 @@ def loss(*engines: int) -> EnginesLostError:
 
 
 class Machine:
-    """Engines and the way of weights as one list of what was done; ``deliver`` fails as often as there are
-    losses."""
+    """Engines and the way of weights as one list of what was done; ``replace`` fails as often as there are
+    failed starts, and ``deliver`` as there are losses."""
 
     num_engines = 2
 
     def __init__(self) -> None:
         self.done: list[Any] = []
+        self.failed_starts: list[EnginesLostError] = []
         self.losses: list[EnginesLostError] = []
+        self.held = {0: 8, 1: 8}
+        """Unfinished requests of each engine."""
 
-    def replace(self, engines: list[int]) -> list[Any]:
+    def num_held(self, engines: list[int]) -> int:
+        return sum(self.held[engine] for engine in engines)
+
+    def replace(self, engines: list[int], timeout_seconds: float) -> None:
         self.done.append(("replace", engines))
-        return []
+        self.held |= dict.fromkeys(engines, 0)
+        if self.failed_starts:
+            raise self.failed_starts.pop(0)
 
     def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> None:
-        """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
-        on_loss(loss(1), len(requests))
+        """Engine 1 is lost; what is sampled afterwards is of no interest."""
+        on_loss(loss(1))
 
     def open(self) -> None:
         self.done.append("open")
@@ -64,7 +73,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     machine = Machine()
     monkeypatch.setattr(
@@ -114,6 +122,13 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
     ]  # it is part of the generation
 
 
+def test_requests_of_an_engine_that_is_lost_while_another_is_replaced_are_counted(machine: Machine) -> None:
+    machine.losses, machine.failed_starts = [loss(0)], [loss(1)]
+    record = StepRecord()
+    machine.generate([], OPTIONS, on(machine, limit=3).replacing(4, record))
+    assert (record.engines_replaced, record.requests_reissued) == (3, 16)
+
+
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
     machine.losses = [loss(0), loss(0, 1)]
     record = StepRecord()
@@ -127,6 +142,51 @@ def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) 
         ("canary", 5),
     ]
     assert record.metrics()["recovery/engines_replaced"] == 3
+
+
+def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows(machine: Machine) -> None:
+    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
+    record = StepRecord()
+    on(machine, limit=4).publish(5, record)
+    assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
+        ("deliver", 5),
+        ("replace", [0, 1]),
+        ("replace", [1]),
+        ("replace", [1]),
+        ("deliver", 5),
+        ("canary", 5),
+    ]
+    assert record.engines_replaced == 4
+    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
+    with pytest.raises(RemoteError, match=r"max_engine_replacements=3 .*but 4 were lost"):
+        on(machine, limit=3).publish(5, StepRecord())
+
+
+class Beside(Machine):
+    """Its engine is lost while weights are staged, or while it is asked for them; a new one takes 5 s."""
+
+    staged = SimpleNamespace(version=5, sent=None)
+
+    def __init__(self, clock: Mock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def stage(self, version: int) -> None:
+        raise loss(0)
+
+    def loaded(self) -> None:
+        raise loss(0)
+
+    def replace(self, engines: list[int], timeout_seconds: float) -> None:
+        self.clock.return_value += 5.0
+
+
+@pytest.mark.parametrize("call", ["publish_beside", "is_settled"])
+def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
+    with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
+        record = StepRecord()
+        getattr(on(Beside(clock), limit=1), call)(5, record)
+        assert record.seconds == {"update_weights": 5.0}
 
 
 @pytest.mark.parametrize("limit", [0, 2])
@@ -183,6 +243,14 @@ def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:
     assert gap == pytest.approx(0.1)
     assert usual == 0.06
     limit, act = judged(0.04, 0.05)
+    assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
+
+
+def test_tokens_without_finite_log_probs_say_nothing_of_weights() -> None:
+    limit, act = judged(math.nan, math.inf)
+    assert limit is None
+    act.assert_not_called()
+    limit, act = judged(math.nan, 0.05)
     assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
 
 

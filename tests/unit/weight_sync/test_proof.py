@@ -47,6 +47,15 @@ def test_gap_counts_masked_positions_only() -> None:
     assert gap == LogProbGap(mean=0.25, maximum=0.5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_tokens_without_finite_log_probs_are_counted_and_no_gap_is_that_of_them_alone(bad: float) -> None:
+    ours = torch.tensor([[-1.0, -2.0, bad, -1.0]])
+    mask = torch.tensor([[True, True, True, True]])
+    engine = torch.tensor([[-1.5, -2.0, -1.0, bad]])
+    assert LogProbGap.between(ours, engine, mask) == LogProbGap(0.25, 0.5, num_nonfinite=2)
+    assert LogProbGap.between(ours[:, 2:], engine[:, 2:], mask[:, 2:]) is None
+
+
 def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:
     with pytest.raises(SyncProofError, match=r"at most 0\.0001 nats"):
         GapLimit.for_precision("float32").calibrate(LogProbGap(0.05, 0.4), None, "step 1")

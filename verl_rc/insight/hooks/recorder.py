@@ -104,7 +104,7 @@ class _Import(importlib.abc.MetaPathFinder):
 
 
 class Recorder:
-    """Token records of one process of a run, a file a step.
+    """Token records of one process of a run, a file a step; a step that did not end has none.
 
     As a context manager it swallows errors of what collects and writes: the first one ends the recording with
     a sentence, and the run goes on.
@@ -115,13 +115,14 @@ class Recorder:
         self.facts = facts
         self._folder, self._trainer, self._rank = Path(folder), trainer, rank
         self._lines: TokenLines | None = None
-        self._step: int | None = None
+        self.step: int | None = None
+        """The step whose file is open."""
         every = os.environ.get(EVERY_VARIABLE, "1")
         with self:
             if not every.isdecimal() or not int(every):
                 raise ValueError(f"{EVERY_VARIABLE} must be a whole number above 0, got {every!r}")
             self._every = int(every)
-        atexit.register(self.close)
+        atexit.register(self.close, is_whole=False)  # Ctrl-C in the middle of a step
 
     def takes(self, step: int) -> bool:
         """Whether rows of a step are wanted."""
@@ -129,20 +130,20 @@ class Recorder:
 
     def write(self, step: int, rows: Iterator[dict[str, Any]]) -> None:
         """Add rows to the file of a step; that of the step before is complete then."""
-        if step != self._step:
+        if step != self.step:
             self.close()
             name = f"step_{step:06d}.rank_{self._rank}.jsonl"
-            self._lines, self._step = TokenLines(self._folder / name, self._trainer, **self.facts), step
+            self._lines, self.step = TokenLines(self._folder / name, self._trainer, **self.facts), step
         for row in rows:
             if self._lines is not None:
                 self._lines.write(step, **row)
 
-    def close(self) -> None:
-        """Complete the file of the newest step."""
-        lines, self._lines, self._step = self._lines, None, None
+    def close(self, is_whole: bool = True) -> None:
+        """Complete the file of the newest step, or remove it where it is not ``is_whole``."""
+        lines, self._lines, self.step = self._lines, None, None
         if lines is not None:
             with self:
-                lines.close(keep=self.is_on)
+                lines.close(keep=is_whole and self.is_on)
 
     def __enter__(self) -> "Recorder":
         return self

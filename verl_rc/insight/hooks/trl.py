@@ -93,11 +93,11 @@ class _Recording:
         return output
 
     def train(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Complete the file of the last step when training ends."""
+        """Complete the file of the last step when training ends, in its middle too."""
         try:
             return stock(*args, **kwargs)
         finally:
-            self._records.close()
+            self._records.close(is_whole=(self._records.step or 0) <= self._trainer.state.global_step)
 
     def _generate_single_turn(
         self, stock: Callable[..., Any], prompt_ids: Any, *args: Any, **kwargs: Any

@@ -9,26 +9,25 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, TokenRecord, prompt_numbers
+from verl_rc.data.token_record import Array, prompt_numbers
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens, summed
 from verl_rc.metrics.bounds import BOUNDS
 
 
 def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     """Slope of l over log pi behind equal prefixes, in standard errors too, and the share of the spread of l
-    that it explains; what share of l^2 is spread behind prefixes. Empty where ids are not known, or too few
-    tokens share a prefix."""
+    that it explains; how much l varies behind a prefix, of the mean of l^2. Empty where ids are not known, or
+    too few tokens share a prefix."""
     record = tokens.record
     if record.prompts is None or "response_ids" not in record.tokens:
         return {}
     prompts = prompt_numbers(record.prompts)
     products, squares = np.zeros((2, len(record.lengths)))
-    spread, square, freedom = 0.0, 0.0, 0
-    for places, classes in _shared(record, prompts):
+    spread, square, count, freedom = 0.0, 0.0, 0, 0
+    for places, classes in _shared(tokens, prompts):
         rows = tokens.rows[places]
-        valid = tokens.valid[places]
-        places, classes, rows = places[valid], classes[valid], rows[valid]
         square += float(np.sum(tokens.logs[places] ** 2))
+        count += len(places)
         logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
         products += np.bincount(prompts[rows], logs * train, len(record.lengths))
         squares += np.bincount(prompts[rows], train**2, len(record.lengths))
@@ -41,28 +40,36 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     metrics = {
         "prefix_slope": quotient.value,
         "prefix_r2": quotient.a**2 / (quotient.b * spread),
-        "prefix_spread": spread / square,
+        "prefix_spread": spread / freedom / (square / count),
     }
     return metrics if z is None else metrics | {"prefix_z": z}
 
 
-def _shared(record: TokenRecord, prompts: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield for each position the tokens whose prefix others share, and a number of each one's prefix."""
+def _shared(tokens: ComparedTokens, prompts: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield for each position the compared tokens whose prefix others share, and a number of each one's
+    prefix."""
+    record = tokens.record
     ids, starts = record.tokens["response_ids"], record.starts
     classes, rows = prompts, np.arange(len(record.lengths))
     position = 0
     while True:
         is_long = record.lengths[rows] > position
-        rows, classes = rows[is_long], classes[is_long]
-        _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
-        is_shared = counts[numbers] > 1
-        rows, classes = rows[is_shared], numbers[is_shared]
+        rows, classes = _of_shared(rows[is_long], classes[is_long])
         if not len(rows):
             return
         places = starts[rows] + position
-        yield places, classes
+        # Again: those that share the prefix may be worst rows, which are not compared.
+        is_compared = tokens.valid[places]
+        yield _of_shared(places[is_compared], classes[is_compared])
         classes = classes * (1 << 32) + ids[places]
         position += 1
+
+
+def _of_shared(values: Array, classes: Array) -> tuple[Array, Array]:
+    """Those of ``values`` whose class others have too, and the classes numbered from 0."""
+    _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    is_shared = counts[numbers] > 1
+    return values[is_shared], numbers[is_shared]
 
 
 def _centred(values: Array, classes: Array) -> Array:

@@ -124,6 +124,12 @@ SYNC = tuple(
             None,
         ),
         (
+            "sync/canary_nonfinite_tokens",
+            "1",
+            "generated canary tokens with a log-prob that is NaN or infinite; no gap counts them",
+            (None, 0.0),
+        ),
+        (
             "sync/rollout_gap_mean",
             "nats",
             "mean over response tokens of |proximal − rollout log-prob|, before the update",

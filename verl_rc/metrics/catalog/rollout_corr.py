@@ -286,8 +286,9 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "prefix_spread",
         "1",
-        "share of Σ l² behind equal prefixes that is left when the mean of each prefix is taken out: near 0 "
-        "where a filter or a banned token makes the gap, the same for all tokens behind a prefix",
+        "variance of l behind equal prefixes, about their means and by degrees of freedom, over the mean of "
+        "l² there: near 0 where a filter or a banned token makes the gap, the same for all tokens behind a "
+        "prefix; 1 where prefixes tell nothing of l",
         None,
     ),
     (

@@ -1,6 +1,7 @@
 """The stages: each starts the processes it needs, measures, and says what it found. None needs Ray, the
 engine's alone vLLM."""
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -279,6 +280,7 @@ class Stages:
         parts = [[row] for row in range(_SAMPLES)]
         log_probs = _all(ranks, "compute_log_probs", rollouts.tokens, parts)[0][0]
         gap = LogProbGap.between(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        gap = gap or LogProbGap(math.nan, math.nan)  # above any limit
         return numbers | {"gap": asdict(gap)}, gap
 
     def _time_process(self, engine: ChildProcess) -> dict[str, Any]:

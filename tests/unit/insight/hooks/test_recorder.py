@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,25 @@ def test_a_failing_write_ends_the_recording_and_not_the_run(
         raise ValueError("a second one is not told")
     assert caplog.text.count("stops recording") == 1
     assert "OSError [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_step_that_ctrl_c_ends_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(recorder.atexit, "register", lambda call, **how: at_exit.append(partial(call, **how)))
+    records = Recorder(tmp_path, "TRL")
+
+    def rows() -> Any:
+        yield row(2)
+        raise KeyboardInterrupt
+
+    with records:
+        records.write(1, iter([row(1)]))
+    with pytest.raises(KeyboardInterrupt), records:
+        records.write(2, rows())
+    assert records.is_on
+    for call in at_exit:
+        call()
+    assert [file.name for file in tmp_path.iterdir()] == ["step_000001.rank_0.jsonl"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

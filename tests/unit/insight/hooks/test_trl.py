@@ -1,6 +1,7 @@
 """TRL with the hook, for real: what is recorded is right, and no number of the run changes. Runs where TRL is
 installed; docs/your_trainer.md says how to make such an environment."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,23 @@ def test_no_number_of_the_run_changes(model: str, tmp_path: Path, settings: dict
         assert ("ref_log_prob" in record.tokens) == ("beta" in settings)
 
 
+def log_softmax(network: Any, record: TokenRecord, row: int) -> torch.Tensor:
+    """Of the distribution of each response token, float64 ``[R, V]``."""
+    assert record.prompts is not None
+    prompt, response = record.prompts[row], record.tokens["response_ids"][record.of_row(row)]
+    with torch.no_grad():
+        logits = network(torch.tensor([[*prompt.tolist(), *response.tolist()]])).logits
+    return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+
+
 def test_the_records_are_those_of_the_model(model: str, tmp_path: Path) -> None:
     trl_runs.train(model, tmp_path, "healthy", 1, scale_rewards="none", **SMALL)
     (record,) = records_of(tmp_path)
-    assert record.prompts is not None
     network = trl_runs.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for row, prompt in enumerate(record.prompts):
+    assert record.prompts is not None
+    for row in range(len(record.prompts)):
         place = record.of_row(row)
-        response = record.tokens["response_ids"][place]
-        ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
-        with torch.no_grad():
-            logs = network(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        response, logs = record.tokens["response_ids"][place], log_softmax(network, record, row)
         expected = {
             "old_log_prob": logs[range(len(response)), response.tolist()],
             "rollout_log_prob": logs[range(len(response)), response.tolist()],
@@ -116,6 +123,64 @@ def test_the_records_are_those_of_the_model(model: str, tmp_path: Path) -> None:
         assert advantage == pytest.approx(
             record.rows["score"][row] - record.rows["score"][same].mean(), abs=1e-5
         )
+
+
+TALK = (
+    "{% for one in messages %}{{ one.content }}{% for call in one.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ eos_token if one.role == 'assistant' }}{% endfor %}"
+    "{{ '=' if add_generation_prompt }}"
+)
+
+
+def weather() -> str:
+    """Say how the weather is."""
+    return "sunny"
+
+
+def call_once(tokenizer: Any, ids: list[int], prefix: list[int], **_: Any) -> dict[str, Any]:
+    """Of what the policy said a call of the tool; nothing once the tool has answered."""
+    said = {"role": "assistant", "content": tokenizer.decode(ids)}
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    return said if "sunny" in tokenizer.decode(prefix) else {**said, "tool_calls": calls}
+
+
+def test_two_turns_with_the_answer_of_a_tool_between_them(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", call_once)
+    trl_runs.set_seed(0)
+    tokenizer = trl_runs.AutoTokenizer.from_pretrained(model, padding_side="left", chat_template=TALK)
+    tokenizer.response_template = {"stands": "there"}
+    network = trl_runs.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    stops = [*range(0, 250, 3), tokenizer.eos_token_id]  # a turn is a few tokens long
+    network.generation_config.eos_token_id = stops
+    settings = {**SMALL, "max_completion_length": 40, "max_steps": 1, "output_dir": str(tmp_path)}
+    plain = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no"}
+    prompts = [{"prompt": [{"role": "user", "content": f"{number}"}]} for number in range(100, 116)]
+    trainer = trl_runs.GRPOTrainer(
+        network,
+        spread,
+        trl_runs.GRPOConfig(**settings, **plain),
+        trl_runs.Dataset.from_list(prompts),
+        processing_class=tokenizer,
+        tools=[weather],
+    )
+    record_tokens(trainer)
+    trainer.train()
+    (record,) = records_of(tmp_path)
+    network = trl_runs.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answer = tokenizer("sunny=")["input_ids"]
+    for row in range(16):
+        place = record.of_row(row)
+        ids, sampled = record.tokens["response_ids"][place], record.tokens["response_mask"][place]
+        assert ids[~sampled].tolist() == answer
+        changes = np.flatnonzero(np.diff(sampled.astype(int)))
+        assert len(changes) == 2  # it begins and ends with a turn of the policy
+        assert ids[changes[0]] in stops
+        assert bool(record.rows["finished"][row]) == (ids[-1] in stops)
+        logs = log_softmax(network, record, row)[range(len(ids)), ids.tolist()].numpy()
+        for name in ("rollout_log_prob", "old_log_prob"):
+            assert record.tokens[name][place][sampled] == pytest.approx(logs[sampled], abs=2e-5), name
 
 
 def test_a_cooler_engine_shows_its_slope(model: str, tmp_path: Path) -> None:
@@ -148,6 +213,26 @@ def test_a_full_disk_does_not_end_the_run(model: str, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("no folder")
     trainer = trl_runs.train(model, tmp_path, "healthy", STEPS, **SMALL)
     assert trainer.state.global_step == STEPS
+
+
+@pytest.mark.parametrize(("last", "steps"), [(1, []), (3, [1])])
+def test_ctrl_c_keeps_whole_steps_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, steps: list[int]
+) -> None:
+    """After the first of a step's two micro-batches."""
+    stock, calls = recorder.Recorder.write, itertools.count(1)
+
+    def write(records: Any, step: int, rows: Any) -> None:
+        stock(records, step, rows)
+        if next(calls) == last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recorder.Recorder, "write", write)
+    settings = {**SMALL, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trl_runs.train(model, tmp_path, "healthy", STEPS, **settings)
+    source = token_source(tmp_path)
+    assert ([] if source is None else source.steps) == steps
 
 
 def test_a_folder_of_ones_own(model: str, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Metrics of a step that its token records tell."""
 
 import math
+import random
+from typing import Any
 
 import pytest
 
@@ -43,3 +45,43 @@ def test_means_are_those_of_rows_that_were_drawn_at_random() -> None:
     assert metrics["response_length/mean"] == 2.0
     assert metrics["critic/score/mean"] == 1.0
     assert metrics["actor/entropy"] == 0.5
+
+
+def noisy(prompts: int, samples: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of one token, whose log-probs and log-ratios have nothing to do with each other or the prompt."""
+    chance = random.Random(seed)
+    rows = []
+    for index in range(prompts * samples):
+        log_prob = -1.0 - chance.expovariate(1.0)
+        rows.append(
+            {
+                "prompt_ids": [index // samples],
+                "response_ids": [index],
+                "response_mask": [1],
+                "old_log_prob": [log_prob],
+                "rollout_log_prob": [log_prob - chance.gauss(0.0, 0.1)],
+                "chosen_by": "random",
+            }
+        )
+    return rows
+
+
+def behind_prefixes(rows: list[dict[str, Any]]) -> dict[str, float]:
+    metrics = metrics_of(record_of_rows({}, 1, rows))
+    return {name: value for name, value in metrics.items() if name.startswith("rollout_corr/prefix_")}
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+def test_of_noise_all_is_spread_behind_prefixes_however_many_share_one(samples: int) -> None:
+    assert behind_prefixes(noisy(800, samples, 0))["rollout_corr/prefix_spread"] == pytest.approx(1, abs=0.1)
+
+
+def test_tokens_that_stand_alone_behind_their_prefix_do_not_count() -> None:
+    """Beside none, a worst row, or one without a finite log-prob."""
+    rows = noisy(100, 2, 0)
+    alone = noisy(300, 1, 1)
+    for index, row in enumerate(alone):
+        row["prompt_ids"] = [1000 + index]
+    worst = [row | {"chosen_by": "worst"} for row in alone[100:200]]
+    missing = [row | {"rollout_log_prob": [math.nan]} for row in alone[200:]]
+    assert behind_prefixes([*rows, *alone, *worst, *missing]) == pytest.approx(behind_prefixes(rows))

@@ -883,7 +883,7 @@ def two_prompts_with_sixty_eight_samples_each():
     ]
     spread, square = 0.2**2 + 0.1**2 / 2, (0.4**2 + 0.2**2 + 2 * 0.1**2) / 4
     expected = {"prefix_slope": 0.1, "prefix_r2": 0.2**2 / (2 * spread), "prefix_z": 2**0.5}
-    expected |= {"prefix_spread": spread / square}
+    expected |= {"prefix_spread": (136 * spread / (136 - 2)) / square}
     return metrics_of(record_of_rows({}, 1, rows)), under("rollout_corr/", expected)
 
 
@@ -959,15 +959,15 @@ def weights_on_their_way():
 
 @example
 def canary_tokens_of_two_engines():
-    """Gaps of 1/2 and 1/4 in one engine, of 1 and 0 in the other, whose mean of 1/2 is the larger one; then,
-    in the same step, of 1/2 and 1/4 in both."""
-    mask = torch.tensor([[True, True]])
+    """Gaps of 1/2 and 1/4 and one NaN in one engine, of 1, 0 and 1/2 in the other, whose mean of 1/2 is the
+    larger one; then, in the same step, those of the first in both."""
+    mask = torch.tensor([[True, True, True]])
     rollouts = [
         SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask)
         for log_probs in CANARIES
     ]
     actor = SimpleNamespace(
-        compute_log_probs=lambda *_: Timed(SimpleNamespace(log_probs=torch.tensor([[-1.0, -1.0]])), 0.0)
+        compute_log_probs=lambda *_: Timed(SimpleNamespace(log_probs=torch.full((1, 3), -1.0)), 0.0)
     )
     services = SimpleNamespace(
         config=load_run_config(sound_run()),
@@ -989,10 +989,14 @@ def canary_tokens_of_two_engines():
         publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
         publisher._judge_canary(1, record)
         publisher._judge_canary(1, record)
-    return record.metrics(), {"sync/canary_mean_gap": 1 / 2, "sync/canary_max_gap": 1}
+    return record.metrics(), {
+        "sync/canary_mean_gap": 1 / 2,
+        "sync/canary_max_gap": 1,
+        "sync/canary_nonfinite_tokens": 3,
+    }
 
 
-CANARIES = [torch.tensor([[-1.5, -1.25]]), torch.tensor([[-2.0, -1.0]])]
+CANARIES = [torch.tensor([[-1.5, -1.25, torch.nan]]), torch.tensor([[-2.0, -1.0, -1.5]])]
 
 
 @example
