@@ -18,7 +18,11 @@ _MARKER = "VERL_RC_TEST_CHILD"
 
 def marked_environment() -> dict[str, str]:
     """What a run is started with, so that its processes can be told from others."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), _MARKER: str(os.getpid())}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        _MARKER: str(os.getpid()),
+    }
 
 
 def train(
@@ -32,7 +36,7 @@ def train(
     command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
     environment = marked_environment()
     if reads is not None:
-        path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "recorded_reads")))
+        path = os.pathsep.join((environment["PYTHONPATH"], str(ROOT / "tests" / "recorded_reads")))
         environment.update(PYTHONPATH=path, RECORDED_READS=str(reads))
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False

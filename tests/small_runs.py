@@ -58,6 +58,25 @@ def make_task(folder: Path) -> dict[str, Path]:
     return {"model": folder / "model", "data": folder / "data"}
 
 
+def make_game(folder: Path) -> dict[str, Path]:
+    """The same for episodes: a model that has learnt to end its turns, and the rows of the guessing game."""
+    task = make_task(folder)
+    game = [sys.executable, "scripts/prepare_data/guess.py", "--output_dir", str(folder / "game")]
+    sizes = ["--num_train", "64", "--num_val", "8", "--num_sft", "512", "--num_sft_val", "8"]
+    sft = [
+        *(sys.executable, "-m", "verl_rc.main_sft"),
+        f"model.path={task['model']}",
+        f"data.train_files={folder / 'game' / 'sft_train.parquet'}",
+        f"data.val_files={folder / 'game' / 'sft_val.parquet'}",
+        f"trainer.output_dir={folder / 'player'}",
+        "trainer.total_training_steps=40",
+        "optim.lr=5e-3",
+    ]
+    for command in ([*game, *sizes], sft):
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return {"model": folder / "player", "data": folder / "game"}
+
+
 def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:
     """Overrides of a complete, very small run with an engine in fp32."""
     return [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import of_folder, train
-from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
+from small_runs import SHARE_OF_DIGITS, make_game, make_task, run_overrides
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def overrides(task: dict[str, Path], folder: Path) -> list[str]:
+    return overrides_of(task, folder)
+
+
+@pytest.fixture(scope="session")
+def game_overrides(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[str]:
+    """A run whose samples are episodes of an environment."""
+    return overrides_of(make_game(tmp_path_factory.mktemp("game")), folder)
+
+
+def overrides_of(task: dict[str, Path], folder: Path) -> list[str]:
     return [
         *(
             item

@@ -30,9 +30,25 @@ AHEAD = (
     "actor_rollout_ref.actor.checkpoint.async_save=False",
     "actor_rollout_ref.rollout.max_num_seqs=32",
 )
+EPISODES = ("actor_rollout_ref.rollout.environment.name=guessing:Guess",)
 MODES = {
     "whole": (*AHEAD, "async_training.partial_rollout=False"),
     "cut": (*AHEAD, "async_training.partial_rollout=True", "async_training.deterministic_steps=5"),
+    "episodes": (
+        *AHEAD,
+        "async_training.partial_rollout=True",
+        "async_training.deterministic_steps=5",
+        *EPISODES,
+        "actor_rollout_ref.rollout.environment.arguments={latency: 0.02, max_turns: 4}",
+    ),
+    "replayed episodes": (
+        *AHEAD,
+        "async_training.partial_rollout=True",
+        "async_training.deterministic_steps=5",
+        *EPISODES,
+        "actor_rollout_ref.rollout.environment.arguments={latency: 0.02, max_turns: 4, snapshot: False}",
+        "actor_rollout_ref.rollout.environment.hosts=2",
+    ),
 }
 KILLS = (  # function, number of the call, when, and the steps that this life commits
     (f"{SUPPLY}.take", 1, "0.02", 0),
@@ -74,8 +90,9 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def of_mode(mode: str, overrides: list[str]) -> list[str]:
-    return [*overrides, *MODES[mode]]
+def of_mode(mode: str, request: pytest.FixtureRequest) -> list[str]:
+    task = request.getfixturevalue("game_overrides" if "episodes" in mode else "overrides")
+    return [*task, *MODES[mode]]
 
 
 @pytest.fixture(scope="module")

@@ -39,12 +39,6 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
     yield from _hard_bound(options)
     yield from _token_age(config)
     yield from _partial_rollouts(options)
-    if options.deterministic_steps is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
-        yield (
-            f"{SECTION}.deterministic_steps={options.deterministic_steps} needs samples that do not depend "
-            "on time, but with actor_rollout_ref.rollout.multi_turn.enable=True they wait for tools; drop "
-            "one of them."
-        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:

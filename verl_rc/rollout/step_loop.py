@@ -110,12 +110,17 @@ class StepLoop(Generic[S]):
     continues.
     """
 
-    def __init__(self, build: Callable[[], S], max_concurrent: int | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], S], max_concurrent: int | None = None, *, in_lockstep: bool = False
+    ) -> None:
         """Build the sampler, in its thread. Raises what ``build`` raises.
 
         ``max_concurrent``: samples without priority that may have begun and not ended; None: no limit.
+        ``in_lockstep``: no step is made while a sample waits for an answer, so that what a step decodes does
+        not depend on time.
         """
         self._max_concurrent = max_concurrent
+        self._in_lockstep = in_lockstep
         self._changed = threading.Condition()
         """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a
         change."""
@@ -127,7 +132,7 @@ class StepLoop(Generic[S]):
         self._running: dict[int, _Submitted] = {}
         self._ahead_running = 0
         self._away: dict[int, _Submitted] = {}
-        """Samples that wait for a tool."""
+        """Samples that wait for an answer."""
         self._back: deque[tuple[int, Future[Any]]] = deque()
         """Samples whose answer has come."""
         self._cancelled: set[int] = set()
@@ -333,6 +338,8 @@ class StepLoop(Generic[S]):
 
     def _may_step(self) -> bool:
         if self._holds or not (self._running or self._may_begin()):
+            return False
+        if self._in_lockstep and self._away:
             return False
         return self._has_priority() or self._may_decode()
 

@@ -38,6 +38,7 @@ SOUND = [
     f"{S}.staleness_threshold=1 {S}.max_off_policy_strategy=drop {S}.max_off_policy_threshold=2 "
     f"{OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.deterministic_steps=20 {OWN_DEVICES} {CHOSEN}",
+    f"{S}.staleness_threshold=1 {S}.deterministic_steps=4 {OWN_DEVICES} {CHOSEN} {TOOLS}",
     f"{S}.trigger_parameter_sync_step=2 {S}.partial_rollout=False {S}.order=ready {CHOSEN}",
     f"{S}.staleness_threshold=0.5 {S}.partial_rollout=False {S}.order=ready {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.trigger_parameter_sync_step=2 "
@@ -79,11 +80,6 @@ MISTAKES: list[Mistake] = [
         f"{S}.staleness_threshold=1 {OWN_DEVICES} {CORRECTION}.diagnostics=full",
         "none was chosen",
         "preset=disabled",
-    ),
-    (
-        f"{S}.staleness_threshold=1 {S}.deterministic_steps=4 {OWN_DEVICES} {CHOSEN} {TOOLS}",
-        "they wait for tools",
-        "drop one of them",
     ),
     (
         f"{S}.trigger_parameter_sync_step=2",

@@ -59,11 +59,11 @@ def talk(
     **config: Any,
 ) -> tuple[ScriptedSampler, "StepLoop[ScriptedSampler]", Box]:
     """Begin conversations whose prompt is one token, their number."""
-    limit = config.pop("limit", None)
+    limit, in_lockstep = config.pop("limit", None), config.pop("in_lockstep", False)
     multi_turn = MultiTurnConfig(enable=True, tools=["calculator"], **{"format": "tag", **config})
     conversations = tool_conversations(tokenizer, multi_turn, tools)
     sampler = ScriptedSampler(dict(enumerate(scripts)), conversations, tokenizer.eos_token_id)
-    loop, box = StepLoop(lambda: sampler, limit), []
+    loop, box = StepLoop(lambda: sampler, limit, in_lockstep=in_lockstep), []
     asked = [GenerationRequest([index], 100 + index, episode=episode(index)) for index in range(len(scripts))]
     given = options(max_tokens, tokenizer.eos_token_id)
     loop.submit([QueuedSample(number, request, given) for number, request in enumerate(asked)], box)
@@ -115,6 +115,19 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
     assert (first, num_answers(response.parts)) == (1, 3)
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
+
+
+def test_in_lockstep_no_sample_is_decoded_while_another_waits_for_its_answer(tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    tool, called, go_on = waiting_tool("2")
+    script = [[call, said], [call, call, call, said]]
+    sampler, loop, box = talk(tokenizer, script, tools={"calculator": tool}, in_lockstep=True)
+    assert called.wait(PATIENCE)
+    assert len(sampler.calls) == 2
+    go_on.set()
+    loop.take(box, 2, PATIENCE)
+    turns = [(asked.number, asked.turn) for asked in sampler.calls]
+    assert turns == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
 
 
 def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tokenizer: Any) -> None:

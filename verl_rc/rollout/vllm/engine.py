@@ -40,7 +40,9 @@ class VllmEngine(Engine):
         """What the last update interrupted."""
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
-        self._loop = StepLoop(partial(VllmSampler, options), options.max_concurrent)
+        self._loop = StepLoop(
+            partial(VllmSampler, options), options.max_concurrent, in_lockstep=options.deterministic
+        )
         self._loaded: Future[list[LoadReceipt]] = Future()
         """The receipts of the last ``load_staged``."""
         self._staged: list[receiver.Bucket] = []
