@@ -147,8 +147,7 @@ class MultiTurnConfig(StrictModel):
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
     """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``,
-    ends a synchronous run; in an asynchronous one its group is sampled once more, then counted as failed and
-    replaced."""
+    fails: its prompt is sampled once more, then counted as failed and replaced."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle``
     both."""

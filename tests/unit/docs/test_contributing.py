@@ -107,6 +107,26 @@ options = engine_options(load_run_config([*sound_run(), "actor_rollout_ref.rollo
 assert (options.worker, options.deterministic) == ("verl_rc.rollout.table.engine:TableEngine", False)
 assert engine_options(load_run_config(sound_run()), "cpu").worker == "verl_rc.rollout.vllm.engine:VllmEngine"
 """,
+    "Add an environment": """
+import asyncio
+from sound_run import sound_run
+from verl_rc.config.load import load_run_config
+from verl_rc.data.episode import Episode, Turn
+from verl_rc.rollout.environment_host import open_host
+
+name = "actor_rollout_ref.rollout.environment.name=verl_rc.rollout.environments.echo:Echo"
+rollout = load_run_config([*sound_run(), name]).actor_rollout_ref.rollout
+
+async def play():
+    host, episode = open_host(rollout), Episode((0, 0, 0), {"ground_truth": "hello"}, 1)
+    first = await host.step(episode, Turn(0, "hallo", (1,), True))
+    second = await host.step(episode, Turn(1, "hello", (2,), True))
+    return (await host.open(episode.row, 1)).messages, first.reply, second.reply
+
+messages, first, second = asyncio.run(play())
+assert messages == [{"role": "user", "content": "hello"}]
+assert (first.done, first.reward, second.done, second.reward) == (False, 0.0, True, 1.0)
+""",
 }
 """What a patch makes possible, tried in a process that has the patched package."""
 

@@ -34,6 +34,12 @@ _LENGTHS = (
         "ppo",
     ),
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
+    *spread(
+        "env/{column}",
+        "1",
+        "sequences that have it of a metric of the environment's replies, summed over the turns",
+        "driver",
+    ),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )
 _TRAINING = (
