@@ -153,6 +153,15 @@ class MultiTurnConfig(StrictModel):
     both."""
 
 
+class NamedEnvironmentConfig(StrictModel):
+    """``rollout.environment.choices.NAME.*``."""
+
+    name: str
+    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+
 class EnvironmentConfig(StrictModel):
     """``rollout.environment.*``: a program that answers the policy's turns and rewards them."""
 
@@ -161,6 +170,9 @@ class EnvironmentConfig(StrictModel):
     episode then; sampled tokens and those of replies together are at most ``data.max_response_length``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
+    choices: dict[str, NamedEnvironmentConfig] = {}
+    """Further environments by name. The column ``agent_name`` of a row names its environment; a row without a
+    name gets ``environment.name``."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of the policy's turns; null: only tokens are limited."""
     reward: Literal["turns", "function", "sum"] = "turns"

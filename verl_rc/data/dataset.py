@@ -206,6 +206,8 @@ class PromptRow:
     """Expected answer, for the scorer."""
     extra_info: dict[str, Any]
     """Further fields, passed to reward functions."""
+    agent_name: str | None = None
+    """Name of its environment; None: that of the run, if there is one."""
 
     def for_environment(self) -> dict[str, Any]:
         """The row as environments get it, see ``Episode.row``."""
@@ -214,6 +216,7 @@ class PromptRow:
             "data_source": self.data_source,
             "ground_truth": self.ground_truth,
             "extra_info": self.extra_info,
+            "agent_name": self.agent_name,
         }
 
 
@@ -324,6 +327,7 @@ class PromptDataset(Dataset[PromptRow]):
             data_source=str(record["data_source"]),
             ground_truth=reward_model["ground_truth"],
             extra_info=_extra_info(record, where),
+            agent_name=record.get("agent_name"),
         )
 
     def _record(self, row_index: int) -> tuple[Record, str]:
@@ -343,7 +347,7 @@ class PromptDataset(Dataset[PromptRow]):
 
 
 def _record_file(path: str, prompt_key: str) -> RecordFile:
-    file = RecordFile(path, (prompt_key, "data_source", "reward_model"), ["extra_info"])
+    file = RecordFile(path, (prompt_key, "data_source", "reward_model"), ["extra_info", "agent_name"])
     file.check_messages(prompt_key)
     file.check_given("data_source")
     file.check_given("reward_model")

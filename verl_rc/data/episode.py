@@ -91,7 +91,8 @@ class Episode:
 
     key: EpisodeKey
     row: Mapping[str, Any]
-    """The row of the data: ``prompt`` (messages), ``data_source``, ``ground_truth``, ``extra_info``."""
+    """The row of the data: ``prompt`` (messages), ``data_source``, ``ground_truth``, ``extra_info``,
+    ``agent_name``."""
     seed: int
     """Of the environment's own randomness; that of all samples of a group."""
     state: bytes | None = None

@@ -223,6 +223,18 @@ def open_host(config: RolloutConfig) -> Host:
 def environment_host(config: EnvironmentConfig) -> Host:
     """The host of a run's environment. Raises ``ValueError`` when it cannot be made."""
     assert config.name is not None
-    make = environment_class(config.name, config.arguments)
-    limits = HostLimits(config.step_seconds, state_megabytes=config.max_state_megabytes)
-    return Host(lambda _: make(), limits)
+    default = environment_class(config.name, config.arguments)
+    choices = {key: environment_class(one.name, one.arguments) for key, one in config.choices.items()}
+
+    def make(row: Mapping[str, Any]) -> Environment:
+        name = row.get("agent_name")
+        if name is None:
+            return default()
+        if name not in choices:
+            raise EpisodeFailedError(
+                "the column agent_name must name one of actor_rollout_ref.rollout.environment.choices="
+                f"{sorted(choices)}, got {name!r}."
+            )
+        return choices[name]()
+
+    return Host(make, HostLimits(config.step_seconds, state_megabytes=config.max_state_megabytes))

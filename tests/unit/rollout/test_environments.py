@@ -1,0 +1,120 @@
+"""The environments of the package."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from verl_rc.config.rollout import EnvironmentConfig
+from verl_rc.data.episode import Episode, Exchange, Reply, Turn
+from verl_rc.rollout.environment_host import Answered, Failed, environment_host
+from verl_rc.rollout.environments.guess import GuessNumber
+
+
+class CountDown:
+    """A text game as Gymnasium has them: say the number one below."""
+
+    closed = 0
+
+    def __init__(self, start: int = 3) -> None:
+        self.start = start
+
+    def reset(self, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.left = self.start + seed % 2
+        return f"{options['ground_truth']}{self.left}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        right = action == str(self.left - 1)
+        self.left -= right
+        return str(self.left), float(right), self.left == 0, not right, {"left": self.left, "text": "x"}
+
+    def close(self) -> None:
+        CountDown.closed += 1
+
+
+def turns(*texts: str) -> list[Turn]:
+    return [Turn(number, text, (number,), True) for number, text in enumerate(texts)]
+
+
+def play(config: EnvironmentConfig, said: Sequence[Turn], row: dict[str, Any], seed: int = 0) -> list[Any]:
+    async def steps() -> list[Any]:
+        host, outcomes, history = environment_host(config), [], []
+        for turn in said:
+            outcome = await host.step(Episode((0, 0, 0), row, seed, history=list(history)), turn)
+            outcomes.append(outcome)
+            if isinstance(outcome, Answered):
+                history.append(Exchange(turn, outcome.reply))
+        return outcomes
+
+    return asyncio.run(steps())
+
+
+def config(name: str, **facts: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(name=name, **facts)
+
+
+def test_a_guess_is_answered_by_where_the_secret_lies() -> None:
+    game = GuessNumber(numbers=10, turns=3)
+
+    async def answers() -> list[Reply]:
+        await game.reset({}, seed=5)
+        below, above = game._secret - 1, game._secret + 1
+        texts = ["no number", str(below) if below >= 0 else str(above), str(game._secret)]
+        return [await game.step(turn) for turn in turns(*texts)]
+
+    first, second, third = asyncio.run(answers())
+    assert first.messages[0]["content"] == "?"
+    assert second.messages[0]["content"] == ("l" if game._secret > 0 else "h")
+    assert [one.reward for one in (first, second, third)] == [-0.1, -0.1, 1.0]
+    assert (third.done, third.metrics) == (True, {"acc": 1.0, "guesses": 3.0})
+
+
+def test_halving_finds_every_secret() -> None:
+    async def halve(seed: int) -> Reply:
+        game, low, high, number = GuessNumber(), 0, 10, 0
+        await game.reset({}, seed)
+        while True:
+            guess = (low + high) // 2
+            reply = await game.step(Turn(number, str(guess), (1,), True))
+            if reply.ends:
+                return reply
+            hint = reply.messages[0]["content"]
+            low, high, number = (low, guess, number + 1) if hint == "h" else (guess + 1, high, number + 1)
+
+    assert all(asyncio.run(halve(seed)).metrics["acc"] == 1.0 for seed in range(40))
+
+
+def test_a_game_of_gymnasium_is_an_environment() -> None:
+    gym = config(
+        "verl_rc.rollout.environments.gym:Gym", arguments={"game": f"{__name__}:CountDown", "start": 1}
+    )
+    first, second = play(gym, turns("1", "0"), {"ground_truth": "from "}, seed=1)
+    assert first.reply == Reply([{"role": "user", "content": "1"}], 1.0, metrics={"left": 1.0})
+    assert (second.reply.done, second.reply.truncated) == (True, False)
+    (wrong,) = play(gym, turns("7"), {"ground_truth": ""})
+    assert (wrong.reply.done, wrong.reply.truncated, wrong.reply.reward) == (False, True, 0.0)
+    assert CountDown.closed == 2
+
+
+def test_a_row_names_its_environment() -> None:
+    guess = {"name": "verl_rc.rollout.environments.guess:GuessNumber", "arguments": {"numbers": 1}}
+    both = config(
+        "verl_rc.rollout.environments.gym:Gym",
+        arguments={"game": f"{__name__}:CountDown"},
+        choices={"guess": guess},
+    )
+    (named,) = play(both, turns("0"), {"agent_name": "guess"})
+    assert named.reply.metrics["acc"] == 1.0
+    (unnamed,) = play(both, turns("2"), {"ground_truth": "", "agent_name": None})
+    assert unnamed.reply.metrics == {"left": 2.0}
+    (unknown,) = play(both, turns("2"), {"agent_name": "gess"})
+    assert isinstance(unknown, Failed)
+    assert not unknown.again
+    assert "choices=['guess'], got 'gess'" in unknown.why
+
+
+@pytest.mark.parametrize("name", ["verl_rc.rollout.environments.guess:Guess", "nowhere:At"])
+def test_an_environment_that_does_not_exist_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout.environment.name=.* must name a class"):
+        environment_host(config(name))
