@@ -69,3 +69,10 @@ class WithoutStep(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         pass
+
+
+class Unlucky(Guess):
+    """It cannot be opened."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
+        raise RuntimeError("no sandbox is left")

@@ -13,12 +13,12 @@ from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Failed, Hosts, Outcome
 
 _MOST_LOSSES = 3
-"""Hosts that a call may lose before it fails."""
+"""Hosts that a call may lose before it fails; until then Ray makes it again on the host that it starts."""
 _MOST_CALLS = 10_000
 """Calls of one host at the same time: they wait for environments, not for each other."""
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_MOST_CALLS)
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=_MOST_LOSSES, max_concurrency=_MOST_CALLS)
 class _HostProcess:
     """A Ray actor with one host. Ray pickles the class by value, so that it imports what it needs itself."""
 
@@ -70,12 +70,12 @@ class RayHosts(Hosts):
 
     async def _call(self, place: int, method: str, *arguments: Any) -> Any:
         actor = self._actors[place % len(self._actors)]
-        for _ in range(_MOST_LOSSES):
-            try:
-                return await getattr(actor, method).remote(*arguments)
-            except RayActorError as error:
-                lost = error
-            except asyncio.CancelledError:
-                ray.kill(actor, no_restart=False)
-                raise
-        return Failed(f"{_MOST_LOSSES} hosts of environments died in a row: {lost}", again=False)
+        try:
+            return await getattr(actor, method).remote(*arguments)
+        except RayActorError as error:
+            return Failed(
+                f"hosts of environments died {1 + _MOST_LOSSES} times in a row: {error}", again=False
+            )
+        except asyncio.CancelledError:  # who asked has no more patience
+            ray.kill(actor, no_restart=False)
+            raise
