@@ -57,6 +57,8 @@ BOUNDS: Mapping[str, tuple[object, object]] = {
     "token_kpop": (0.05, 0.1),
     "seq_max_tv": (0.1, 0.2),
     "seq_max_bkl": (0.05, 0.1),
+    "turn_sum_k1": (1.6, "0.4_1.6"),
+    "turn_mean_k1": (1.1, "0.7_1.1"),
 }
 """Two bounds for every rule, of which each rejects something the other keeps."""
 

@@ -269,6 +269,7 @@ def turns_with_tool_output_between():
             "turn_0_kl": -1,
             "turn_0_k3_kl": math.e - 2,
             "turn_1_token_fraction": 2 / 3,
+            "ess_turns_2": 1,  # of the one row
             "turn_1_k3_kl": (math.exp(-0.5) + 0.5 - 1 + math.exp(0.5) - 0.5 - 1) / 2,
         },
     )
@@ -1034,9 +1035,13 @@ def penalties_of_the_divergence():
         proximal_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
-    algorithm = SimpleNamespace(use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
+    algorithm = SimpleNamespace(estimator=None, use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
     _, divergence = _rewards(
-        SimpleNamespace(response_mask=mask), torch.zeros(2), evaluations, algorithm, kl_coef=0.1
+        SimpleNamespace(response_mask=mask, turn_rewards=None),
+        torch.zeros(2),
+        evaluations,
+        algorithm,
+        kl_coef=0.1,
     )
     record, control = StepRecord(), SimpleNamespace(kl=SimpleNamespace(kl_coef=0.1))
     in_the_loss = [
