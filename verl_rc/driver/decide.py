@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
-from verl_rc.advantage.reward_shaping import overlong_penalty
+from verl_rc.advantage.reward_shaping import episode_scores, overlong_penalty
 from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import DataConfig, RewardKwargsConfig
@@ -55,13 +55,16 @@ def score(
     environment = services.config.actor_rollout_ref.rollout.environment
     if environment.name is None:
         return _scores_of_function(services.scorer, rows, texts)
-    totals = torch.tensor([math.fsum(one.reward for one in replies) for replies in episodes])
-    of_turns = Scores(totals.float(), texts, _environment_columns(episodes))
+    columns, rewards = _environment_columns(episodes), _turn_rewards(episodes)
     if environment.reward == "turns":
-        return of_turns
+        return Scores(episode_scores(rewards, None, "turns"), texts, columns)
     scores = _scores_of_function(services.scorer, rows, texts)
-    values = scores.values + of_turns.values if environment.reward == "sum" else scores.values
-    return Scores(values, texts, {**of_turns.extras, **scores.extras})
+    values = episode_scores(rewards, scores.values, environment.reward)
+    return Scores(values, texts, {**columns, **scores.extras})
+
+
+def _turn_rewards(episodes: Sequence[Replies]) -> list[list[float]]:
+    return [[reply.reward for reply in replies] for replies in episodes]
 
 
 def _scores_of_function(scorer: ResponseScorer, rows: Sequence[PromptRow], texts: list[str]) -> Scores:
@@ -196,12 +199,15 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     count = config.actor_rollout_ref.rollout.n
     sampled = [group.first(count) for group in groups]
     samples = [sample for group in sampled for sample in group.samples]
+    environment = config.actor_rollout_ref.rollout.environment
+    rewards_turns = environment.name is not None and environment.reward != "function"
     rollouts = build_rollout_batch(
         [list(sample.prompt) for sample in samples],
         [place for place, group in enumerate(sampled) for _ in group.samples],
         ended_samples(samples),
         services.tokenizer.pad_token_id,
         with_tools=config.actor_rollout_ref.rollout.converses,
+        turn_rewards=_turn_rewards([sample.replies for sample in samples]) if rewards_turns else None,
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
