@@ -1,0 +1,139 @@
+"""A step whose samples are episodes: their prompts, their rewards and their numbers; and failures, which a
+synchronous run survives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_samples import answer, part
+from table_engines import Engines, make_run, sample
+
+from verl_rc.cluster.engine_work import Request
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
+from verl_rc.data.parts import Sample
+from verl_rc.health.guards import TooManyFailedGroupsError
+from verl_rc.rollout.environment import EpisodeFailedError
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+NAME = "actor_rollout_ref.rollout.environment.name=guessing:Guess"
+REWARD = "actor_rollout_ref.rollout.environment.reward"
+
+
+class Episodes(Engines):
+    """Sample k of a prompt has two turns of k + 1 tokens, with rewards -0.5 and k."""
+
+    def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
+        samples = []
+        for index, request in enumerate(requests):
+            assert request.episode is not None
+            k = request.episode.key[1]
+            turn = part([request.prompt_token_ids[0]] * (k + 1), self.version)
+            replies = [
+                Reply([{"role": "user", "content": "?"}], -0.5, metrics={"tries": 1.0}),
+                Reply(reward=float(k), done=True, metrics={"tries": 1.0, "acc": float(k)}),
+            ]
+            samples.append(Sample(index, [turn, answer([90]), turn], True, replies, None))
+        return samples
+
+
+class Openings:
+    """An environment opens with the row's number plus 40, once for the samples of a prompt."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
+        self.seeds += [seed for _, seed in rows]
+        return [replace(row, prompt_token_ids=[row.row_index + 40]) for row, _ in rows]
+
+
+def run_of(*overrides: str) -> Any:
+    run = make_run(NAME, *overrides)
+    run.engines, run.openings = Episodes(), Openings()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("source", "scores", "at_ends"),
+    [
+        ("turns", [-0.5, 0.5] * 2, True),
+        ("function", [0.0, 1.0] * 2, False),  # the scorer of the tests reads the length: 3 and 5 letters
+        ("sum", [-0.5, 1.5] * 2, True),
+    ],
+)
+def test_rewards_are_those_of_turns_of_the_function_or_both(
+    source: str, scores: list[float], at_ends: bool
+) -> None:
+    run = run_of(f"{REWARD}={source}")
+    run.scorer.score = lambda rows, texts: [
+        replace(output, score=float(len(text) == 5))
+        for text, output in zip(texts, type(run.scorer)().score(rows, ["x"] * len(texts)), strict=True)
+    ]
+    batch, metrics = sample(run)
+    assert batch.scores.tolist() == scores
+    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
+    assert len(set(run.openings.seeds)) == 2
+    assert metrics["env/tries/mean"] == 2.0
+    if source != "function":
+        assert batch.extras["acc"] == ([0.0, 1.0] * 2 if source == "turns" else [1.0, 1.0, 0.0, 0.0])
+    rewards = batch.rollouts.turn_rewards
+    assert (rewards is not None) == at_ends
+    if rewards is not None:
+        assert rewards.tolist() == [[-0.5, 0, 0, 0, 0], [0, -0.5, 0, 0, 1]] * 2
+        assert rewards[batch.rollouts.response_mask].count_nonzero() == rewards.count_nonzero()
+
+
+class Failing(Episodes):
+    """The environment fails in every first attempt, or always."""
+
+    def __init__(self, attempts: int) -> None:
+        super().__init__()
+        self.attempts = attempts
+
+    def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
+        ended = super().collect(wait_seconds, on_loss)
+        for request in ended:
+            episode = request.queued.request.episode
+            assert episode is not None
+            if episode.key[0] == 0 and episode.key[2] < self.attempts:
+                request.outcome = "the environment, turn 1: the sandbox was lost"
+        return ended
+
+
+def test_a_prompt_whose_environment_fails_is_sampled_once_more_with_other_seeds() -> None:
+    run = run_of()
+    run.engines = Failing(attempts=1)
+    batch, _ = sample(run)
+    assert len(batch) == 4
+    assert len(set(run.openings.seeds)) == 3
+
+
+def test_a_prompt_whose_environment_fails_again_is_replaced_in_a_synchronous_run_too() -> None:
+    run = run_of()
+    run.engines = Failing(attempts=2)
+    batch, _ = sample(run)
+    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
+
+
+def test_an_environment_that_always_fails_ends_the_run() -> None:
+    run = run_of()
+
+    class Always(Failing):
+        def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
+            ended = Engines.collect(self, wait_seconds, on_loss)
+            for request in ended:
+                request.outcome = "the sandbox was lost"
+            return ended
+
+    run.engines = Always(attempts=9)
+    with pytest.raises(TooManyFailedGroupsError, match="the sandbox was lost"):
+        sample(run)
+
+
+def test_an_opening_that_fails_names_its_cause() -> None:
+    run = run_of()
+    run.openings.open = lambda rows: [EpisodeFailedError("no sandbox is left") for _ in rows]
+    with pytest.raises(EpisodeFailedError, match="no sandbox is left"):
+        sample(run)
