@@ -11,9 +11,9 @@ from planted_series import COOLER, planted
 from planted_series import SIGNS as HEALTHY
 
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.health.cause_table import SIGNATURE_CAUSES
 from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
+from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.metrics.catalog import CATALOG
 
