@@ -84,7 +84,10 @@ STALENESS = Cause(
 DRIFT = Cause(
     17,
     "drift within the step",
-    "bypass mode: over all updates of a step √(2 k3) > 0.02 and 2 times the logit noise before the first",
+    (
+        f"bypass mode: over all updates of a step √(2 k3) > {BOUNDS.drift:g} and {BOUNDS.above_floor:g} "
+        "times the logit noise before the first"
+    ),
     (
         "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it was "
         "sampled with; before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). "
@@ -123,7 +126,7 @@ ONE_VERSION_LATE = Cause(
 MISSED_UPDATE = Cause(
     19,
     "an update was missed",
-    "logit noise jumps to 4 times that of the start in single steps",
+    f"logit noise jumps to {BOUNDS.far_above_floor:g} times that of the start in single steps",
     (
         "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
         "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "
@@ -150,7 +153,10 @@ ROUNDING = Cause(
 LARGE = Cause(
     20,
     "large from the start, cause not separable by metrics",
-    "logit noise of the first steps is 4 times what rounding makes in this precision",
+    (
+        f"logit noise of the first steps is {BOUNDS.far_above_floor:g} times what rounding makes in this "
+        "precision"
+    ),
     (""),
     (
         "verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, padding, dropout) "
@@ -269,6 +275,6 @@ RUN_CAUSES = (
 """Causes that the report names from the course of a run."""
 REPLAY_CAUSES = (OTHER_INPUTS, STALE_CACHE, OLDER_WEIGHTS, ENGINES_INPUTS, OTHER_ENGINE, OTHER_CODE)
 CAUSES: Mapping[str, Cause] = {
-    cause.name: cause for cause in (*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES)
+    cause.name: cause for cause in reversed((*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES))
 }
-"""The whole table by name."""
+"""The whole table by name; of two rules that name one cause, the row of the first."""

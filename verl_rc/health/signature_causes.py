@@ -64,6 +64,11 @@ def _is_of_likely_tokens(step: Step) -> bool:
     return step["temperature_r2"] <= BOUNDS.temperature_r2 or step["temperature_slope"] < 0
 
 
+def _is_all_temperature(step: Step) -> bool:
+    """Whether a temperature explains nearly all of the gap."""
+    return step["temperature_r2"] > BOUNDS.raw_r2 and step["temperature_slope"] < BOUNDS.largest_slope
+
+
 def _is_temperature(step: Step) -> bool:
     """Whether a temperature explains a clear part of the gap, and nearly all of it, or all but what rounding
     may make.
@@ -91,11 +96,7 @@ RAW_LOG_PROBS = SignatureCause(
     (f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}"),
     needs=(*_Z, *_SLOPE),
     instead=_BEHIND_PREFIXES,
-    holds=lambda step: (
-        _is_misaligned(step)
-        and step["temperature_r2"] > BOUNDS.raw_r2
-        and step["temperature_slope"] < BOUNDS.largest_slope
-    ),
+    holds=lambda step: _is_misaligned(step) and _is_all_temperature(step),
 )
 FILTER = SignatureCause(
     5,
@@ -230,9 +231,15 @@ SIGNATURE_CAUSES = (
     ),
     replace(
         OTHER_TOKENS,
-        condition=f"{_EXCESS}, behind equal prefixes R² ≤ {BOUNDS.raw_r2:g}; without entropies",
-        needs=(*_Z, "prefix_r2"),
-        holds=lambda step: _is_misaligned(step) and step["missing_mass"] < 0,
+        condition=(
+            f"{_EXCESS}, behind equal prefixes R² ≤ {BOUNDS.raw_r2:g} or slope ≥ {BOUNDS.largest_slope:g}; "
+            "without entropies"
+        ),
+        needs=(*_Z, *_SLOPE),
+        instead=_BEHIND_PREFIXES,
+        holds=lambda step: (
+            _is_misaligned(step) and step["missing_mass"] < 0 and not _is_all_temperature(step)
+        ),
     ),
     FILTER_OR_RAW,
     RAW_OR_OTHER_TOKENS,
