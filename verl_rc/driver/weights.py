@@ -4,6 +4,7 @@ weights."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Literal
 
 import torch
@@ -231,9 +232,9 @@ class Publisher:
         services = self._services
         room = services.max_model_len - self._canary_options.max_tokens
         length = max(1, min(services.block_size + 8, room))
-        tokens = [token for row in services.validation_rows for token in row.prompt_token_ids]
-        prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
-        last = sorted(set(tokens))
+        tokens = cycle(token for row in services.validation_rows for token in row.prompt_token_ids)
+        prefix = list(islice(tokens, length - 1))
+        last = sorted({*prefix, next(tokens)})
         return [
             GenerationRequest([*prefix, last[index % len(last)]], seed=index)
             for index in range(self._rollout.sync_proof.canary_num_prompts)

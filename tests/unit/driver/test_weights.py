@@ -214,6 +214,37 @@ def test_canaries_count_publications(machine: Machine) -> None:
     assert [step[1] for step in machine.done if step[0] == "canary"] == [6, 11]
 
 
+class Unread:
+    """A prompt that nobody asks for."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        raise AssertionError("more prompts are read than the prefix needs")
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix", "last"),
+    [
+        (
+            [SimpleNamespace(prompt_token_ids=[4, 5, 6, 7, 4, 5, 6, 7, 4, 5]), Unread()],
+            "456745674",
+            [4, 5, 6],
+        ),
+        ([SimpleNamespace(prompt_token_ids=[8, 9])] * 2, "898989898", [8, 9, 8]),
+    ],
+)
+def test_canary_prompts_share_a_prefix_longer_than_a_block(
+    rows: list[Any], prefix: str, last: list[int]
+) -> None:
+    run = Mock(validation_rows=rows, block_size=2, max_model_len=99)
+    run.config.actor_rollout_ref.rollout.sync_proof.canary_num_prompts = 3
+    with patch.object(weights.Publisher, "_canary_options", Mock(max_tokens=4)):
+        requests = weights.Publisher(cast(Services, run), RunState())._canary_requests
+    shared = [int(digit) for digit in prefix]
+    assert [request.prompt_token_ids for request in requests] == [[*shared, token] for token in last]
+    assert [request.seed for request in requests] == [0, 1, 2]
+
+
 def minus_one(tokens: TokenBatch) -> torch.Tensor:
     return torch.full(tokens.responses.shape, -1.0)
 
