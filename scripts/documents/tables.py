@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
-from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES, SIGNATURE_CAUSES, Cause
+from verl_rc.health.cause import Cause
+from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES
+from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.panels import PANELS

@@ -4,7 +4,10 @@ weights."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Literal
+
+import torch
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
@@ -186,17 +189,23 @@ class Publisher:
         """
         services = self._services
         prompts = [request.prompt_token_ids for request in self._canary_requests]
+        samples = [sample for of_engine in answers for sample in of_engine]
+        rollouts = build_rollout_batch(
+            prompts * len(answers), range(len(samples)), samples, services.tokenizer.pad_token_id
+        )
+        check_versions(rollouts, expected_version=version)
+        # Engines with one set of weights sample mostly the same: equal rows are scored once.
+        assert rollouts.fingerprints is not None
+        distinct, places = rollouts.fingerprints.unique(return_inverse=True)
+        rows = torch.empty_like(distinct).scatter_(0, places, torch.arange(len(places)))
+        scores = services.actor.compute_log_probs(rollouts.tokens[rows], log_prob_limit(self._rollout)).result
         gaps = []
         nonfinite = 0
-        for engine, samples in enumerate(answers):
-            rollouts = build_rollout_batch(
-                prompts, range(len(prompts)), samples, services.tokenizer.pad_token_id
-            )
-            check_versions(rollouts, expected_version=version)
-            scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(self._rollout)).result
-            gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        parts = zip(places.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
+        for engine, (place, mine) in enumerate(parts):
+            gap = LogProbGap.between(scores.log_probs[place], mine.rollout_log_probs, mine.response_mask)
             if gap is None:
-                nonfinite += int(rollouts.response_mask.sum())
+                nonfinite += int(mine.response_mask.sum())
                 continue
             nonfinite += gap.num_nonfinite
             where = f"canary tokens of rollout engine {engine} at weight version {version}"
@@ -223,9 +232,9 @@ class Publisher:
         services = self._services
         room = services.max_model_len - self._canary_options.max_tokens
         length = max(1, min(services.block_size + 8, room))
-        tokens = [token for row in services.validation_rows for token in row.prompt_token_ids]
-        prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
-        last = sorted(set(tokens))
+        tokens = cycle(token for row in services.validation_rows for token in row.prompt_token_ids)
+        prefix = list(islice(tokens, length - 1))
+        last = sorted({*prefix, next(tokens)})
         return [
             GenerationRequest([*prefix, last[index % len(last)]], seed=index)
             for index in range(self._rollout.sync_proof.canary_num_prompts)

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_rc.health.cause_table import SIGNATURE_CAUSES, Cause, SignatureCause, Step
+from verl_rc.health.cause import Cause
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
+from verl_rc.health.signature_causes import SIGNATURE_CAUSES, SignatureCause, Step
 from verl_rc.health.statement import Statement, say
 from verl_rc.metrics.bounds import BOUNDS
 

@@ -146,7 +146,7 @@ def _weights_for_baseline(
         evaluations.proximal_log_probs,
         rollouts.rollout_log_probs,
         rollouts.response_mask,
-        config,
+        config.model_copy(update={"diagnostics": "core"}),
         advantages=torch.zeros_like(evaluations.proximal_log_probs),
     ).weights
 

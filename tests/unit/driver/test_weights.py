@@ -2,17 +2,20 @@
 too."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from made_samples import sample
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.data.batches import Timed
+from verl_rc.data.batches import Timed, TokenBatch, TokenScores
+from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.driver import weights
 from verl_rc.driver.services import Services
@@ -211,28 +214,88 @@ def test_canaries_count_publications(machine: Machine) -> None:
     assert [step[1] for step in machine.done if step[0] == "canary"] == [6, 11]
 
 
-def judged(*gaps: float) -> tuple[float | None, Mock]:
-    """The limit that the first canary tokens of engines in bfloat16 set, and what became of alerts; log-probs
-    of the trainer are -1."""
-    mask, guards = torch.tensor([[True, True]]), Mock()
-    rollouts = [
-        SimpleNamespace(tokens=None, rollout_log_probs=torch.full((1, 2), -1.0 - gap), response_mask=mask)
-        for gap in gaps
-    ]
-    scores = SimpleNamespace(log_probs=torch.full((1, 2), -1.0))
-    run = Mock(gap_limit=GapLimit.for_precision("bfloat16"), guards=guards)
-    run.actor.compute_log_probs = lambda *_: Timed(scores, 0.0)
-    run.engines.generate_on_each = lambda *_: [None] * len(gaps)
+class Unread:
+    """A prompt that nobody asks for."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        raise AssertionError("more prompts are read than the prefix needs")
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix", "last"),
+    [
+        (
+            [SimpleNamespace(prompt_token_ids=[4, 5, 6, 7, 4, 5, 6, 7, 4, 5]), Unread()],
+            "456745674",
+            [4, 5, 6],
+        ),
+        ([SimpleNamespace(prompt_token_ids=[8, 9])] * 2, "898989898", [8, 9, 8]),
+    ],
+)
+def test_canary_prompts_share_a_prefix_longer_than_a_block(
+    rows: list[Any], prefix: str, last: list[int]
+) -> None:
+    run = Mock(validation_rows=rows, block_size=2, max_model_len=99)
+    run.config.actor_rollout_ref.rollout.sync_proof.canary_num_prompts = 3
+    with patch.object(weights.Publisher, "_canary_options", Mock(max_tokens=4)):
+        requests = weights.Publisher(cast(Services, run), RunState())._canary_requests
+    shared = [int(digit) for digit in prefix]
+    assert [request.prompt_token_ids for request in requests] == [[*shared, token] for token in last]
+    assert [request.seed for request in requests] == [0, 1, 2]
+
+
+def minus_one(tokens: TokenBatch) -> torch.Tensor:
+    return torch.full(tokens.responses.shape, -1.0)
+
+
+def publisher_of(
+    answers: list[list[Sample]], log_probs: Callable[[TokenBatch], torch.Tensor] = minus_one
+) -> weights.Publisher:
+    """Of engines in bfloat16 that answer each canary prompt with these samples; ``log_probs`` are the
+    trainer's."""
+    run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
+    run.tokenizer.pad_token_id = 0
+    run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
+        TokenScores(log_probs(tokens), None), 0.0
+    )
+    run.engines.generate_on_each = lambda *_: answers
     run.transport.deliver.return_value = None, None
     run.manifest.num_bytes, run.manifest.tensors = 1, ()
-    state = RunState()
+    return weights.Publisher(cast(Services, run), RunState())
+
+
+def publish(publisher: weights.Publisher, num_prompts: int = 1) -> None:
+    canaries = [GenerationRequest([7], seed) for seed in range(num_prompts)]
     with (
-        patch.multiple(weights.Publisher, _canary_requests=[], _canary_options=Mock()),
-        patch.multiple(weights, check_versions=Mock(), log_prob_limit=Mock(), check_receipts=Mock()),
-        patch.object(weights, "build_rollout_batch", side_effect=rollouts),
+        patch.multiple(weights.Publisher, _canary_requests=canaries, _canary_options=Mock()),
+        patch.multiple(weights, log_prob_limit=Mock(), check_receipts=Mock()),
     ):
-        weights.Publisher(cast(Services, run), state).publish(1, StepRecord(), canary="always")
-    return state.canary_gap_limit, guards.act_on_canary_gap
+        publisher.publish(1, StepRecord(), canary="always")
+
+
+def judged(*gaps: float) -> tuple[float | None, Mock]:
+    """The limit that the first canary tokens of engines set, and what became of alerts; log-probs of the
+    trainer are -1."""
+    publisher = publisher_of([[sample(0, [5, 6], 1, -1.0 - gap)] for gap in gaps])
+    publish(publisher)
+    return publisher._state.canary_gap_limit, publisher._services.guards.act_on_canary_gap
+
+
+def test_the_trainer_scores_canary_tokens_once_and_compares_each_engine_with_its_own() -> None:
+    """The log-prob of token n is -n. Both engines answer the first prompt alike, and not the second one."""
+
+    def minus_ids(tokens: TokenBatch) -> torch.Tensor:
+        return -tokens.responses.float()
+
+    first, second = sample(0, [3, 4], 1, [-3.0, -4.0]), sample(1, [5, 6], 1, [-5.0, -6.0])
+    publisher = publisher_of([[first, second], [first, sample(1, [8, 6], 1, [-8.0, -6.0])]], minus_ids)
+    publish(publisher, num_prompts=2)
+    (call,) = publisher._services.actor.compute_log_probs.call_args_list
+    assert sorted(call.args[0].responses.tolist()) == [[3, 4], [5, 6], [8, 6]]
+    swapped = publisher_of([[first, second], [first, sample(1, [8, 6], 1, [-5.0, -6.0])]], minus_ids)
+    with pytest.raises(SyncProofError, match=r"rollout engine 1 at weight version 1: .* it is 0\.75"):
+        publish(swapped, num_prompts=2)
 
 
 def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:

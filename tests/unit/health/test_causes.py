@@ -11,9 +11,10 @@ from planted_series import COOLER, planted
 from planted_series import SIGNS as HEALTHY
 
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.health.cause_table import SIGNATURE_CAUSES
+from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
+from verl_rc.health.signature_causes import OTHER_TOKENS, SIGNATURE_CAUSES
 from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.metrics.catalog import CATALOG
 
@@ -71,6 +72,23 @@ def test_what_is_named_without_entropies(changed: dict[str, float], name: str | 
     if cause is not None:
         said = statement_of(cause, [NO_ENTROPIES | changed], 1.0)
         assert said.confidence == ("named" if cause.is_specific else "likely")
+
+
+def test_a_name_leads_to_the_first_of_its_rows() -> None:
+    assert CAUSES[OTHER_TOKENS.name] is OTHER_TOKENS
+    assert {cause.name for cause in SIGNATURE_CAUSES} <= CAUSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("behind", "holds"),
+    [(BEHIND_PREFIXES, True), (WARMER, False), (WARMER | {"prefix_slope": 0.95}, True)],
+)
+def test_other_tokens_without_entropies_are_no_temperature(behind: dict[str, float], holds: bool) -> None:
+    (rule,) = [one for one in SIGNATURE_CAUSES if one.name == OTHER_TOKENS.name and one is not OTHER_TOKENS]
+    seen = rule.seen_in(NO_ENTROPIES | MORE_MASS | behind)
+    assert seen is not None
+    assert rule.holds(seen) is holds
+    assert "R² ≤ 0.9 or slope ≥ 0.9" in rule.condition
 
 
 def test_the_slope_of_other_tokens_is_no_temperature() -> None:

@@ -1,6 +1,7 @@
 """From scored rollouts to the train batch: rejection changes the loss mask and nothing else."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from batches_of_ones import ones_rollouts
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
@@ -268,6 +270,20 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
     uncorrected = estimated("optimal_token_baseline", samples, evaluations)
     assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)
+
+
+def test_diagnostics_of_weights_for_a_baseline_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measuring(*arguments: Any, **facts: Any) -> CorrectionResult:
+        measured.append(arguments[3].diagnostics)
+        return compute_rollout_correction(*arguments, **facts)
+
+    monkeypatch.setattr("verl_rc.ppo.train_batch.compute_rollout_correction", measuring)
+    rollouts, evaluations = make_rollouts()
+    evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()
+    estimated("optimal_token_baseline", Samples(rollouts, SCORES), evaluations, rollout_is="token")
+    assert measured == ["core", "full"]
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

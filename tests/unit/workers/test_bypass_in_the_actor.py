@@ -101,6 +101,27 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     )
 
 
+@pytest.mark.parametrize("first", [[0, 1, 2], [3, 4, 5]])
+def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: list[int]) -> None:
+    """Rows 0 to 2 have no finite log-prob of the engine, and are trained on; the others are far off."""
+    case = CASES[0]
+    batch = numbered_batch(case)
+    batch.rollout_log_probs[:3] = torch.nan
+    changes = {"nonfinite_logprob": "neutral", "nonfinite_stop_fraction": 1.0}
+    worker._correction = case_config(case).model_copy(update=changes)
+    worker.table = torch.tensor(case["log_probs"]).requires_grad_()
+    shares = []
+    for rows in (first, [row for row in range(6) if row not in first]):
+        counted = batch.response_mask[rows].sum(-1)
+        shares.append(MiniBatchShare([rows], int(counted.sum()), 3, int(counted.sum())))
+    request = UpdateRequest(worker._correction, 0, shares, gap_limit=1e-3)
+    if first == [0, 1, 2]:
+        assert worker.update(batch, request).gap is None
+        return
+    with pytest.raises(SyncProofError, match="this step's rollouts"):
+        worker.update(batch, request)
+
+
 def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
     case = CASES[0]
     batch = numbered_batch(case)

@@ -16,6 +16,7 @@ from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import PREFIX, state
+from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_LOG_PROBS, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
@@ -97,7 +98,7 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
     temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
     if not isinstance(temperature, int | float) or temperature == 1.0 or not mode.startswith("raw"):
         return []
-    cause = table.RAW_LOG_PROBS
+    cause = RAW_LOG_PROBS
     further = {"confidence": "named", "next_test": cause.next_test, "row": cause.row}
     return [
         say(
@@ -187,7 +188,7 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         template += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
         template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    cause = table.FILTER if filters else table.FILTER_OR_RAW
+    cause = FILTER if filters else FILTER_OR_RAW
     confidence: Confidence = "named" if filters else "likely"
     return state(
         cause,
@@ -195,7 +196,7 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         sentence=template,
         confidence=confidence,
         steps=steps,
-        next_test=table.FILTER_OR_RAW.next_test,
+        next_test=FILTER_OR_RAW.next_test,
     )
 
 
@@ -203,7 +204,7 @@ def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
     ratio = "above 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
     sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
     sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    return state(table.RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
+    return state(RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
 
 
 def _filters(run: RunData) -> list[str]:

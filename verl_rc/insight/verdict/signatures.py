@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rc.health.cause_table import SIGNATURE_CAUSES, SignatureCause, Step
 from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_of
+from verl_rc.health.signature_causes import SIGNATURE_CAUSES, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import lasting

@@ -20,6 +20,7 @@ from unittest.mock import MagicMock, Mock, patch
 import pytest
 import torch
 from formula_run import live, without_processes
+from made_samples import sample as made_sample
 from sound_run import sound_run
 from table_engines import FILTER, GREEDY_SCORE, make_run, sample
 
@@ -59,6 +60,7 @@ from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_obj
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.engine import Interrupted
+from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.critic_worker import CriticWorker
@@ -962,31 +964,24 @@ def weights_on_their_way():
 def canary_tokens_of_two_engines():
     """Gaps of 1/2 and 1/4 and one NaN in one engine, of 1, 0 and 1/2 in the other, whose mean of 1/2 is the
     larger one; then, in the same step, those of the first in both."""
-    mask = torch.tensor([[True, True, True]])
-    rollouts = [
-        SimpleNamespace(tokens=None, rollout_log_probs=log_probs, response_mask=mask)
-        for log_probs in CANARIES
-    ]
     actor = SimpleNamespace(
-        compute_log_probs=lambda *_: Timed(SimpleNamespace(log_probs=torch.full((1, 3), -1.0)), 0.0)
+        compute_log_probs=lambda tokens, _: Timed(
+            SimpleNamespace(log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
+        )
     )
+    answers = [[[made_sample(0, [5, 6, 7], 1, log_probs)] for log_probs in CANARIES]]
+    answers.append([answers[0][0]] * 2)
     services = SimpleNamespace(
         config=load_run_config(sound_run()),
         stop_token_ids=(),
-        engines=SimpleNamespace(generate_on_each=lambda *_: [None, None]),
+        engines=SimpleNamespace(generate_on_each=lambda *_: answers.pop(0)),
         actor=actor,
-        tokenizer=Mock(),
+        tokenizer=SimpleNamespace(pad_token_id=0),
         gap_limit=GapLimit.for_precision("float32", fixed=0.75),
         guards=Mock(),
     )
     record = StepRecord()
-    with (
-        patch("verl_rc.driver.weights.Publisher._canary_requests", []),
-        patch(
-            "verl_rc.driver.weights.build_rollout_batch", side_effect=[*rollouts, rollouts[0], rollouts[0]]
-        ),
-        patch("verl_rc.driver.weights.check_versions"),
-    ):
+    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
         publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
         publisher._judge_canary(1, record)
         publisher._judge_canary(1, record)
@@ -997,7 +992,7 @@ def canary_tokens_of_two_engines():
     }
 
 
-CANARIES = [torch.tensor([[-1.5, -1.25, torch.nan]]), torch.tensor([[-2.0, -1.0, -1.5]])]
+CANARIES = [[-1.5, -1.25, math.nan], [-2.0, -1.0, -1.5]]
 
 
 @example
