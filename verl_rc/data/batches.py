@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "fingerprints": (torch.int64, "B"),
     "num_turns": (torch.int64, "B"),
     "tool_calls": (torch.int64, "B"),
+    "turn_rewards": (torch.float32, "BR"),
     "engines": (torch.int64, "B"),
     "scores": (torch.float32, "B"),
 }
@@ -121,6 +122,9 @@ class RolloutBatch(TensorClass):
     no tools."""
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
+    turn_rewards: Tensor | None = None
+    """float32 ``[B, R]``: reward of each of the policy's turns at its last token, 0 elsewhere. None: turns
+    have no rewards that are trained on."""
     engines: Tensor | None = None
     """int64 ``[B]``: number of the engine that sampled a row. None: the run has one, or samples ahead."""
 

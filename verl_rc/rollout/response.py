@@ -1,11 +1,13 @@
 """From samples to the padded batch that is trained on, and the proof of which weights sampled it."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch, fingerprints, left_padded
-from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, num_turns
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
 
 
 def build_rollout_batch(
@@ -15,11 +17,13 @@ def build_rollout_batch(
     pad_token_id: int,
     *,
     with_tools: bool = False,
+    turn_rewards: Sequence[Sequence[float]] | None = None,
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their samples, in the same order, padded to the longest of each.
 
     ``response_mask`` leaves out the tokens of tools' answers. The columns about tools are None unless the run
-    has tools. Raises ``ValueError`` when counts differ, or a log-prob of a sampled token is positive.
+    has tools. ``turn_rewards`` are the rewards of each sample's turns, in order; turns without one count 0.
+    Raises ``ValueError`` when counts differ, or a log-prob of a sampled token is positive.
     """
     rows = len(samples)
     if len(prompts) != rows or len(group_ids) != rows:
@@ -66,9 +70,39 @@ def build_rollout_batch(
         fingerprints=fingerprints(tokens, response_mask),
         num_turns=torch.tensor([num_turns(sample.parts) for sample in samples]) if with_tools else None,
         tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
+        turn_rewards=None if turn_rewards is None else _at_turn_ends(turn_rewards, samples, shape),
         engines=torch.tensor(engines) if len(engines) == rows else None,
         batch_size=[rows],
     )
+
+
+def _at_turn_ends(
+    rewards: Sequence[Sequence[float]], samples: Sequence[Sample], shape: tuple[int, int]
+) -> Tensor:
+    """float32 ``shape``: every reward at the last token of its turn.
+
+    Raises ``ValueError`` when a sample has fewer turns than rewards.
+    """
+    at_ends = torch.zeros(shape, dtype=torch.float32)
+    for row, (sample, row_rewards) in enumerate(zip(samples, rewards, strict=True)):
+        ends = _turn_ends(sample.parts)
+        if len(row_rewards) > len(ends):
+            raise ValueError(
+                f"a turn has one reward at most, but row {row} has {len(row_rewards)} rewards for "
+                f"{len(ends)} turns."
+            )
+        at_ends[row, ends[: len(row_rewards)]] = torch.tensor(row_rewards, dtype=torch.float32)
+    return at_ends
+
+
+def _turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
+    """Positions of the last tokens of the policy's turns. Parts in a row are one turn."""
+    ends, stop = list[int](), 0
+    for is_turn, pieces in groupby(parts, lambda part: isinstance(part, Part)):
+        stop += num_tokens(list(pieces))
+        if is_turn:
+            ends.append(stop - 1)
+    return ends
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:

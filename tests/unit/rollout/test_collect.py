@@ -45,6 +45,26 @@ def test_the_columns_about_tools_are_there_where_the_run_has_tools() -> None:
     assert without.num_turns is without.tool_calls is without.engines is None
 
 
+def test_the_reward_of_a_turn_lies_on_its_last_sampled_token() -> None:
+    """An update has cut the second turn into two parts, whose last token gets the reward of both."""
+    unanswered = Sample(0, [part([7, 2], 4), answer([90]), part([5], 4)])
+    ended_by_answer = Sample(1, [part([11], 4), answer([90, 91])], finished=False)
+
+    def rewards(samples: list[Sample], *by_turn: list[float]) -> list[list[float]]:
+        rollouts = build_rollout_batch([[1]] * 2, [0] * 2, samples, pad_token_id=9, turn_rewards=by_turn)
+        assert rollouts.turn_rewards is not None
+        return rollouts.turn_rewards.tolist()
+
+    assert rewards([SHORT, CUT_AND_ANSWERED], [2.0], [0.5, -1.0]) == [
+        [0, 2, 0, 0, 0, 0],
+        [0, 0.5, 0, 0, 0, -1],
+    ]
+    assert rewards([unanswered, ended_by_answer], [3.0], [0.25]) == [[0, 3, 0, 0], [0.25, 0, 0, 0]]
+    assert build(SHORT).turn_rewards is None
+    with pytest.raises(ValueError, match="row 1 has 3 rewards for 2 turns"):
+        rewards([SHORT, CUT_AND_ANSWERED], [], [1.0, 1.0, 1.0])
+
+
 def test_the_engine_of_each_row_is_known_where_every_sample_has_one() -> None:
     of_one, of_two = Sample(0, SHORT.parts, engine=1), Sample(1, SHORT.parts, engine=0)
     engines = build(of_one, of_two).engines
