@@ -8,7 +8,7 @@ from verl_rc.advantage.inputs import (
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
-from verl_rc.advantage.reward_shaping import apply_kl_in_reward
+from verl_rc.advantage.reward_shaping import apply_kl_in_reward, episode_scores
 
 __all__ = [
     "AdvantageEstimator",
@@ -16,6 +16,7 @@ __all__ = [
     "advantage_estimator_names",
     "apply_kl_in_reward",
     "compute_advantages",
+    "episode_scores",
     "register_advantage_estimator",
     "resolve_advantage_estimator",
 ]

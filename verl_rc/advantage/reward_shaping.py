@@ -1,12 +1,33 @@
-"""Reductions of a score before advantages are computed: divergence from the reference policy, and length near
-the limit."""
+"""Scores before advantages are computed: those of episodes, and reductions by the divergence from the
+reference policy and for a length near the limit."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from verl_rc.tensor_ops import kl_penalty
+
+
+def episode_scores(
+    turn_rewards: Sequence[Sequence[float]],
+    function_scores: Tensor | None,
+    source: Literal["turns", "function", "sum"],
+) -> Tensor:
+    """Return the score of each episode: the sum of its ``turn_rewards``, the score ``[B]`` that the reward
+    function gave it, or both.
+
+    float32 ``[B]``, in units of reward. With ``turns`` the function's scores are not read.
+    """
+    totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards], dtype=torch.float32)
+    if source == "turns":
+        return totals
+    assert function_scores is not None
+    return function_scores if source == "function" else function_scores + totals
 
 
 def apply_kl_in_reward(

@@ -335,6 +335,9 @@ class EstimatorSpec:
     needs_several_samples: bool = False
     """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl.
     """
+    subtracts_total: bool = False
+    """It subtracts the score of a whole response from returns to go: rewards of turns count at its end, as
+    their sum. Else a late turn would have to earn again what earlier ones have earned."""
     same_as: str | None = None
     """The estimator that this name is an alias of; None: it is none."""
 
@@ -401,6 +404,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="G_t − score of the prompt's greedy response; G_t = r_t + G_{t+1}",
         source="arXiv:2310.10505",
         inputs=("reward_baselines",),
+        subtracts_total=True,
     ),
     "opo": EstimatorSpec(
         title="Length-weighted baseline",

@@ -171,7 +171,9 @@ def _rewards(
     algorithm: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, float | None]:
-    outcome = outcome_rewards(scores, rollouts.response_mask)
+    spec = algorithm.estimator
+    by_turn = None if spec is not None and spec.subtracts_total else rollouts.turn_rewards
+    outcome = token_rewards(scores, by_turn, rollouts.response_mask)
     if not algorithm.use_kl_in_reward:
         return outcome, None
     assert evaluations.reference_log_probs is not None
@@ -192,6 +194,18 @@ def _old_log_probs(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Te
     that is not computed of the rollout policy."""
     proximal = evaluations.proximal_log_probs
     return rollouts.rollout_log_probs if proximal is None else proximal
+
+
+def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:
+    """float32 ``[B, R]``: a row's ``turn_rewards`` (``[B, R]``) where they lie, and what its score (``[B]``)
+    has beyond their sum at its last token of ``response_mask`` (bool ``[B, R]``).
+
+    All of a row's score lies there where ``turn_rewards`` is None.
+    """
+    if turn_rewards is None:
+        return outcome_rewards(scores, response_mask)
+    rest = scores.double() - turn_rewards.sum(dim=-1, dtype=torch.float64)
+    return turn_rewards + outcome_rewards(rest, response_mask)
 
 
 def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ corners."""
 import pytest
 import torch
 
-from verl_rc.advantage import apply_kl_in_reward
+from verl_rc.advantage import apply_kl_in_reward, episode_scores
 from verl_rc.advantage.reward_shaping import overlong_penalty
 
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0]])
@@ -19,6 +19,13 @@ def test_rewards_and_row_divergences_by_hand(kind: str, first: float, second: fl
     assert rewards[0].tolist() == pytest.approx([-0.1 * first, 1 - 0.1 * second, 0.0])
     assert rewards[1].tolist() == [0.0, 0.0, 2.0]
     assert divergence.tolist() == pytest.approx([(first + second) / 2, 0.0])
+
+
+def test_the_score_of_an_episode_by_its_source() -> None:
+    turns, scores = [[1.0, 0.5], [], [-2.0]], torch.tensor([10.0, 20.0, 30.0])
+    assert episode_scores(turns, None, "turns").tolist() == [1.5, 0, -2]
+    assert episode_scores(turns, scores, "function").tolist() == [10, 20, 30]
+    assert episode_scores(turns, scores, "sum").tolist() == [11.5, 20, 28]
 
 
 def test_refuses_unequal_shapes() -> None:

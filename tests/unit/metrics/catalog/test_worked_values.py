@@ -1034,9 +1034,13 @@ def penalties_of_the_divergence():
         proximal_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
-    algorithm = SimpleNamespace(use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
+    algorithm = SimpleNamespace(estimator=None, use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
     _, divergence = _rewards(
-        SimpleNamespace(response_mask=mask), torch.zeros(2), evaluations, algorithm, kl_coef=0.1
+        SimpleNamespace(response_mask=mask, turn_rewards=None),
+        torch.zeros(2),
+        evaluations,
+        algorithm,
+        kl_coef=0.1,
     )
     record, control = StepRecord(), SimpleNamespace(kl=SimpleNamespace(kl_coef=0.1))
     in_the_loss = [
