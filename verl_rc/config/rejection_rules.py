@@ -83,7 +83,7 @@ def _number(bound: object, value: object, key: str) -> float:
     raise ValueError(f"{key} must be {_SHAPES}; got {shortened(repr(value))}")
 
 
-Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+Scope = Literal["token", "turn_sum", "turn_mean", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3", "tv", "bkl", "kpop"]
 
 _LARGEST: dict[Divergence, float] = {
@@ -103,8 +103,8 @@ class RejectionRule:
     """One option of ``rollout_rs``."""
 
     scope: Scope
-    """``token``: each token by itself; ``seq_*``: the whole row, by the sum, mean or maximum over its tokens.
-    """
+    """``token``: each token by itself; ``turn_*``: a turn of the policy (a run of its tokens), by the sum or
+    mean over them; ``seq_*``: the whole row, by the sum, mean or maximum."""
     divergence: Divergence
     """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l.
     Of the sampled token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL
@@ -125,14 +125,14 @@ class RejectionRule:
     @property
     def largest(self) -> float:
         """Upper limit of the statistic of one token, and so of a row's mean or maximum."""
-        if self.scope == "seq_sum":
+        if self.scope in ("turn_sum", "seq_sum"):
             return math.inf
         return _LARGEST[self.divergence]
 
     @property
     def is_per_token(self) -> bool:
-        """Whether single tokens are rejected; otherwise whole rows."""
-        return self.scope == "token"
+        """Whether single tokens, or turns of them, are rejected; otherwise whole rows."""
+        return not self.scope.startswith("seq")
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,12 @@ REJECTION_RULES: dict[str, RejectionRule] = {
         RejectionRule("token", "kpop"),
         RejectionRule("seq_max", "tv"),
         RejectionRule("seq_max", "bkl"),
+        RejectionRule("turn_sum", "k1"),
+        RejectionRule("turn_mean", "k1"),
     )
 }
-"""The options of ``rollout_rs``: verl's eleven, then those of probabilities. There is no ``seq_max_k1``: the
-largest -l says nothing about ratios above 1."""
+"""The options of ``rollout_rs``: verl's eleven, then those of probabilities and of turns. There is no
+``seq_max_k1``: the largest -l says nothing about ratios above 1."""
 
 _FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 

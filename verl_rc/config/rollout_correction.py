@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _SECTION = "algorithm.rollout_correction"
-WEIGHT_LEVELS = ("token", "prefix", "sequence", "geometric")
+WEIGHT_LEVELS = ("token", "prefix", "turn", "sequence", "geometric")
 """What a weight is made of: see ``RolloutCorrectionConfig.rollout_is``."""
 
 ThresholdInput = float | str | dict[str, float] | list[Any] | None
@@ -91,9 +91,10 @@ class RolloutCorrectionConfig(PresetConstructors):
     mode.
     """
 
-    rollout_is: Literal["token", "prefix", "sequence", "geometric"] | None = None
-    """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix) or of
-    all of its row (sequence), or the geometric mean of its row's ratios (geometric); null: no weights."""
+    rollout_is: Literal["token", "prefix", "turn", "sequence", "geometric"] | None = None
+    """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix), of
+    its turn between two answers of an environment (turn) or of all of its row (sequence), or the geometric
+    mean of its row's ratios (geometric); null: no weights."""
     rollout_is_threshold: ThresholdInput = 2.0
     """One number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights
     outside become 0."""
@@ -101,8 +102,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     """Divide the truncated weights by their mean over the batch: over tokens, or over rows where a row has
     one weight."""
     rollout_rs: str | list[str] | None = None
-    """Rejection rules, a list or comma-separated; tokens and rows that fail one are left out of the policy
-    loss. null: none."""
+    """Rejection rules, a list or comma-separated; tokens, turns and rows that fail one are left out of the
+    policy loss. null: none."""
     rollout_rs_threshold: ThresholdInput = None
     """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u
     to u), all others an upper bound on their statistic."""

@@ -15,6 +15,7 @@ from verl_rc.correction.sequences import LogProbs
 from verl_rc.correction.totals import SequenceSums
 from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate, require_functions
+from verl_rc.tensor_ops.masked import turn_numbers
 
 PROBABILITY_MARGIN = 1e-8
 """Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite.
@@ -102,6 +103,17 @@ class LogRatio:
         # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be
         # negative.
         return (self.excess - self.precise).clamp_min_(0.0)
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """int64 ``[b, t]``: number of each response token's turn."""
+        return turn_numbers(self.response)
+
+    def turn_sums(self, values: Tensor) -> Tensor:
+        """Sum of ``values`` ``[b, t]``, 0 where no token is valid, over the turn of each response token;
+        float64 ``[b, t]``, any number elsewhere."""
+        sums = torch.zeros_like(values, dtype=torch.float64).scatter_add_(-1, self.turns, values.double())
+        return sums.gather(-1, self.turns)
 
     def divergence(self, name: Divergence) -> Tensor:
         """The statistic of a rule for each token ``[b, t]``, by the name in ``RejectionRule.divergence``."""

@@ -47,7 +47,8 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
             statistic = rule_statistic(rule.rule, ratio)
             above, below = outside(rule, statistic)
             # Measured here: the comparisons of one rule are freed before those of the next.
-            rules[rule.name] = _token_rule_sums(rule, ratio, statistic, above, below)
+            counted = statistic if rule.rule.scope == "token" else statistic * ratio.valid
+            rules[rule.name] = _token_rule_sums(rule, ratio, counted, above, below)
             causes[rule.name] = above.add_(below).mul_(candidates)
     if settings.opsm_threshold is not None:
         if advantages is None:
@@ -111,11 +112,14 @@ def reject_sequences(evidence: SequenceEvidence, settings: CorrectionSettings) -
 
 
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
-    """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0
-    for an empty one."""
+    """The statistic of a rule: per token ``[b, t]``, of a turn at each of its response tokens ``[b, t]``, or
+    its sum, mean or maximum in each sequence ``[b]``, 0 for an empty one."""
     divergences = ratio.divergence(rule.divergence)
     if rule.scope == "token":
         return divergences
+    if rule.is_per_token:
+        total = ratio.turn_sums(divergences)
+        return total if rule.scope == "turn_sum" else total / ratio.turn_sums(ratio.valid).clamp_min_(1.0)
     if rule.scope == "seq_max":
         return extremes(divergences, ratio.valid).largest.clamp_min(0.0)  # all of them are >= 0
     total = sequence_sum(divergences)

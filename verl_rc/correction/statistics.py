@@ -234,10 +234,7 @@ def _measure_fully(measured: TokenSums, tokens: TokenDecisions) -> None:
     ratio, rejection, advantages = tokens.ratio, tokens.rejection, tokens.facts.advantages
     exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
     measured.totals.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
-    # A turn is a run of response tokens without a tool's between them.
-    mask = ratio.response.bool()
-    begins = mask & ~pad(mask[:, :-1], (1, 0))
-    for turn, bucket in enumerate(_buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)):
+    for turn, bucket in enumerate(_buckets(ratio.turns, NUM_TURNS)):
         measured.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
     if advantages is not None:
         for name, sign in (("positive", advantages > 0), ("negative", advantages < 0)):

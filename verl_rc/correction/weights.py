@@ -1,5 +1,5 @@
-"""Importance weights: the ratio pi_train / pi_rollout of a token, a prefix or a sequence, truncated or cut to
-a band."""
+"""Importance weights: the ratio pi_train / pi_rollout of a token, a prefix, a turn or a sequence,
+truncated or cut to a band."""
 
 from dataclasses import dataclass
 
@@ -37,9 +37,9 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
     wanted.
 
     Log-weights by level. token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t}
-    l_s``, which corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). Others: see
-    ``sequence_weights``. Under ``nonfinite_logprob=neutral`` a token without a ratio has a weight, too, as if
-    its ratio were 1.
+    l_s``, which corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). turn: the
+    sum over the token's turn, which corrects a turn as one action. Others: see ``sequence_weights``. Under
+    ``nonfinite_logprob=neutral`` a token without a ratio has a weight, too, as if its ratio were 1.
     """
     if settings.weights is None:
         return None
@@ -52,13 +52,16 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
     if level == "prefix":
         # Sums of thousands of terms: float32 would lose the digits of the last ones.
         logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
+    elif level == "turn":
+        logs = ratio.turn_sums(ratio.values)
+    if level != "token":
         raw = torch.expm1(bound_log_ratio(logs))
     excess = bounded_excess(raw, bounds)
     applied = (1.0 + excess).to(dtype).mul_(tokens)
-    # Where no token is valid, prefixes run on, and bounds without 1 in them leave another weight.
-    if level == "prefix":
+    # Where no token is valid, prefixes and turns run on, and bounds without 1 in them leave another weight.
+    if level != "token":
         logs, raw = logs * ratio.valid, raw * ratio.valid
-    if level == "prefix" or not bounds.keeps_one:
+    if level != "token" or not bounds.keeps_one:
         excess = excess * ratio.valid
     return Weights(logs, raw, excess, applied)
 

@@ -19,6 +19,7 @@ _NAME_WIDTH = 12
 _WEIGHTS = {
     "token": "the token's own ratio",
     "prefix": "the product of the row's ratios up to the token",
+    "turn": "the product of its turn's ratios",
     "sequence": "the product of the row's ratios",
     "geometric": "the geometric mean of the row's ratios",
 }

@@ -1,10 +1,11 @@
-"""Masked sums and whitening, row blocks, group numbers. Masked positions are removed by selection, not by
-multiplication with 0, so NaN there is harmless."""
+"""Masked sums and whitening, row blocks, numbers of groups and turns. Masked positions are removed by
+selection, not by multiplication with 0, so NaN there is harmless."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -32,6 +33,14 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
     scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
     return centred.mul_(scale.to(values.dtype))
+
+
+def turn_numbers(response_mask: Tensor) -> Tensor:
+    """int64 ``[B, T]``: number of the turn, from 0, that a response token belongs to. A turn is a run of
+    response tokens; elsewhere stands the number of the turn before, or 0."""
+    mask = response_mask.bool()
+    begins = mask & ~pad(mask[:, :-1], (1, 0))
+    return (begins.cumsum(dim=-1) - 1).clamp_min_(0)
 
 
 _BLOCK_ELEMENTS = 1 << 16

@@ -193,7 +193,7 @@ VARIANTS: list[Mistake] = [
     (
         f"{CORRECTION}.rollout_is=tokens",
         f"{CORRECTION}.rollout_is",
-        "must be one of token, prefix, sequence",
+        "must be one of token, prefix, turn, sequence",
         "'tokens'",
         "did you mean token",
     ),

@@ -13,7 +13,11 @@ from verl_rc.config.rejection_rules import (
 
 
 def test_verls_eleven_come_first_and_there_is_no_seq_max_k1() -> None:
-    of_log_ratios = [name for name, rule in REJECTION_RULES.items() if rule.divergence in ("k1", "k2", "k3")]
+    of_log_ratios = [
+        name
+        for name, rule in REJECTION_RULES.items()
+        if rule.divergence in ("k1", "k2", "k3") and not rule.scope.startswith("turn")
+    ]
     assert list(REJECTION_RULES)[:11] == of_log_ratios
     assert "seq_max_k1" not in REJECTION_RULES
     assert all(name == rule.name for name, rule in REJECTION_RULES.items())
@@ -35,7 +39,7 @@ def test_an_unknown_rule_names_the_nearest(given: str, nearest: str) -> None:
 def test_only_k1_thresholds_are_bounds_on_the_ratio() -> None:
     assert {rule.divergence for rule in REJECTION_RULES.values() if rule.bounds_ratio} == {"k1"}
     assert {name for name, rule in REJECTION_RULES.items() if rule.is_per_token} == {
-        name for name in REJECTION_RULES if name.startswith("token_")
+        name for name in REJECTION_RULES if not name.startswith("seq_")
     }
 
 

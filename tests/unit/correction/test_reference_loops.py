@@ -18,6 +18,8 @@ from verl_rc.correction import SequenceContext, apply, compute_rollout_correctio
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
 ROW_BOUNDS = {
+    "turn_sum": {"k1": (0.6, 1.7)},
+    "turn_mean": {"k1": (0.8, 1.3)},
     "seq_sum": {"k1": (0.5, 1.8), "k2": 0.3, "k3": 0.3},
     "seq_mean": {"k1": (0.9, 1.2), "k2": 0.06, "k3": 0.06},
 }
@@ -76,8 +78,23 @@ def rejected_by(rule: str, row: Row) -> set[int]:
         return set()
     if scope == "token":
         return {t for t, value in values.items() if not is_within(rule, value)}
+    if scope.startswith("turn"):
+        combine = {"turn_sum": sum, "turn_mean": statistics.fmean}[scope]
+        turns = turns_of(row)
+        return {t for turn in turns if not is_within(rule, combine(values[t] for t in turn)) for t in turn}
     total = {"seq_sum": sum, "seq_mean": statistics.fmean, "seq_max": max}[scope](values.values())
     return set() if is_within(rule, total) else set(values)
+
+
+def turns_of(row: Row) -> list[list[int]]:
+    """The positions of each run of tokens."""
+    turns = list[list[int]]()
+    for t in sorted(row.ratios):
+        if t - 1 in row.ratios:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
 
 
 def raw_weight(level: str, row: Row, position: int) -> float:
@@ -85,6 +102,8 @@ def raw_weight(level: str, row: Row, position: int) -> float:
         logs = row.ratios[position]
     elif level == "prefix":
         logs = sum(ratio for t, ratio in row.ratios.items() if t <= position)
+    elif level == "turn":
+        logs = sum(row.ratios[t] for turn in turns_of(row) if position in turn for t in turn)
     elif level == "sequence":
         logs = sum(row.ratios.values())
     else:
@@ -334,7 +353,7 @@ def effective(weights: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("level", ["token", "prefix", "sequence", "geometric"])
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
 @pytest.mark.parametrize("threshold", [1.1, "0.95_1.1", "1e-9_1e-8"])
 def test_effective_sample_sizes(level: str, threshold: float | str, seed: int) -> None:
     rows, facts = make(seed)

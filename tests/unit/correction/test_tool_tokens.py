@@ -2,6 +2,7 @@
 and metrics."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -100,3 +101,69 @@ def test_later_turns_share_the_last_bucket_and_one_turn_alone_is_not_split() -> 
     assert "rollout_corr/turn_5_kl" not in metrics
     dense = compute_rollout_correction(rollout, rollout, torch.ones_like(mask), config).metrics()
     assert not [name for name in dense if "/turn_" in name]
+
+
+TURNS = ["tt..ttt.t", "t.t......", "ttttt....", "..tt.tttt"]
+
+
+def turn_batch(broken: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of train and rollout, float64, and the mask of ``TURNS``; ``broken``: one is not finite."""
+    mask = torch.tensor([[symbol == "t" for symbol in row] for row in TURNS])
+    generator = torch.Generator().manual_seed(11)
+    rollout = -torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    train = rollout + 0.4 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    train[~mask], rollout[~mask] = -50.0, torch.nan
+    if broken:
+        rollout[0, 5] = -torch.inf
+    return train, rollout, mask
+
+
+def spans_of(row: str) -> list[slice]:
+    return [slice(*found.span()) for found in re.finditer("t+", row)]
+
+
+@pytest.mark.parametrize("nonfinite", ["neutral", "reject_token"])
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("threshold", [1.2, "0.8_1.2"])
+def test_a_turn_is_treated_as_a_sequence_of_its_own(
+    threshold: float | str, broken: bool, nonfinite: str
+) -> None:
+    """Weights and rejection of turns are those of sequences where every turn is a row."""
+    train, rollout, mask = turn_batch(broken)
+    shared = {"rollout_is_threshold": threshold, "rollout_rs_threshold": 1.5, "nonfinite_logprob": nonfinite}
+    for rule in ("sum_k1", "mean_k1"):
+        whole = compute_rollout_correction(
+            train, rollout, mask, {"rollout_is": "turn", "rollout_rs": f"turn_{rule}", **shared}
+        )
+        rejected = 0
+        for row, symbols in enumerate(TURNS):
+            for span in spans_of(symbols):
+                alone = compute_rollout_correction(
+                    train[row : row + 1, span],
+                    rollout[row : row + 1, span],
+                    mask[row : row + 1, span],
+                    {"rollout_is": "sequence", "rollout_rs": f"seq_{rule}", **shared},
+                )
+                assert whole.weights is not None
+                assert alone.weights is not None
+                torch.testing.assert_close(whole.weights[row, span], alone.weights[0])
+                assert torch.equal(whole.keep_mask[row, span], alone.keep_mask[0])
+                rejected += not alone.keep_mask.all()
+        assert 0 < rejected < 8
+        assert not whole.weights[~mask].any()
+
+
+def test_a_rule_on_turns_counts_each_token_with_its_turn() -> None:
+    train, rollout, mask = turn_batch(broken=False)
+    config = RolloutCorrectionConfig(rollout_rs="turn_sum_k1", rollout_rs_threshold=1.5, diagnostics="full")
+    metrics = compute_rollout_correction(train, rollout, mask, config).metrics()
+    turns = [
+        (train - rollout)[row, span].tolist()
+        for row, symbols in enumerate(TURNS)
+        for span in spans_of(symbols)
+    ]
+    outside = [turn for turn in turns if abs(sum(turn)) > math.log(1.5)]
+    share = sum(map(len, outside)) / sum(map(len, turns))
+    assert metrics["rollout_corr/rollout_rs_turn_sum_k1_masked_fraction"] == pytest.approx(share)
+    mean = -sum(len(turn) * sum(turn) for turn in turns) / sum(map(len, turns))
+    assert metrics["rollout_corr/rollout_rs_turn_sum_k1_mean"] == pytest.approx(mean)

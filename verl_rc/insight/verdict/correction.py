@@ -16,7 +16,7 @@ LOW_ESS = describe(ESS).lowest_healthy
 MUCH_REJECTED = describe(_REJECTED).highest_healthy
 HEAVY_TAIL = describe(_TAIL).highest_healthy
 _SECTION = "algorithm.rollout_correction"
-_LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "geometric": "rows"}
+_LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "turn": "turns", "geometric": "rows"}
 
 
 def judge_correction(run: RunData) -> list[Statement]:
