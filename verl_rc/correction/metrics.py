@@ -40,10 +40,7 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
             metrics |= _full_weight_metrics(numbers, settings.weights)
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
-    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"].tokens > 0
-    for name, gap in totals.groups.items():
-        if gap.tokens and (has_turns or not name.startswith("turn")):  # else nothing is split by turns
-            metrics |= _group_metrics(name, gap, totals)
+    metrics |= _metrics_by_group(totals)
     metrics |= {name: split.value for name, split in totals.splits.items() if split.count}
     if "token_age" in totals.extremes and totals.extremes["token_age"].largest > -math.inf:
         metrics["token_age_max"] = totals.extremes["token_age"].largest
@@ -89,7 +86,7 @@ def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str
     tail."""
     metrics, weights = {}, numbers.totals.weights
     for name, sums in weights.items():
-        if not name.startswith("age"):
+        if name.startswith(("applied", "raw")):
             metrics[f"rollout_is_ess_{name}"] = sums.effective_sample_size
     for kind in ("applied", "raw"):
         level = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
@@ -150,6 +147,19 @@ def misalignment_z(excess: Moments[float]) -> float | None:
     if excess.count < 2 or excess.variance <= 1e-12 * excess.value**2:
         return None
     return excess.value / (excess.std / math.sqrt(excess.count))
+
+
+def _metrics_by_group(totals: Totals[float]) -> dict[str, float]:
+    """Metrics by age and by turn; by turn only where some sequence has several."""
+    metrics = dict[str, float]()
+    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"].tokens > 0
+    for name, gap in totals.groups.items():
+        if gap.tokens and (has_turns or not name.startswith("turn")):
+            metrics |= _group_metrics(name, gap, totals)
+    for name, products in totals.weights.items():
+        if has_turns and name.startswith("turns") and products.excess.count:
+            metrics[f"ess_{name}"] = products.effective_sample_size
+    return metrics
 
 
 def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from verl_rc.config.rejection_rules import BoundedRule
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.decide import SequenceDecisions, TokenDecisions
 from verl_rc.correction.histogram import log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, SequenceEvidence, outside
 from verl_rc.correction.sequences import LogProbs, SequenceContext
@@ -41,6 +41,8 @@ from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5
 """Ages and turns are told apart up to the last of these, which stands for all above it, too."""
+TURN_COUNTS = {"1": (1, 1), "2": (2, 2), "3_to_4": (3, 4), "5_up": (5, math.inf)}
+"""Bounds, inclusive, of the numbers of turns by which weights of whole sequences are told apart."""
 LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
@@ -162,6 +164,7 @@ def measure_tokens(tokens: TokenDecisions, settings: CorrectionSettings) -> Meas
         rules=tokens.rejection.rules,
         row_weights=row_weights,
         totals=totals,
+        turns=largest(ratio.turns) + 1.0,
     )
     if (ages := tokens.facts.ages(ratio.response)) is not None:
         _measure_ages(measured, ages, tokens)
@@ -312,6 +315,9 @@ def _totals(
         product = torch.expm1(bound_log_ratio(sums.log_ratio))
         products = Moments(product, sums.real, product.square())
         totals.ratios.update({"misalignment_z": tokens.ratios, "misalignment_z_seq": products})
+        for name, (fewest, most) in TURN_COUNTS.items():
+            members = sums.real * (tokens.turns >= fewest) * (tokens.turns <= most)
+            totals.weights[f"turns_{name}"] = _weighted_sums(product, members)
         if settings.rejects:
             totals.splits.update(_exclusive(tokens, evidence, rejection))
     return totals

@@ -95,7 +95,8 @@ class Totals(Generic[T]):
     """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
     weights: dict[str, WeightSums[T]] = field(default_factory=dict)
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
-    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …). Raw ones, before the threshold, of
+    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …); by number of turns
+    (``turns_1``, …) the products of a sequence's ratios. Raw ones, before the threshold, of
     tokens: with full diagnostics, and where all tokens of a sequence share one weight."""
     rules: dict[str, RuleTotals[T]] = field(default_factory=dict)
     ratios: dict[str, Moments[T]] = field(default_factory=dict)
@@ -163,6 +164,8 @@ class TokenSums:
     """``applied`` and ``raw``: ``w - 1`` of each sequence, its tokens' mean; empty without weights."""
     totals: Totals[Tensor]
     """What is measured already."""
+    turns: Tensor
+    """Turns of the policy, where there are tokens."""
     kept: Means[Tensor] = field(default_factory=dict)
     """Response tokens that are not rejected by themselves, by age and by sign of the advantage."""
     alone: dict[str, Tensor] = field(default_factory=dict)

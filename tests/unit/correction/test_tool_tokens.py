@@ -2,6 +2,7 @@
 and metrics."""
 
 import math
+import random
 import re
 
 import pytest
@@ -58,7 +59,7 @@ def test_same_as_without_tool_tokens(name: str) -> None:
         torch.testing.assert_close(packed(there.weights, mask), torch.where(dense, alone.weights, 0.0))
     assert torch.equal(packed(there.keep_mask & mask, mask), alone.keep_mask & dense)
     mine, theirs = there.metrics(), alone.metrics()
-    shared = {name for name in mine if "/turn_" not in name}
+    shared = {name for name in mine if "turn" not in name}
     assert {name: mine[name] for name in shared} == pytest.approx(
         {name: theirs[name] for name in shared}, nan_ok=True
     )
@@ -167,3 +168,36 @@ def test_a_rule_on_turns_counts_each_token_with_its_turn() -> None:
     assert metrics["rollout_corr/rollout_rs_turn_sum_k1_masked_fraction"] == pytest.approx(share)
     mean = -sum(len(turn) * sum(turn) for turn in turns) / sum(map(len, turns))
     assert metrics["rollout_corr/rollout_rs_turn_sum_k1_mean"] == pytest.approx(mean)
+
+
+def effective(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(weight * weight for weight in weights))
+
+
+def test_effective_sample_sizes_of_whole_episodes_by_their_turns() -> None:
+    """Against a loop, merged from parts, whatever weights are applied; nothing where there is one turn."""
+    source = random.Random(5)
+    plan = ["".join("t" * source.randint(1, 3) + "." for _ in range(source.randint(1, 7))) for _ in range(60)]
+    width = max(map(len, plan))
+    mask = torch.tensor([[symbol == "t" for symbol in row.ljust(width, ".")] for row in plan])
+    generator = torch.Generator().manual_seed(7)
+    rollout = -torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    train = rollout + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    products: dict[str, list[float]] = {}
+    for row, symbols in enumerate(plan):
+        turns = symbols.count("t.")
+        name = str(turns) if turns <= 2 else "3_to_4" if turns <= 4 else "5_up"
+        products.setdefault(name, []).append(math.exp((train - rollout)[row][mask[row]].sum()))
+    expected = {f"rollout_corr/ess_turns_{name}": effective(weights) for name, weights in products.items()}
+    assert len(expected) == 4
+    for level in (None, "turn"):
+        config = RolloutCorrectionConfig(rollout_is=level, diagnostics="full")
+        parts = [
+            measure(train[rows], rollout[rows], mask[rows], config) for rows in (slice(0, 7), slice(7, 60))
+        ]
+        metrics = parts[0].merge(parts[1]).metrics(config)
+        assert {name: value for name, value in metrics.items() if "ess_turns" in name} == pytest.approx(
+            expected
+        )
+    dense = compute_rollout_correction(train, rollout, torch.ones_like(mask), config).metrics()
+    assert not [name for name in dense if "ess_turns" in name]

@@ -219,6 +219,13 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ),
     ("turn_{n}_kl", "nats", "mean of −l over the tokens of this turn", None),
     ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
+    (
+        "ess_turns_{turns}",
+        "1",
+        "(Σw)² / (n Σw²) over the rows with this many turns of the policy (1, 2, 3_to_4, 5_up), w = exp(Σ l) "
+        "of the whole row: what sequence weights would cost",
+        None,
+    ),
 )
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"

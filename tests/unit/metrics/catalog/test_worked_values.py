@@ -269,6 +269,7 @@ def turns_with_tool_output_between():
             "turn_0_kl": -1,
             "turn_0_k3_kl": math.e - 2,
             "turn_1_token_fraction": 2 / 3,
+            "ess_turns_2": 1,  # of the one row
             "turn_1_k3_kl": (math.exp(-0.5) + 0.5 - 1 + math.exp(0.5) - 0.5 - 1) / 2,
         },
     )
