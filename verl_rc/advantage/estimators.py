@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     gamma: float = 1.0,
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
+    turn_credit: Literal["episode", "turn"] = "episode",
     component_scores: Tensor | None = None,
     component_weights: Sequence[float] | None = None,
     old_log_probs: Tensor | None = None,
@@ -47,6 +49,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         gamma: discount per response token, in [0, 1].
         lam: decay of GAE per response token, in [0, 1].
         norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation.
+        turn_credit: whether ``grpo``, ``rloo`` and ``reinforce_plus_plus_baseline`` credit a turn (a run of
+            response tokens) with the rewards of its row, or with those from that turn on.
         component_scores: [B, K], in units of reward; needed by ``gdpo``.
         component_weights: K factors for ``gdpo``; 1 each when None.
         old_log_probs: [B, T], nats; needed by the optimal token baselines.
@@ -90,6 +94,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         gamma=gamma,
         lam=lam,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        credits_turns=turn_credit == "turn",
     )
     with torch.no_grad():
         return resolve_advantage_estimator(name)(inputs)

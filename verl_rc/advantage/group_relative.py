@@ -3,7 +3,7 @@ group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from verl_rc.advantage.inputs import (
 )
 from verl_rc.advantage.returns import ResponseOrder, returns_to_go, zero_nonfinite_outside
 from verl_rc.tensor_ops import in_row_blocks, masked_whiten
+from verl_rc.tensor_ops.masked import turn_numbers
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, in units of reward."""
@@ -46,9 +47,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, [B, T].
     """
-    groups, scores = required_groups(inputs, "grpo"), row_scores(inputs)
-    normalise = _normalised if inputs.norm_adv_by_std_in_grpo else _centred
-    return _broadcast_over_tokens(normalise(groups, scores), inputs)
+    return _compared(_normalised if inputs.norm_adv_by_std_in_grpo else _centred, inputs, "grpo")
 
 
 @register_advantage_estimator("grpo_passk")
@@ -82,8 +81,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, [B, T].
     """
-    groups, scores = required_groups(inputs, "rloo"), row_scores(inputs)
-    return _broadcast_over_tokens(_leave_one_out(groups, scores, alone=scores), inputs)
+    return _compared(_leave_one_out, inputs, "rloo")
 
 
 @register_advantage_estimator("rloo_vectorized")
@@ -94,8 +92,11 @@ def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, [B, T].
     """
-    groups, scores = required_groups(inputs, "rloo_vectorized"), row_scores(inputs)
-    return _broadcast_over_tokens(_leave_one_out(groups, scores, alone=torch.zeros_like(scores)), inputs)
+
+    def left_out(groups: Groups, scores: Tensor) -> Tensor:
+        return _leave_one_out(groups, scores).where(groups.sizes(scores.dtype) > 1, 0)
+
+    return _compared(left_out, inputs, "rloo_vectorized")
 
 
 @register_advantage_estimator("reinforce_plus_plus_baseline")
@@ -108,8 +109,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     Returns:
         Advantages and returns, equal, dimensionless, [B, T].
     """
-    groups, scores = required_groups(inputs, "reinforce_plus_plus_baseline"), row_scores(inputs)
-    centred, _ = _broadcast_over_tokens(_centred(groups, scores), inputs)
+    centred, _ = _compared(_centred, inputs, "reinforce_plus_plus_baseline")
     advantages = masked_whiten(centred, inputs.response_mask)
     return advantages, advantages
 
@@ -176,11 +176,38 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-def _leave_one_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
-    """Scores minus the mean of the other scores of their group; ``alone`` for the only row of a group."""
+def _compared(
+    compare: Callable[[Groups, Tensor], Tensor], inputs: AdvantageInputs, estimator: str
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, equal, [B, T]: ``compare`` gets the groups and their scores, those of rows or,
+    with credit by turn, of turns.
+
+    The score of a turn is the sum of the rewards from its first token on; its group are the turns of the same
+    number of all rows of the prompt. Alone in it a turn gets 0: what a late turn gets that no other row has
+    reached can be compared with nothing.
+    """
+    groups, mask = required_groups(inputs, estimator), inputs.response_mask
+    if not inputs.credits_turns:
+        return _broadcast_over_tokens(compare(groups, row_scores(inputs)), inputs)
+    # ``most``: a bound of the number of turns that needs no look at the mask. A reward on tokens of the
+    # environment belongs to the turn before them.
+    turns, most = turn_numbers(mask), (mask.shape[1] + 1) // 2
+    rewards = zero_nonfinite_outside(inputs.token_level_rewards, mask).double()
+    per_turn = rewards.new_zeros((len(mask), most))
+    to_go = per_turn.scatter_add(-1, turns, rewards).flip(-1).cumsum(dim=-1).flip(-1)
+    taken = per_turn.scatter_add(-1, turns, mask.double()) > 0
+    members = groups.index[:, None] * most + torch.arange(most, device=mask.device)
+    by_turn = Groups(members.flatten(), taken.flatten(), groups.num_groups * most)
+    credits = compare(by_turn, to_go.flatten()).where(by_turn.sizes(torch.float64) > 1, 0).view(-1, most)
+    advantages = torch.where(mask, credits.gather(-1, turns).to(inputs.token_level_rewards.dtype), 0)
+    return advantages, advantages
+
+
+def _leave_one_out(groups: Groups, scores: Tensor) -> Tensor:
+    """Scores minus the mean of the other scores of their group; the only row of a group keeps its score."""
     sizes = groups.sizes(scores.dtype)
     left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
-    return left_out.where(sizes > 1, alone)
+    return left_out.where(sizes > 1, scores)
 
 
 def _centred(groups: Groups, scores: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ class AdvantageInputs:
     """Decay of GAE per response token, in [0, 1]."""
     norm_adv_by_std_in_grpo: bool = True
     """Whether ``grpo`` divides by the group's standard deviation."""
+    credits_turns: bool = False
+    """Whether turns are compared by their returns to go, and not rows by their scores."""
 
 
 AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]

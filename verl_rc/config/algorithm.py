@@ -62,6 +62,10 @@ class AlgorithmConfig(StrictModel):
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; False is Dr.GRPO."""
+    turn_credit: Literal["episode", "turn"] = "episode"
+    """``turn``: the tokens of a turn are credited with the rewards from that turn on (arXiv:2511.14846,
+    undiscounted), compared with those of the group's samples from their turn of the same number; 0 where no
+    other sample has one. ``episode``: all turns are credited with the sum."""
     gdpo_reward_keys: list[str] | None = None
     """``gdpo``: columns returned by the reward function that are normalised one by one; ``score`` is the
     score itself."""

@@ -312,7 +312,7 @@ EstimatorInput = Literal[
 ]
 """Arguments of ``compute_advantages`` that some estimators read."""
 EstimatorOption = Literal[
-    "gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"
+    "gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit", "gdpo_reward_keys", "gdpo_reward_weights"
 ]
 """Keys of ``algorithm`` that some estimators read."""
 
@@ -352,13 +352,14 @@ _GRPO = EstimatorSpec(
     formula="(s − mean_g) / (std_g + 1e-6); undivided without norm_adv_by_std_in_grpo",
     source="arXiv:2402.03300, arXiv:2503.20783",
     inputs=("group_ids",),
-    options=("norm_adv_by_std_in_grpo",),
+    options=("norm_adv_by_std_in_grpo", "turn_credit"),
 )
 _RLOO = EstimatorSpec(
     title="Leave-one-out baseline",
     formula="s − mean of the group's other scores",
     source="arXiv:2402.14740",
     inputs=("group_ids",),
+    options=("turn_credit",),
 )
 _TOKEN_BASELINE = EstimatorSpec(
     title="Optimal token baseline",
@@ -398,6 +399,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="s − mean_g; whitened over the batch",
         source="arXiv:2501.03262",
         inputs=("group_ids",),
+        options=("turn_credit",),
     ),
     "remax": EstimatorSpec(
         title="ReMax",

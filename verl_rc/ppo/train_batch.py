@@ -73,6 +73,7 @@ def build_train_batch(
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            turn_credit=algorithm.turn_credit,
             reward_baselines=samples.reward_baselines,
             component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,

@@ -238,6 +238,8 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
             if algorithm.norm_adv_by_std_in_grpo
             else "centred only"
         )
+    if advantages.reads("turn_credit") and algorithm.turn_credit == "turn":
+        numbers.append("each turn credited with what follows, compared with turns of the same number")
     several_samples = config.actor_rollout_ref.rollout.n > 1
     baseline = (
         ("samples of one prompt" if several_samples else "none: a prompt has one sample")

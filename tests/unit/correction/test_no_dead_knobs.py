@@ -123,12 +123,13 @@ def is_metrics_only(option: str, fields: Fields) -> bool:
 
 
 def make_batch(*, broken: bool) -> Batch:
-    """Groups of rows whose gap goes from almost none to large, some of one token, one empty; and their
-    scores."""
+    """Groups of rows whose gap goes from almost none to large, some of one token, one empty, some of two
+    turns; and their scores."""
     generator = torch.Generator().manual_seed(11)
     lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
     lengths[5], lengths[9], lengths[:4] = 0, 1, WIDTH
     mask = positions_mask(lengths, WIDTH)
+    mask[10::2, 3] = False
     scale = torch.tensor([0.05, 0.2, 0.4, 0.8]).repeat(ROWS // GROUP)[:, None]
     shift = 0.3 * torch.randn(ROWS, 1, generator=generator)
     rollout = -2.5 * torch.rand(ROWS, WIDTH, generator=generator) - 0.05
@@ -142,7 +143,9 @@ def make_batch(*, broken: bool) -> Batch:
     evaluations = PolicyEvaluations(
         proximal_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS]
     )
-    return ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator)
+    rollouts = ones_rollouts(rollout, lengths, GROUP)
+    rollouts.response_mask = mask
+    return rollouts, evaluations, torch.randn(ROWS, generator=generator)
 
 
 FINITE, BROKEN = make_batch(broken=False), make_batch(broken=True)

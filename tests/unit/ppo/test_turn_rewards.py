@@ -248,3 +248,52 @@ def test_what_no_turn_has_earned_lies_on_the_last_token() -> None:
     by_turn = torch.tensor([[0.0, 1.0, 0.0, 2.0], [0.5, 0.0, 0.0, 0.0], [0.0] * 4])
     rewards = token_rewards(torch.tensor([2.5, 0.5, 0.0]), by_turn, mask)
     assert rewards.tolist() == [[0, 1, 0, 1.5], [0.5, 0, 0, 0], [0] * 4]
+
+
+def credited(batch: list[Episode], estimator: str) -> list[list[float]]:
+    """Advantages of turns by the formula, turn by turn; not whitened."""
+    to_come = [[sum(turn.reward for turn in episode[k:]) for k in range(len(episode))] for episode in batch]
+    rows = []
+    for row, episode in enumerate(batch):
+        advantages = list[float]()
+        for k, turn in enumerate(episode):
+            start = row // GROUP * GROUP
+            others = [one[k] for one in to_come[start : start + GROUP] if len(one) > k]
+            mine, mean = to_come[row][k], statistics.fmean(others)
+            if len(others) == 1:
+                credit = 0.0
+            elif estimator == "grpo":
+                credit = (mine - mean) / (statistics.stdev(others) + 1e-6)
+            elif estimator == "reinforce_plus_plus_baseline":
+                credit = mine - mean
+            else:
+                credit = mine - (sum(others) - mine) / (len(others) - 1)
+            advantages += [credit] * len(turn.values)
+        rows.append(advantages)
+    return rows
+
+
+CREDITS_TURNS = [name for name, spec in ADVANTAGE_ESTIMATORS.items() if "turn_credit" in spec.options]
+
+
+@SEEDS
+@pytest.mark.parametrize("estimator", CREDITS_TURNS)
+def test_credit_by_turn_compares_what_follows_turns_of_the_same_number(estimator: str, seed: int) -> None:
+    batch = episodes(seed)
+    step = step_of(batch, estimator, turn_credit="turn")
+    expected = credited(batch, estimator.removesuffix("_vectorized"))
+    if estimator == "reinforce_plus_plus_baseline":
+        expected = whitened(expected)
+    assert_rows(step.batch.advantages, step.batch.response_mask, expected)
+    other = step_of(batch, estimator).batch.advantages
+    assert not torch.equal(step.batch.advantages, other)
+
+
+@pytest.mark.parametrize("estimator", CREDITS_TURNS)
+def test_of_one_turn_both_credits_are_the_same(estimator: str) -> None:
+    batch = [episode[:1] for episode in episodes(3)]
+    by_turn, by_episode = (
+        step_of(batch, estimator, turn_credit=credit).batch.advantages for credit in ("turn", "episode")
+    )
+    assert by_turn.any()
+    assert torch.equal(by_turn, by_episode)

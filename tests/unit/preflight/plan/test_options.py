@@ -38,6 +38,7 @@ ALTERNATIVES: dict[str, list[object]] = {
     f"{ALGORITHM}.gamma": [0.6],
     f"{ALGORITHM}.lam": [0.6],
     f"{ALGORITHM}.norm_adv_by_std_in_grpo": [False],
+    f"{ALGORITHM}.turn_credit": ["turn"],
     f"{ALGORITHM}.use_kl_in_reward": [True, False],
     f"{ALGORITHM}.kl_penalty": ["k2", "abs"],
     f"{ALGORITHM}.kl_ctrl.kl_coef": [0.7],
