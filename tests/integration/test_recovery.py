@@ -4,11 +4,13 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from made_samples import of_parts
 from real_steps import RealRun
 
+from verl_rc.cluster.remote import Pending, RemoteProcess
 from verl_rc.cluster.watchdog import identity_of
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver.step_record import StepRecord
@@ -41,7 +43,7 @@ def published_run(faulty_run: RealRun) -> RealRun:
     return faulty_run
 
 
-def test_an_engine_that_hangs_while_it_samples(
+def test_an_engine_hangs_while_it_samples_and_the_next_dies_while_it_starts(
     published_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, old = sample(published_run), engine_pid(published_run)
@@ -53,11 +55,21 @@ def test_an_engine_that_hangs_while_it_samples(
 
     monkeypatch.setattr(Publisher, "_replace_engines", replace_with_patience)
     monkeypatch.setattr(published_run.services.engines, "_timeout_seconds", 1.0)
+    build, killed = RemoteProcess.build, list[RemoteProcess]()
+
+    def build_and_die_once(process: RemoteProcess, target: str, **arguments: Any) -> Pending:
+        pending = build(process, target, **arguments)
+        if not killed:
+            killed.append(process)
+            process.kill()
+        return pending
+
     os.kill(old, signal.SIGSTOP)
     record = StepRecord()
-    assert sample(published_run, record) == before
+    with patch.object(RemoteProcess, "build", build_and_die_once):
+        assert sample(published_run, record) == before
     assert not Path(f"/proc/{old}").exists()
-    assert (record.engines_replaced, record.requests_reissued) == (1, 24)
+    assert (record.engines_replaced, record.requests_reissued) == (2, 24)
 
 
 def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
