@@ -120,7 +120,7 @@ def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Itera
     yield not advantages.reads("lam"), ("lam",), estimator
     yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
     yield not advantages.reads("turn_credit"), ("turn_credit",), estimator
-    has_turns = config.actor_rollout_ref.rollout.multi_turn.enable
+    has_turns = config.actor_rollout_ref.rollout.converses
     yield advantages.reads("turn_credit") and not has_turns, ("turn_credit",), "samples have one turn"
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
     is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
