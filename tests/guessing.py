@@ -24,7 +24,8 @@ class Guess(Environment):
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         self.random = random.Random(time.time_ns() if "random" in self.faults else seed)
         self.secret, self.guesses = self.random.randrange(10), 0
-        return Opening([{"role": "user", "content": f"guess {row.get('ground_truth', '')}"}])
+        index = row.get("extra_info", {}).get("index", row.get("ground_truth", ""))
+        return Opening([{"role": "user", "content": f"guess {index}"}])  # rows differ by their prompts
 
     async def step(self, turn: Turn) -> Reply:
         await asyncio.sleep(self.latency)
