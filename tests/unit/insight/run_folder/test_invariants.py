@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from planted_tokens import FIRST_ID, PLANS, STOP, VOCABULARY, Planted, rows_of, shifted
+from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, VOCABULARY, Planted, rows_of, shifted
 
 from verl_rc.data.token_record import TOKEN_CLASSES, TokenRecord
 from verl_rc.data.token_rows import record_of_rows

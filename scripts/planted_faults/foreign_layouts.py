@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,7 +112,13 @@ def slime(folder: Path, step: int, rows: Sequence[Row]) -> None:
     samples = [{**_sample(rows[place]), "rollout_position": place} for place in order]
     dump = {"format_version": 2, "samples": samples, "raw_reward": [row["score"] for row in rows]}
     torch.save(dump, folder / f"train_data/{step}.pt")
-    sampled = [{"group_index": 100 + i // 2, "weight_versions": ["1", str(step)]} for i in range(len(rows))]
+    sampled = [
+        {
+            "group_index": 100 + row.get("group", place // 2),
+            "weight_versions": ["1", str(row.get("version", step))],
+        }
+        for place, row in enumerate(rows)
+    ]
     torch.save({"samples": sampled}, folder / f"rollout_data/{step}.pt")
 
 
@@ -128,6 +135,9 @@ def miles(folder: Path, step: int, rows: Sequence[Row], cp_size: int = 1) -> Non
 class TrainingInputBatch(dict[str, Any]):
     """Pickles as SkyRL's class of this name: its items, and a state of tensors that ``torch.save`` wrote."""
 
+    boundaries: Sequence[tuple[int, int]] = ()
+    """First row and row after the last of each prompt."""
+
     def __getstate__(self) -> dict[str, Any]:
         def saved(tensor: torch.Tensor) -> dict[str, Any]:
             buffer = BytesIO()
@@ -140,12 +150,14 @@ class TrainingInputBatch(dict[str, Any]):
             "device": torch.device("cpu"),
             "metadata": {
                 "pad_size": 1,
-                "policy_prompt_boundaries": [(i, i + 2) for i in range(0, len(self["sequences"]) - 1, 2)],
+                "policy_prompt_boundaries": self.boundaries,
             },
         }
 
 
 def skyrl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    groups = [row.get("group", place // 2) for place, row in enumerate(rows)]
+    firsts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
     rows = [*rows, rows[0]]  # the last one pads the batch
     width = max(len(row["response_ids"]) for row in rows)
     longest = max(len(row["prompt_ids"]) for row in rows) + width
@@ -165,6 +177,7 @@ def skyrl(folder: Path, step: int, rows: Sequence[Row]) -> None:
         action_log_probs=responses("old_log_prob", torch.float32),
         advantages=responses("advantage", torch.float32),
     )
+    batch.boundaries = list(pairwise([*firsts, len(groups)]))
     module = ModuleType("skyrl_train.training_batch")
     module.TrainingInputBatch = TrainingInputBatch  # type: ignore[attr-defined]
     home, TrainingInputBatch.__module__ = TrainingInputBatch.__module__, module.__name__
