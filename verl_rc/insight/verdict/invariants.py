@@ -39,5 +39,6 @@ def invariant_rows(run: RunData) -> list[Row]:
         return []
     checked = {name for counts in run.tokens.invariants.values() for name in counts}
     return [
-        Row(cause.row, cause.name, needs, name in checked) for name, (cause, needs) in INVARIANTS_BY_NAME.items()
+        Row(cause.row, cause.name, needs, name in checked)
+        for name, (cause, needs) in INVARIANTS_BY_NAME.items()
     ]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from planted_series import healthy, write_run
 from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, rows_of
+from planted_series import healthy, write_run
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run
