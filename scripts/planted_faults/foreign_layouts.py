@@ -49,6 +49,7 @@ def _sequence(row: Row, name: str, filler: float) -> list[Any]:
 
 
 def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """``token_exports``, a file for each of two ranks."""
     for rank in (0, 1):
         lines = [
             {
@@ -69,6 +70,7 @@ def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
 
 
 def nemo_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """``train_data_stepN.jsonl``, batches of one."""
     width = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
 
     def padded(values: list[Any]) -> list[list[Any]]:
@@ -106,6 +108,7 @@ def _sample(row: Row) -> dict[str, Any]:
 
 
 def slime(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """A train dump of format 2, and the rollout dump beside it."""
     for name in ("train_data", "rollout_data"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     order = range(len(rows))[::-1]  # the train dump's order is another than the rollout dump's
@@ -123,6 +126,7 @@ def slime(folder: Path, step: int, rows: Sequence[Row]) -> None:
 
 
 def miles(folder: Path, step: int, rows: Sequence[Row], cp_size: int = 1) -> None:
+    """Train dumps of two ranks, of which the second repeats rows."""
     (folder / "train_data").mkdir(parents=True, exist_ok=True)
     for rank, shard in enumerate((rows, rows[:2])):  # the second rank repeats rows of the first
         samples = [_sample(row) for row in shard]
@@ -156,6 +160,7 @@ class TrainingInputBatch(dict[str, Any]):
 
 
 def skyrl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """A pickled batch of padded tensors."""
     groups = [row.get("group", place // 2) for place, row in enumerate(rows)]
     firsts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
     rows = [*rows, rows[0]]  # the last one pads the batch
