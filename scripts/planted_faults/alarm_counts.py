@@ -69,10 +69,10 @@ def counted(readings: Iterable[RunData]) -> Counts:
             cause = cause_of(metrics)
             alarms |= set() if cause is None else {(cause.name, step)}
         for step, invariants in (run.tokens.invariants if run.tokens is not None else {}).items():
-            for name, (count, _) in invariants.items():
+            for name, broken in invariants.items():
                 mark = (INVARIANTS_BY_NAME[name][0].name, step)
                 asked.add(mark)
-                alarms |= {mark} if count else set()
+                alarms |= {mark} if broken.rows else set()
         asked |= {(cause.name, step) for cause in _run_causes(run) for step in run.steps}
         alarms |= {(name, run.steps[-1]) for name in _said(run)}
     return Counts(len(steps), Counter(name for name, _ in asked), Counter(name for name, _ in alarms))
