@@ -116,17 +116,22 @@ def _shifted(record: TokenRecord) -> Broken | None:
     if tokens is None:
         return None
     rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
-    distances: dict[int, Array] = {}
+    is_shifted = is_long = np.zeros(len(record.lengths), bool)
     for lag in BOUNDS.lags:
         other = np.clip(place + lag, 0, len(place) - 1)
         is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
         # Log-probs near 0 are all alike.
         is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
-        pairs = tokens.by_row(is_pair)
-        sums = tokens.by_row(np.where(is_pair, np.abs(tokens.train - rollout[other]), 0.0))
-        distances[lag] = np.where(pairs >= _FEWEST_PAIRS, sums / np.maximum(pairs, 1), np.nan)
-    own = distances.pop(0)
-    nearest = np.fmin.reduce(list(distances.values()))
-    is_long = np.isfinite(nearest) & np.isfinite(own)
-    is_shifted = is_long & (own > BOUNDS.lag_distance) & (nearest < BOUNDS.row_lag * own)
+        has_pairs = tokens.by_row(is_pair) >= _FEWEST_PAIRS
+
+        # Of the same tokens: one that is far off at the end of a row has no neighbour on one side.
+        own, shifted = (
+            tokens.by_row(np.where(is_pair, np.abs(tokens.train - values), 0.0))
+            for values in (rollout, rollout[other])
+        )
+        mean = own / np.maximum(tokens.by_row(is_pair), 1)
+        is_long = is_long | (has_pairs & (lag != 0))
+        is_shifted = is_shifted | (
+            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
+        )
     return Broken(_numbers(record, np.flatnonzero(is_shifted)), int(is_long.sum()))

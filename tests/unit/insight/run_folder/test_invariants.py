@@ -93,6 +93,10 @@ def test_rows_whose_log_probs_are_shifted() -> None:
     one = {"response_mask": [1] * 12, "old_log_prob": [*certain[:5], -3.0, *certain[6:]]}
     one["rollout_log_prob"] = [*certain[:6], -3.0, *certain[7:]]
     assert broken_invariants(record_of_rows({}, 1, [one]))["shifted"].counts == (0, 0)
+    # A first token that is far off has no neighbour before it.
+    smooth = [-0.1 - 0.01 * place for place in range(12)]
+    first = {"response_mask": [1] * 12, "old_log_prob": [-6.0, *smooth[1:]], "rollout_log_prob": smooth}
+    assert broken_invariants(record_of_rows({}, 1, [first]))["shifted"].counts == (0, 1)
     few = [{**row, "response_mask": [1] * 3, "response_ids": [1, 2, 3]} for row in ({}, {})]
     logs = {"old_log_prob": [-1.0, -2.0, -4.0], "rollout_log_prob": [-4.0, -1.0, -2.0]}
     assert broken_invariants(record_of_rows({}, 1, [{**row, **logs} for row in few]))["shifted"].counts == (
