@@ -163,6 +163,12 @@ def _explain(options: Options) -> None:
 
 
 def _diagnose(options: Options) -> None:
+    if options.digests is not None:
+        _quieten_libraries()
+        from verl_rc.insight.replay.digests import compare_weights  # noqa: PLC0415  (torch, transformers)
+
+        _write_lines(compare_weights(options.folder, options.digests).lines())
+        return
     from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
 
     names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
@@ -370,6 +376,12 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "most rows of a record (default: 64)",
             },
             **_STEPS,
+            "--digests": {
+                "metavar": "WEIGHTS",
+                "type": Path,
+                "help": "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
+                "checkpoint, that differ from those of this model folder or checkpoint",
+            },
             "--json": {"action": "store_true", "help": "print statements and measurements as JSON"},
         },
     ),

@@ -2,6 +2,9 @@
 charts."""
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from planted_faults.alarm_counts import read_sums, table_of
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
@@ -94,6 +97,12 @@ def _causes(causes: Sequence[Cause]) -> str:
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
     cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
+
+
+def false_alarms_table() -> str:
+    """How often healthy steps are named, in docs/see_why.md."""
+    log = Path(__file__).parents[2] / "docs" / "experiment_log"
+    return table_of(read_sums(log / "2026-11-25-false-alarms.json"))
 
 
 def fields_table() -> str:

@@ -7,12 +7,13 @@ temperature on both sides), and by the fields that token records of other traine
 
 Usage: python -m scripts.planted_faults.false_alarms MODEL ... --data train.parquet --steps 2000 --out FILE
 Some 0.2 s a step on an idle core. FILE has a line of metrics for each run of 100 steps, and a repeated call
-goes on behind the last. ``--table FILE`` judges them and prints the table of docs/see_why.md.
+goes on behind the last. ``--sum FILE ... --out docs/experiment_log/2026-11-25-false-alarms.json`` judges
+them, with counts of ``false_alarms_in_files``, for the table of docs/see_why.md.
 """
 
 import argparse
 import json
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +27,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planted_faults.alarm_counts import PARTS, counted, sums_of
+
 from verl_rc.data.token_record import TokenRecord, with_defaults
-from verl_rc.health.causes import PREFIX, cause_of
 from verl_rc.insight.run_folder.records import Columns, RunData
 from verl_rc.insight.run_folder.token_metrics import metrics_of
-from verl_rc.insight.verdict import judge
 
 PRECISIONS = ("float32", "bfloat16", "fp8 weights")
 TEMPERATURES = (1.0, 0.6)
@@ -147,50 +150,26 @@ def metrics_without(steps: Sequence[TokenRecord], without: tuple[str, ...]) -> l
     return by_step
 
 
-def judged(by_step: Sequence[Mapping[str, float]]) -> tuple[Counter[str], set[str]]:
-    """How many steps each row names, and what the verdict on the run says of the gap."""
-    causes = [
-        cause_of({name.removeprefix(PREFIX): value for name, value in metrics.items()}) for metrics in by_step
-    ]
+def run_of(by_step: Sequence[Mapping[str, float]]) -> RunData:
+    """A run whose steps have these metrics."""
     columns = Columns()
     for number, metrics in enumerate(by_step, start=1):
         columns.add(number, metrics)
-    verdict = judge(RunData("simulated", Path(), "token records", columns.steps, columns.series()))
-    said = {
-        f"{statement.row} {statement.cause}"
-        for statement in verdict.statements
-        if statement.topic == "gap" and statement.level in ("fault", "notice")
-    }
-    return Counter(f"{cause.row} {cause.name}" for cause in causes if cause is not None), said
+    return RunData("simulated", Path(), "token records", columns.steps, columns.series())
 
 
-def upper_bound(count: int) -> float:
-    """The largest expected count that would show at most ``count`` in 5 of 100 cases (Poisson)."""
-    low, high = 0.0, 20.0 + 3.0 * count
-    for _ in range(60):
-        middle = (low + high) / 2
-        at_most = sum(math.exp(-middle + k * math.log(middle) - math.lgamma(k + 1)) for k in range(count + 1))
-        low, high = (middle, high) if at_most > 0.05 else (low, middle)
-    return high
-
-
-def print_table(path: Path) -> None:
-    """Alarms for 1,000 steps by row, over all runs of the file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    num_steps = len(lines) * STEPS_PER_RUN
-    print(f"{num_steps:,} steps, {len(lines)} runs of {STEPS_PER_RUN}")
-    print("| fields | row | steps that it names, for 1,000 | 95 % upper bound | runs whose verdict says it |")
-    print("|---|---|---|---|---|")
-    for fields in LACKING:
-        steps, said = Counter[str](), Counter[str]()
-        for line in lines:
-            steps_of_run, said_of_run = judged(line["metrics"][fields])
-            steps.update(steps_of_run)
-            said.update(said_of_run)
-        for row in sorted({*steps, *said}):
-            rate, most = (1000 * number / num_steps for number in (steps[row], upper_bound(steps[row])))
-            print(f"| {fields} | {row} | {rate:.2f} | {most:.2f} | {said[row]} of {len(lines)} |")
-        print(f"| {fields} | each other row | 0 | {1000 * upper_bound(0) / num_steps:.2f} | 0 |")
+def write_sums(paths: Sequence[Path], output: Path) -> None:
+    """Add up the lines of files, those of metrics and those of counts."""
+    counts = []
+    for path in paths:
+        for line in path.read_text("utf-8").splitlines():
+            entry = json.loads(line)
+            if "metrics" in entry:
+                readings = map(run_of, entry["metrics"].values())
+                entry = {"part": PARTS[2], "counts": counted(readings).as_json()}
+            counts.append(json.dumps(entry))
+    sums = {part: count.as_json() for part, count in sums_of(counts).items()}
+    output.write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -204,10 +183,10 @@ def main() -> None:
         "--steps", type=int, default=STEPS_PER_RUN, help="of each model, precision, temperature"
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--sum", type=Path, nargs="*", help="files to add up into --out")
     options = parser.parse_args()
-    if options.table:
-        print_table(options.table)
+    if options.sum:
+        write_sums(options.sum, options.out)
         return
     options.out.touch()
     done = Counter(

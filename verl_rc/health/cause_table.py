@@ -126,7 +126,8 @@ ONE_VERSION_LATE = Cause(
 MISSED_UPDATE = Cause(
     19,
     "an update was missed",
-    f"logit noise jumps to {BOUNDS.far_above_floor:g} times that of the start in single steps",
+    f"logit noise jumps to {BOUNDS.far_above_floor:g} times that of the start in single steps, not by few "
+    "tokens alone",
     (
         "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
         "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "
@@ -260,6 +261,24 @@ OTHER_CODE = Cause(
     evidence="replays",
     is_repairable=True,
 )
+LARGER_THAN_HEALTHY = Cause(
+    20,
+    "larger than this precision makes for this model",
+    f"R2: the gap of the replayed step, or of later ones, is {BOUNDS.above_floor:g} times that between the "
+    "trainer's code in both precisions",
+    (
+        "The gap is {gap:.4f} nats, {times:.1f} times what rounding to the engine's precision made with this "
+        "model in step {step:.0f} ({healthy:.4f}): look what else differs"
+    ),
+    (
+        "verl-rc diagnose RUN --replay R3,R5,R6 tells older weights, an engine whose code computes "
+        "otherwise, and one that had other inputs; verl-rc diagnose MODEL --digests OTHER names tensors that "
+        "differ."
+    ),
+    evidence="replays",
+    level="notice",
+    is_specific=False,
+)
 
 RUN_CAUSES = (
     OVERFLOW,
@@ -273,7 +292,15 @@ RUN_CAUSES = (
     GROWN,
 )
 """Causes that the report names from the course of a run."""
-REPLAY_CAUSES = (OTHER_INPUTS, STALE_CACHE, OLDER_WEIGHTS, ENGINES_INPUTS, OTHER_ENGINE, OTHER_CODE)
+REPLAY_CAUSES = (
+    OTHER_INPUTS,
+    STALE_CACHE,
+    OLDER_WEIGHTS,
+    ENGINES_INPUTS,
+    OTHER_ENGINE,
+    OTHER_CODE,
+    LARGER_THAN_HEALTHY,
+)
 CAUSES: Mapping[str, Cause] = {
     cause.name: cause for cause in reversed((*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES))
 }

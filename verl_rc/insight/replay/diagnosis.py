@@ -21,11 +21,12 @@ from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, causes_from_metrics
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.rows import RecordedRows, chosen, read_rows
-from verl_rc.insight.replay.trainer import TrainerReplay, wrong_inputs
+from verl_rc.insight.replay.trainer import Scoring, TrainerReplay, wrong_inputs
 from verl_rc.insight.replay.weights import KeptWeights, config_of
-from verl_rc.insight.run_folder import DIAGNOSIS, read_run
-from verl_rc.insight.verdict.diagnosis import ranked
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
+from verl_rc.insight.run_folder import DIAGNOSIS, RunData, read_run
+from verl_rc.insight.verdict.diagnosis import with_replays
+from verl_rc.insight.verdict.healthy_gap import HEALTHY
+from verl_rc.insight.verdict.replays import Part, ReplayedRecord, merged, replayed_records
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
 
 _SAME = 1e-4
@@ -46,11 +47,13 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     whole = session.diagnosis(
+        run,
         statements,
         merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.replayed),
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
+        run,
         statements,
         [record for record in whole.replayed if request.first_step <= record.step <= request.last_step],
     )
@@ -72,6 +75,7 @@ class _Session:
     def __init__(self, request: DiagnosisRequest, config: RunConfig, kept: KeptWeights) -> None:
         rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
         self._config, self._kept, self._wanted = config, kept, set(request.replays)
+        self._scoring = Scoring.from_config(config)
         self._rows = chosen(rows, kept.versions)
         self._tokenizer = load_tokenizer(
             str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
@@ -100,11 +104,12 @@ class _Session:
                 replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
             )
 
-    def diagnosis(self, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]) -> Diagnosis:
+    def diagnosis(
+        self, run: RunData, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]
+    ) -> Diagnosis:
         """The causes that metrics ``statements`` and those that replays name."""
-        return Diagnosis(
-            tuple(ranked(statements, judge_replays(earlier))), tuple(earlier), self.seconds, tuple(self.notes)
-        )
+        causes = with_replays(run, statements, earlier)
+        return Diagnosis(tuple(causes), tuple(earlier), self.seconds, tuple(self.notes))
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
@@ -136,6 +141,9 @@ class _Session:
         if "R2" in self._wanted:
             with self._timed("R2"):
                 numbers["precision"] = rows.rms(model.score_in_engine_precision(rows.tokens), clean)
+            rollout = self._config.actor_rollout_ref.rollout
+            if rollout.quantization is None and not rollout.kv_cache_dtype.startswith("fp8"):
+                numbers[HEALTHY] = numbers["precision"]
         gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
         sizes = {
             version: rows.rms(values, rows.rollout)
@@ -198,7 +206,7 @@ class _Session:
                     result.plain = engine.prefilled(rows, self._kept.folder(version))
             for rows, result, version in zip(self._rows, results, versions, strict=True):
                 assert result.plain is not None
-                exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(
+                exact = TrainerReplay(self._scoring, self._kept.folder(version), torch.float32).score(
                     rows.tokens
                 )
                 result.numbers["kernels"] = rows.rms(exact, result.plain)
@@ -234,7 +242,7 @@ class _Session:
         return count / len(rows.tokens)
 
     def _model(self, version: int) -> TrainerReplay:
-        return TrainerReplay(self._config, self._kept.folder(version))
+        return TrainerReplay(self._scoring, self._kept.folder(version))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.insight.replay.rows import NothingToReplayError, read_rows
-from verl_rc.insight.replay.trainer import TrainerReplay
+from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.what_if import RecordedBatch, read_batch
@@ -60,7 +60,9 @@ class ParameterGradients:
         steps = torch.tensor(batch.step_of_row)
         for rows in self._rows:
             row_indices = (steps == rows.step).nonzero()[:, 0]
-            model = TrainerReplay(self._config, self._kept.folder(rows.trainer_version), torch.float32)
+            model = TrainerReplay(
+                Scoring.from_config(self._config), self._kept.folder(rows.trainer_version), torch.float32
+            )
             tokens = rows.tokens[: len(row_indices)]  # random rows come first, in the same order
             for block in blocks[row_indices].unique().tolist():
                 inside = blocks[row_indices] == block

@@ -1,6 +1,7 @@
 """The trainer's side of a replay: recorded rows scored by clean code with the weights of a version."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +16,42 @@ from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 _ROWS_AT_ONCE = 16
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How a run's trainer scores, and in what its engine computes."""
+
+    dtype: str
+    """Of the trainer."""
+    engine_dtype: str
+    temperature: float = 1.0
+    packs: bool = False
+    trust_remote_code: bool = False
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Scoring":
+        """That of a run of verl_rc."""
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        return cls(
+            config.actor_rollout_ref.actor.fsdp_config.dtype,
+            rollout.dtype,
+            rollout.temperature,
+            model.use_remove_padding,
+            model.trust_remote_code,
+        )
+
+
 class TrainerReplay:
     """A model of one version of the weights, without shards and processes."""
 
-    def __init__(self, config: RunConfig, model_folder: str, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, scoring: Scoring, model_folder: str, dtype: torch.dtype | None = None) -> None:
         """Load the model in the trainer's precision of computing, or in ``dtype``."""
-        model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-        self._dtype = dtype or torch_dtype(actor.fsdp_config.dtype)
+        self._dtype = dtype or torch_dtype(scoring.dtype)
         self._model: nn.Module = load_causal_lm(
-            model_folder, self._dtype, trust_remote_code=model.trust_remote_code
+            model_folder, self._dtype, trust_remote_code=scoring.trust_remote_code
         )
         self._model.eval()
-        self._temperature, self._packs = (
-            config.actor_rollout_ref.rollout.temperature,
-            model.use_remove_padding,
-        )
-        self._engine_dtype = torch_dtype(config.actor_rollout_ref.rollout.dtype)
+        self._temperature, self._packs = scoring.temperature, scoring.packs
+        self._engine_dtype = torch_dtype(scoring.engine_dtype)
 
     def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
         """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""

@@ -30,7 +30,7 @@ from verl_rc.insight.run_folder.records import (
     RunData,
     SavedSample,
 )
-from verl_rc.insight.run_folder.token_files import OWN_TRAINER, TokenSource
+from verl_rc.insight.run_folder.token_files import OWN_TRAINER, UNKNOWN_TRAINER, TokenSource
 from verl_rc.insight.run_folder.tokens import read_tokens
 from verl_rc.insight.run_folder.trainers import LAYOUTS, prime_rl
 from verl_rc.insight.run_folder.trainers.options import RECORDINGS
@@ -72,7 +72,7 @@ def _read(path: Path) -> RunData:
     source = token_source(path)
     is_foreign = source is not None and source.trainer not in ("", OWN_TRAINER)
     if path.is_dir() and _is_own(path):
-        if is_foreign and source is not None:
+        if is_foreign and source is not None and source.trainer != UNKNOWN_TRAINER:
             raise NothingToReadError(
                 f"{path} must hold the files of one trainer; it holds a run of verl_rc and token files of "
                 f"{source.trainer}. Pass a folder of one of them."

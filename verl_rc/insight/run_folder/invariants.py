@@ -6,6 +6,7 @@ the vocabulary; the log-probs of no row belong to the tokens beside them.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,27 @@ from verl_rc.metrics.bounds import BOUNDS
 _FEWEST_PAIRS = 8
 """Tokens of a row, not nearly certain ones, below which its shift is not looked for."""
 
-Counts = Mapping[str, tuple[int, int]]
-"""By invariant: how many rows break it, and of how many."""
+
+@dataclass(frozen=True)
+class Broken:
+    """Which rows break an invariant."""
+
+    rows: tuple[int, ...]
+    """Their numbers in the record."""
+    checked: int
+    """Of how many."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many rows, of how many."""
+        return len(self.rows), self.checked
 
 
-def broken_invariants(record: TokenRecord) -> Counts:
+Invariants = Mapping[str, Broken]
+"""By name."""
+
+
+def broken_invariants(record: TokenRecord) -> Invariants:
     """By name what was checked; left out where a field or a fact is not known."""
     checked = {
         "stop": _without_stop(record),
@@ -29,21 +46,26 @@ def broken_invariants(record: TokenRecord) -> Counts:
         "vocabulary": _outside(record),
         "shifted": _shifted(record),
     }
-    return {name: counts for name, counts in checked.items() if counts is not None}
+    return {name: broken for name, broken in checked.items() if broken is not None}
 
 
-def _without_stop(record: TokenRecord) -> tuple[int, int] | None:
+def _numbers(record: TokenRecord, indices: Array) -> tuple[int, ...]:
+    return tuple(record.rows["row"][indices].tolist())
+
+
+def _without_stop(record: TokenRecord) -> Broken | None:
     """Finished rows whose last token, which the policy sampled, is no stop token."""
     stops, ids = _whole_numbers(record.facts.get("stop_token_ids")), record.tokens.get("response_ids")
     if not stops or ids is None or "finished" not in record.rows:
         return None
     rows = np.flatnonzero(record.rows["finished"] & (record.lengths > 0))
     last = record.starts[rows] + record.lengths[rows] - 1
-    last = last[record.tokens["response_mask"][last]]
+    is_sampled = record.tokens["response_mask"][last]
+    rows, last = rows[is_sampled], last[is_sampled]
     is_stop = np.isin(ids[last], stops)
     if "token_class" in record.tokens:  # a model may have further stop tokens, which are special ones
         is_stop |= record.tokens["token_class"][last] == TOKEN_CLASSES.index("special")
-    return int((~is_stop).sum()), len(last)
+    return Broken(_numbers(record, rows[~is_stop]), len(last))
 
 
 def _whole_numbers(value: Any) -> list[int]:
@@ -52,7 +74,7 @@ def _whole_numbers(value: Any) -> list[int]:
     return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
 
 
-def _equal(record: TokenRecord) -> tuple[int, int] | None:
+def _equal(record: TokenRecord) -> Broken | None:
     """Rows that repeat the ids of another row, where chance makes any such pair once in a million steps.
 
     Ids that the engine samples with probability q are sampled for another request, too, with probability q;
@@ -73,11 +95,11 @@ def _equal(record: TokenRecord) -> tuple[int, int] | None:
         rows = seen.setdefault(ids[record.of_row(index)].tobytes(), {})
         rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
     likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
-    repeated = (len(rows) - 1 for rows in seen.values() if max(rows.values()) < likely)
-    return sum(repeated), count
+    groups = (sorted(rows)[1:] for rows in seen.values() if max(rows.values()) < likely)
+    return Broken(tuple(number for rows in groups for number in rows), count)
 
 
-def _outside(record: TokenRecord) -> tuple[int, int] | None:
+def _outside(record: TokenRecord) -> Broken | None:
     """Rows with ids below 0 or, where its size is known, beyond the vocabulary."""
     ids = record.tokens.get("response_ids")
     if ids is None:
@@ -85,26 +107,31 @@ def _outside(record: TokenRecord) -> tuple[int, int] | None:
     sizes = _whole_numbers(record.facts.get("vocab_size"))
     outside = (ids < 0) | (ids >= (sizes[0] if sizes else np.iinfo("int32").max))
     rows = np.repeat(np.arange(len(record.lengths)), record.lengths)[outside]
-    return len(np.unique(rows)), len(record.lengths)
+    return Broken(_numbers(record, np.unique(rows)), len(record.lengths))
 
 
-def _shifted(record: TokenRecord) -> tuple[int, int] | None:
+def _shifted(record: TokenRecord) -> Broken | None:
     """Rows whose log-probs agree with those of the tokens beside their own, and not with their own."""
     tokens = ComparedTokens.from_record(record)
     if tokens is None:
         return None
     rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
-    distances: dict[int, Array] = {}
+    is_shifted = is_long = np.zeros(len(record.lengths), bool)
     for lag in BOUNDS.lags:
         other = np.clip(place + lag, 0, len(place) - 1)
         is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
         # Log-probs near 0 are all alike.
         is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
-        pairs = tokens.by_row(is_pair)
-        sums = tokens.by_row(np.where(is_pair, np.abs(tokens.train - rollout[other]), 0.0))
-        distances[lag] = np.where(pairs >= _FEWEST_PAIRS, sums / np.maximum(pairs, 1), np.nan)
-    own = distances.pop(0)
-    nearest = np.fmin.reduce(list(distances.values()))
-    is_long = np.isfinite(nearest) & np.isfinite(own)
-    is_shifted = is_long & (own > BOUNDS.lag_distance) & (nearest < BOUNDS.row_lag * own)
-    return int(is_shifted.sum()), int(is_long.sum())
+        has_pairs = tokens.by_row(is_pair) >= _FEWEST_PAIRS
+
+        # Of the same tokens: one that is far off at the end of a row has no neighbour on one side.
+        own, shifted = (
+            tokens.by_row(np.where(is_pair, np.abs(tokens.train - values), 0.0))
+            for values in (rollout, rollout[other])
+        )
+        mean = own / np.maximum(tokens.by_row(is_pair), 1)
+        is_long = is_long | (has_pairs & (lag != 0))
+        is_shifted = is_shifted | (
+            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
+        )
+    return Broken(_numbers(record, np.flatnonzero(is_shifted)), int(is_long.sum()))

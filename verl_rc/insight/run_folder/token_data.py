@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rc.data.token_record import Array
-from verl_rc.insight.run_folder.invariants import Counts
+from verl_rc.insight.run_folder.invariants import Invariants
 from verl_rc.insight.run_folder.profiles import Profiles
 
 
@@ -59,5 +59,5 @@ class TokenData:
     """By step what the records tell of it, by the catalogue's names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Of the newest record."""
-    invariants: Mapping[int, Counts] = field(default_factory=dict)
+    invariants: Mapping[int, Invariants] = field(default_factory=dict)
     """By step."""

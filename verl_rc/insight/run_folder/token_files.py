@@ -19,6 +19,8 @@ from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
+UNKNOWN_TRAINER = "an unknown trainer"
+"""Where the facts name none, as in records of versions of verl_rc before the format was numbered."""
 MOST_BYTES = 512 << 20
 """Of token files that are read; of more, every so many steps and lines are."""
 _MOST_NAMED = 3
@@ -179,7 +181,7 @@ def own_source(path: Path) -> TokenSource | None:
     notes: list[str] = []
     sample, reader = sampled(files, notes), LineReader(notes)
     first = next(iter(sample.values()))[0]
-    trainer = str((_facts_or_none(first) or {}).get("trainer", "an unknown trainer"))
+    trainer = str((_facts_or_none(first) or {}).get("trainer", UNKNOWN_TRAINER))
 
     def read(step: int) -> TokenRecord:
         if sample[step][0].suffix == ".parquet":

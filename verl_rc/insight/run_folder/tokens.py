@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_rc.data.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
-from verl_rc.insight.run_folder.invariants import Counts, broken_invariants
+from verl_rc.insight.run_folder.invariants import Invariants, broken_invariants
 from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
@@ -32,7 +32,7 @@ class _Reading:
     """Squares, step and number of each row."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    invariants: dict[int, Counts] = field(default_factory=dict)
+    invariants: dict[int, Invariants] = field(default_factory=dict)
 
     def add(self, record: TokenRecord) -> None:
         self.metrics[record.step], self.facts = metrics_of(record), record.facts

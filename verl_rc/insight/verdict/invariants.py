@@ -6,7 +6,7 @@ from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.signatures import Row
 
-_INVARIANTS = {
+INVARIANTS_BY_NAME = {
     "stop": (table.STOP_LOST, "finished, response_ids and the fact stop_token_ids"),
     "equal": (table.EQUAL_SAMPLES, "response_ids"),
     "vocabulary": (table.OUTSIDE_VOCABULARY, "response_ids"),
@@ -14,22 +14,29 @@ _INVARIANTS = {
 }
 """Causes, and what they need, by the names of ``run_folder.invariants``."""
 
+_MOST_NAMED = 5
+
 
 def invariant_causes(run: RunData) -> list[Statement]:
     """Every invariant that rows of token records break, with how many do."""
     steps = {} if run.tokens is None else run.tokens.invariants
     statements = []
-    for name, (cause, _) in _INVARIANTS.items():
+    for name, (cause, _) in INVARIANTS_BY_NAME.items():
         checked = {step: counts[name] for step, counts in steps.items() if name in counts}
-        broken = [step for step, (count, _) in checked.items() if count]
+        broken = [step for step, one in checked.items() if one.rows]
         if not broken or (cause is table.SHIFTED_ROWS and any(run.get("rollout_corr/lag").values)):
             continue  # the lag of all rows says more
         evidence = {
-            "count": sum(count for count, _ in checked.values()),
-            "rows": sum(rows for _, rows in checked.values()),
+            "count": sum(len(one.rows) for one in checked.values()),
+            "rows": sum(one.checked for one in checked.values()),
         }
+        rows = checked[broken[0]].rows
+        numbers = ", ".join(map(str, rows[:_MOST_NAMED])) + (", …" if len(rows) > _MOST_NAMED else "")
+        sentence = f"{cause.sentence}; in step {broken[0]} row {numbers}"
         confidence = "named" if evidence["count"] > 1 else "likely"
-        statements.append(state(cause, evidence, confidence=confidence, steps=(broken[0], broken[-1])))
+        statements.append(
+            state(cause, evidence, sentence, confidence=confidence, steps=(broken[0], broken[-1]))
+        )
     return statements
 
 
@@ -39,5 +46,6 @@ def invariant_rows(run: RunData) -> list[Row]:
         return []
     checked = {name for counts in run.tokens.invariants.values() for name in counts}
     return [
-        Row(cause.row, cause.name, needs, name in checked) for name, (cause, needs) in _INVARIANTS.items()
+        Row(cause.row, cause.name, needs, name in checked)
+        for name, (cause, needs) in INVARIANTS_BY_NAME.items()
     ]

@@ -20,7 +20,14 @@ from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
 from verl_rc.data.token_parquet import record_files
 from verl_rc.data.token_record import FOLDER
-from verl_rc.health.cause_table import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
+from verl_rc.health.cause_table import (
+    ENGINES_INPUTS,
+    LARGER_THAN_HEALTHY,
+    OLDER_WEIGHTS,
+    OTHER_CODE,
+    OTHER_INPUTS,
+    STALE_CACHE,
+)
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay import NothingToReplayError, diagnose_with_replays, diagnosis
 from verl_rc.insight.replay.rows import RecordedRows
@@ -112,6 +119,18 @@ def test_a_healthy_run_is_reproduced_and_no_fault_is_named(kept: dict[str, Path]
     assert record.numbers["alone"] < 1e-5
     assert not [one for one in found.statements if one.level == "fault"]
     assert set(found.seconds) == set(TRAINER)
+
+
+def test_a_gap_of_more_than_this_precision_makes_is_to_be_looked_at(kept: dict[str, Path]) -> None:
+    """The engine is float32 here, which makes none; the healthy run above stays below what counts."""
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, noisy(train, 0.01))
+    statements = diagnose_with_replays(DiagnosisRequest(folder, ("R2",))).statements
+    assert [one.cause for one in statements if one.level == "notice"] == [LARGER_THAN_HEALTHY.name]
+    assert LARGER_THAN_HEALTHY.name in judge(read_run(folder)).code  # the report knows it from then on
+    folder = run_with(kept, train, noisy(train, 0.001))
+    statements = diagnose_with_replays(DiagnosisRequest(folder, ("R2",))).statements
+    assert not [one.cause for one in statements if one.level in ("notice", "fault")]
 
 
 def test_what_was_replayed_before_is_kept_until_its_step_is_made_again(kept: dict[str, Path]) -> None:

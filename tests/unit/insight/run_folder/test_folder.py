@@ -234,3 +234,12 @@ def test_alerts_have_their_cause_and_evidence(tmp_path):
     assert set(first.evidence) == {"temperature_slope", "z"}
     assert (second.since_step, dict(second.evidence)) == (None, {})
     assert (third.cause, third.since_step, dict(third.evidence)) == ("", None, {})
+
+
+def test_records_of_an_earlier_version_are_left_out_of_an_own_run(tmp_path):
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / "tokens").mkdir()
+    (folder / "tokens/step_000001.parquet").write_bytes(b"no facts of version 1")
+    run = read_run(folder)
+    assert run.tokens is None
+    assert any("1 token record(s) cannot be read" in note for note in run.notes)

@@ -351,6 +351,14 @@ def test_row_19_of_single_steps(jumps, height, is_named):
         assert (found.level, found.row, found.evidence["step"]) == ("notice", 19, jumps[0] + 1)
 
 
+def test_a_jump_that_few_tokens_make_is_no_missed_update():
+    """A healthy run of 120 steps had one (docs/experiment_log.md)."""
+    noise = [0.039 if step == 9 else 0.009 for step in range(STEPS)]
+    spread = [0.96 if step == 9 else 0.2 for step in range(STEPS)]
+    series = {"rollout_corr/logit_noise": noise, "rollout_corr/concentration": spread}
+    assert only(judge_gap(planted(series))).cause == "rounding"
+
+
 # ---- Rows 11 and 20.
 
 

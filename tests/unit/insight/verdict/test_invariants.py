@@ -1,10 +1,11 @@
 """Broken invariants come first in the verdict, of foreign records and of this project's own."""
 
+import re
 from pathlib import Path
 
 import pytest
+from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 from planted_series import healthy, write_run
-from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run
@@ -44,6 +45,13 @@ def causes(path: Path) -> list[tuple[str, str]]:
 def test_what_is_broken_is_named(tmp_path: Path, plan: str, named: list[str]) -> None:
     path = write_tokens(tmp_path / "run.jsonl", plan, stop_token_ids=STOP_IDS)
     assert causes(path) == [(cause, "named") for cause in named]
+
+
+def test_the_rows_are_named(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "run.jsonl", "stop token lost, log-probs shifted", stop_token_ids=STOP_IDS)
+    texts = {one.cause: one.text for one in judge(read_run(path)).statements if one.topic == "gap"}
+    (rows,) = re.findall(r"in step 1 row ([\d, ]+, …)", texts["log-probs of some rows shifted"])
+    assert all(int(row) % 3 == 0 for row in rows.split(", ")[:-1])  # every third row lost its stop token
 
 
 def test_records_of_an_own_run_are_checked_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,7 @@ def _sequence(row: Row, name: str, filler: float) -> list[Any]:
 
 
 def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """``token_exports``, a file for each of two ranks."""
     for rank in (0, 1):
         lines = [
             {
@@ -68,6 +70,7 @@ def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
 
 
 def nemo_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """``train_data_stepN.jsonl``, batches of one."""
     width = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
 
     def padded(values: list[Any]) -> list[list[Any]]:
@@ -105,17 +108,25 @@ def _sample(row: Row) -> dict[str, Any]:
 
 
 def slime(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """A train dump of format 2, and the rollout dump beside it."""
     for name in ("train_data", "rollout_data"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     order = range(len(rows))[::-1]  # the train dump's order is another than the rollout dump's
     samples = [{**_sample(rows[place]), "rollout_position": place} for place in order]
     dump = {"format_version": 2, "samples": samples, "raw_reward": [row["score"] for row in rows]}
     torch.save(dump, folder / f"train_data/{step}.pt")
-    sampled = [{"group_index": 100 + i // 2, "weight_versions": ["1", str(step)]} for i in range(len(rows))]
+    sampled = [
+        {
+            "group_index": 100 + row.get("group", place // 2),
+            "weight_versions": ["1", str(row.get("version", step))],
+        }
+        for place, row in enumerate(rows)
+    ]
     torch.save({"samples": sampled}, folder / f"rollout_data/{step}.pt")
 
 
 def miles(folder: Path, step: int, rows: Sequence[Row], cp_size: int = 1) -> None:
+    """Train dumps of two ranks, of which the second repeats rows."""
     (folder / "train_data").mkdir(parents=True, exist_ok=True)
     for rank, shard in enumerate((rows, rows[:2])):  # the second rank repeats rows of the first
         samples = [_sample(row) for row in shard]
@@ -127,6 +138,9 @@ def miles(folder: Path, step: int, rows: Sequence[Row], cp_size: int = 1) -> Non
 
 class TrainingInputBatch(dict[str, Any]):
     """Pickles as SkyRL's class of this name: its items, and a state of tensors that ``torch.save`` wrote."""
+
+    boundaries: Sequence[tuple[int, int]] = ()
+    """First row and row after the last of each prompt."""
 
     def __getstate__(self) -> dict[str, Any]:
         def saved(tensor: torch.Tensor) -> dict[str, Any]:
@@ -140,12 +154,15 @@ class TrainingInputBatch(dict[str, Any]):
             "device": torch.device("cpu"),
             "metadata": {
                 "pad_size": 1,
-                "policy_prompt_boundaries": [(i, i + 2) for i in range(0, len(self["sequences"]) - 1, 2)],
+                "policy_prompt_boundaries": self.boundaries,
             },
         }
 
 
 def skyrl(folder: Path, step: int, rows: Sequence[Row]) -> None:
+    """A pickled batch of padded tensors."""
+    groups = [row.get("group", place // 2) for place, row in enumerate(rows)]
+    firsts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
     rows = [*rows, rows[0]]  # the last one pads the batch
     width = max(len(row["response_ids"]) for row in rows)
     longest = max(len(row["prompt_ids"]) for row in rows) + width
@@ -165,6 +182,7 @@ def skyrl(folder: Path, step: int, rows: Sequence[Row]) -> None:
         action_log_probs=responses("old_log_prob", torch.float32),
         advantages=responses("advantage", torch.float32),
     )
+    batch.boundaries = list(pairwise([*firsts, len(groups)]))
     module = ModuleType("skyrl_train.training_batch")
     module.TrainingInputBatch = TrainingInputBatch  # type: ignore[attr-defined]
     home, TrainingInputBatch.__module__ = TrainingInputBatch.__module__, module.__name__

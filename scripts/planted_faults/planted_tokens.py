@@ -42,24 +42,25 @@ class Planted:
 
 
 def log_softmax(logits: Array) -> Array:
+    """Over the last axis."""
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def rows_of(plan: Planted, seed: int, step: int) -> list[Row]:
-    """Six samples of each of 24 prompts; the distribution of a token depends on prompt, position and the
-    token before it."""
+def rows_of(plan: Planted, seed: int, step: int, num_prompts: int = PROMPTS) -> list[Row]:
+    """Six samples of each prompt; the distribution of a token depends on prompt, position and the token
+    before it."""
     chance = np.random.default_rng([seed, step])
-    shape = (PROMPTS, WIDTH, VOCABULARY, VOCABULARY)
-    sharpness = np.exp(chance.uniform(-0.7, plan.sharpest, (PROMPTS, WIDTH, VOCABULARY, 1)))
+    shape = (num_prompts, WIDTH, VOCABULARY, VOCABULARY)
+    sharpness = np.exp(chance.uniform(-0.7, plan.sharpest, (num_prompts, WIDTH, VOCABULARY, 1)))
     logits = sharpness * chance.standard_normal(shape)
     # A stop token that is likely at some places.
     logits[..., STOP] += np.log(np.exp(logits).sum(-1)) - logits[..., STOP]
     logits[..., STOP] += chance.choice([-9.0, -4.0, plan.likely_stop], shape[:3], p=[0.7, 0.2, 0.1])
     engine = logits + plan.noise * chance.standard_normal(shape)
     other = chance.standard_normal(shape)
-    count = PROMPTS * SAMPLES
-    prompts, before = np.repeat(np.arange(PROMPTS), SAMPLES), np.ones(count, int)
+    count = num_prompts * SAMPLES
+    prompts, before = np.repeat(np.arange(num_prompts), SAMPLES), np.ones(count, int)
     scored_before, extra = before.copy(), plan.extra_noise(np.arange(count), step)[:, None]
     is_changed = np.arange(count) % max(plan.changed_rows, 1) == 1
     columns: dict[str, list[Array]] = {}
@@ -124,10 +125,12 @@ def top_p(share: float) -> Callable[[Array, Array], Array]:
 
 
 def top_k(count: int) -> Callable[[Array, Array], Array]:
+    """So many of the most likely tokens."""
     return lambda logits, _: np.where(logits < np.sort(logits, -1)[:, [-count]], -1e9, logits)
 
 
 def min_p(share: float) -> Callable[[Array, Array], Array]:
+    """Tokens that are at least so likely, relative to the most likely one."""
     return lambda logits, _: np.where(logits < logits.max(-1, keepdims=True) + np.log(share), -1e9, logits)
 
 
@@ -143,17 +146,20 @@ def stop_banned(last: int) -> Callable[[Array, Array], Array]:
 
 
 def shifted(rows: list[Row], _: np.random.Generator, share: float = 1.0) -> None:
+    """Log-probs of this share of the rows belong to the tokens before."""
     for row in rows[: round(share * len(rows))]:
         row["rollout_log_prob"] = row["rollout_log_prob"][-1:] + row["rollout_log_prob"][:-1]
 
 
 def rounded(rows: list[Row], _: np.random.Generator) -> None:
+    """Log-probs of the engine in bfloat16."""
     for row in rows:
         bits = np.array(row["rollout_log_prob"], "float32").view("uint32") + 0x8000
         row["rollout_log_prob"] = (bits & 0xFFFF0000).astype("uint32").view("float32").tolist()
 
 
 def not_finite(rows: list[Row], chance: np.random.Generator) -> None:
+    """One log-prob in 2 % of the rows is NaN."""
     for row in rows:
         if chance.random() < 0.02:
             row["rollout_log_prob"][0] = float("nan")
@@ -169,6 +175,7 @@ def without_stop(rows: list[Row], chance: np.random.Generator) -> None:
 
 
 def without_stop_shifted(rows: list[Row], chance: np.random.Generator) -> None:
+    """As ``without_stop``, and the log-probs of these rows are shifted."""
     without_stop(rows, chance)
     shifted(rows[::3], chance)
 
