@@ -203,7 +203,7 @@ class Host:
             return await asyncio.wait_for(call, self._limits.step_seconds)
         except asyncio.TimeoutError as error:
             raise TimeoutError(
-                f"{type(environment).__name__}.{method} must return within "
+                f"{environment!r}.{method} must return within "
                 f"actor_rollout_ref.rollout.environment.step_seconds={self._limits.step_seconds:g}."
             ) from error
 
