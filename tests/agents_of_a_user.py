@@ -6,22 +6,20 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
 
-if TYPE_CHECKING:  # a process of an agent needs nothing of the package
-    from verl_rc.rollout.environments.agent import AgentTask
+from verl_rc.rollout.environments.agent_task import AgentTask
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def client_of(task: "AgentTask", **options: Any) -> AsyncOpenAI:
+def client_of(task: AgentTask, **options: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, **options)
 
 
-async def play(task: "AgentTask", turns: int = 2, faults: Mapping[str, int] = {}) -> Any:
+async def play(task: AgentTask, turns: int = 2, faults: Mapping[str, int] = {}) -> Any:
     """Asks ``turns`` times, each time with ``h`` behind the answer; its reward is the number of answers."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"guess {task.row.get('ground_truth')}"}]
     refused: list[str] = []
@@ -68,7 +66,7 @@ async def misbehave(fault: str, ask: Any, messages: list[dict[str, Any]]) -> Non
             await ask(conversation, **options)
 
 
-async def add(task: "AgentTask") -> float:
+async def add(task: AgentTask) -> float:
     """Answers a call of its tool, and is pleased by the right sum."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2+3"}]
     async with client_of(task) as client:
@@ -83,11 +81,11 @@ async def add(task: "AgentTask") -> float:
     return float(last.choices[0].message.content == "5")
 
 
-async def mute(task: "AgentTask") -> float:
+async def mute(task: AgentTask) -> float:
     return 1.0
 
 
-async def impatient(task: "AgentTask") -> float:
+async def impatient(task: AgentTask) -> float:
     """Loses patience with its call, and calls again."""
     async with client_of(task, timeout=0.3, max_retries=50) as client:
         answer = await client.chat.completions.create(
@@ -96,17 +94,12 @@ async def impatient(task: "AgentTask") -> float:
     return float(answer.choices[0].message.content == "7")
 
 
-def not_async(task: "AgentTask") -> float:
+def not_async(task: AgentTask) -> float:
     return 1.0
 
 
 def main() -> None:
-    task = SimpleNamespace(
-        row=json.loads(os.environ["VERL_RC_ROW"]),
-        seed=int(os.environ["VERL_RC_SEED"]),
-        base_url=os.environ["OPENAI_BASE_URL"],
-        api_key=os.environ["OPENAI_API_KEY"],
-    )
+    task = AgentTask.from_variables(os.environ)
     faults = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     print("it writes what it likes")
     score = asyncio.run(play(task, faults=faults))

@@ -16,6 +16,7 @@ from typing import Any
 from verl_rc.config.user_code import import_attribute
 from verl_rc.data.episode import Opening, Reply, Turn
 from verl_rc.rollout.environment import Environment, EpisodeFailedError
+from verl_rc.rollout.environments.agent_task import AgentTask
 from verl_rc.rollout.environments.chat import (
     ChatCall,
     RefusedCallError,
@@ -38,18 +39,6 @@ if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
 """Becomes the command in a process that the kernel kills when its host dies."""
-
-
-@dataclass(frozen=True)
-class AgentTask:
-    """What an agent is started with."""
-
-    row: Mapping[str, Any]
-    """See ``Episode.row``."""
-    seed: int
-    """Of its own randomness."""
-    base_url: str
-    api_key: str
 
 
 @dataclass
@@ -257,18 +246,12 @@ def _process(words: Sequence[str], arguments: Mapping[str, Any]) -> Callable[[Ag
         raise ValueError(f"{key}.command must begin with a program that can be run, got {list(words)}.")
 
     async def run(task: AgentTask) -> Any:
-        row = json.dumps(task.row, default=str)
-        if len(row) > _ROW_BYTES:
+        variables = task.variables()
+        if len(variables["VERL_RC_ROW"]) > _ROW_BYTES:
             raise EpisodeFailedError(
                 f"a row must have at most {_ROW_BYTES} characters of JSON to be a variable of a process, got "
-                f"{len(row)}; put a name into it, by which the agent finds the rest."
+                f"{len(variables['VERL_RC_ROW'])}; put a name into it, by which the agent finds the rest."
             )
-        variables = {
-            "OPENAI_BASE_URL": task.base_url,
-            "OPENAI_API_KEY": task.api_key,
-            "VERL_RC_ROW": row,
-            "VERL_RC_SEED": str(task.seed),
-        }
         return await _run_process(words, variables)
 
     return run
