@@ -50,8 +50,12 @@ class ChatEndpoint:
         self._calls: Counter[str] = Counter()
         """Calls in ``_second``, by key."""
         # A call whose client has gone away is cancelled.
-        self._web = web.Server(
-            self._respond, handler_cancellation=True, keepalive_timeout=_KEEPALIVE_SECONDS, access_log=None
+        self._web = _BoundedServer(
+            limits.connections,
+            self._respond,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
+            access_log=None,
         )
         self._url = ""
 
@@ -67,9 +71,7 @@ class ChatEndpoint:
 
     async def _started(self) -> "ChatEndpoint":
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._protocol, self._address, 0, backlog=self._limits.connections
-        )
+        self._server = await loop.create_server(self._web, self._address, 0, backlog=self._limits.connections)
         host, port = self._server.sockets[0].getsockname()[:2]
         self._url = f"http://{host}:{port}/v1"
         return self
@@ -89,11 +91,6 @@ class ChatEndpoint:
         """End the episode of a key: further calls are refused."""
         if self._open.pop(key, None) is not None:
             self._ended.append(key)
-
-    def _protocol(self) -> asyncio.BaseProtocol:
-        if len(self._web.connections) < self._limits.connections:
-            return self._web()
-        return _Full(f"this endpoint has {self._limits.connections} connections, and takes no more at once.")
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -149,15 +146,20 @@ _ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task
 """By event loop and address: a server belongs to the loop that it was started in."""
 
 
-class _Full(asyncio.Protocol):
-    """A connection beyond the limit: it is told so, and closed."""
+class _BoundedServer(web.Server):
+    """A server that takes so many connections; a further one is told so, and closed."""
 
-    def __init__(self, why: str) -> None:
-        self._why = why
+    def __init__(self, most: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._most = most
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        body = json.dumps(_error(self._why))
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Called for each connection as it is made."""
+        if len(self.connections) < self._most:
+            super().connection_made(handler, transport)
+            return
+        why = f"this endpoint has {self._most} connections, and takes no more at once."
+        body = json.dumps(_error(why))
         transport.write(
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
