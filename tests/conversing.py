@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.episode import TOOL_CALLS, Episode, Reply
+from verl_rc.data.episode import TOOL_CALLS, Episode, Opening, Reply
 from verl_rc.data.parts import Sample, num_answers, num_tokens, token_ids
 from verl_rc.rollout.conversation import Conversations, LocalHosts, OpenSamples
 from verl_rc.rollout.engine import QueuedSample
@@ -35,8 +35,8 @@ def tool_conversations(
     return Conversations(tokenizer, LocalHosts(Host(lambda _: ToolEnvironment(toolbox), HostLimits())), {})
 
 
-def episode(number: int) -> Episode:
-    return Episode((number, 0, 0), {}, seed=number)
+def episode(number: int, opening: Opening | None = None) -> Episode:
+    return Episode((number, 0, 0), {}, number, opening)
 
 
 def tool_reply(calls: int = 1) -> Reply:

@@ -96,3 +96,10 @@ def small_run_config(model_folder: Path, *overrides: str) -> RunConfig:
             *overrides,
         ]
     )
+
+
+def log_probs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Of each token of a response, by one pass over prompt and response."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]

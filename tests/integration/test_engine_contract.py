@@ -7,13 +7,8 @@ import pytest
 import torch
 from engine_contract import STEPS, EngineContract, Subject
 from small_engines import BUCKET_BYTES, start_small_engine
+from small_models import log_probs
 from transformers import AutoModelForCausalLM
-
-
-def log_probs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.task import DataConfig
+from verl_rc.data.episode import Message, Opening
 from verl_rc.data.records import CustomRecords, Record, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt
 
@@ -199,7 +200,7 @@ class PromptRow:
     prompt_token_ids: list[int]
     """Token ids of the prompt under the chat template, up to the start of the answer."""
     messages: list[dict[str, Any]]
-    """The prompt as chat messages ``{role, content}``."""
+    """The prompt of the data as chat messages ``{role, content}``."""
     data_source: str
     """Name that selects the scorer and that validation metrics carry."""
     ground_truth: Any
@@ -208,6 +209,13 @@ class PromptRow:
     """Further fields, passed to reward functions."""
     agent_name: str | None = None
     """Name of its environment; None: that of the run, if there is one."""
+    opening: Opening | None = None
+    """What its environment opens with, encoded in ``prompt_token_ids``; None: ``messages``."""
+
+    @property
+    def prompt(self) -> Sequence[Message]:
+        """The messages that the policy reads first."""
+        return self.messages if self.opening is None else self.opening.messages
 
     def for_environment(self) -> dict[str, Any]:
         """The row as environments get it, see ``Episode.row``."""

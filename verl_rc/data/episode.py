@@ -95,6 +95,8 @@ class Episode:
     ``agent_name``."""
     seed: int
     """Of the environment's own randomness; that of all samples of a group."""
+    opening: Opening | None = None
+    """What its prompt was made of, with which it must open here too; None: the row's prompt."""
     state: bytes | None = None
     """What ``Environment.state`` gave after the last reply."""
     history: Sequence[Exchange] | None = None

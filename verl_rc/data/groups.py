@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.episode import Reply
+from verl_rc.data.episode import Opening, Reply
 from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
 from verl_rc.data.samples import Samples
 
@@ -112,8 +112,6 @@ class Group:
     """``kept``: it will be trained on; None: undecided."""
     attempt: int = 0
     """How often it was begun anew after a sample had failed: part of the seeds of its samples."""
-    has_opening: bool = False
-    """Whether the prompt is that of its environment, not that of the data."""
 
     @property
     def is_whole(self) -> bool:
@@ -144,7 +142,7 @@ class Group:
     def opened(self, row: PromptRow) -> "Group":
         """Return the group, not begun, with the prompt that its environment opens with."""
         samples = [replace(sample, prompt=row.prompt_token_ids) for sample in self.samples]
-        return replace(self, row=row, samples=samples, has_opening=True)
+        return replace(self, row=row, samples=samples)
 
     def first(self, count: int) -> "Group":
         """Return the group with its first ``count`` samples and their scores."""
@@ -242,7 +240,9 @@ def _plain_group(group: Group) -> dict[str, Any]:
     return {
         "number": group.number,
         "row_index": group.row.row_index,
-        "opening": (group.row.prompt_token_ids, group.row.messages) if group.has_opening else None,
+        "opening": None
+        if group.row.opening is None
+        else (group.row.prompt_token_ids, asdict(group.row.opening)),
         "epoch": group.epoch,
         "admitted_for_step": group.admitted_for_step,
         "admitted_at": group.admitted_at,
@@ -274,8 +274,8 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         return Answer(token_ids) if version is None else Part(token_ids, log_probs.take(length), version)
 
     if plain["opening"] is not None:
-        prompt_token_ids, messages = plain["opening"]
-        row = replace(row, prompt_token_ids=prompt_token_ids, messages=messages)
+        prompt_token_ids, opening = plain["opening"]
+        row = replace(row, prompt_token_ids=prompt_token_ids, opening=Opening(**opening))
     samples = [
         GroupSample(
             plain["number"],
@@ -298,8 +298,7 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         name: plain[name]
         for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
     }
-    has_opening = plain["opening"] is not None
-    return Group(row=row, samples=samples, scores=scores, has_opening=has_opening, **facts)
+    return Group(row=row, samples=samples, scores=scores, **facts)
 
 
 def _floats(values: Iterable[float] | None) -> Any:

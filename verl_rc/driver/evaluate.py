@@ -126,7 +126,8 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
 
 def _episode(config: RunConfig, row: PromptRow, index: int) -> Episode:
     """The episode of a validation sample: numbers below 0 are no group's."""
-    return Episode((-1 - index, 0, 0), row.for_environment(), _environment_seed(config.trainer.seed, row))
+    key, seed = (-1 - index, 0, 0), _environment_seed(config.trainer.seed, row)
+    return Episode(key, row.for_environment(), seed, row.opening)
 
 
 def _environment_seed(seed: int, row: PromptRow) -> int:
@@ -157,7 +158,7 @@ def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: i
     ][:count]
     rows, scores = samples.rows, samples.scores.tolist()
     table = [
-        [rows[i].messages[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
+        [rows[i].prompt[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
         for i in chosen
     ]
     tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

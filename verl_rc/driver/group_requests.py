@@ -89,7 +89,8 @@ class GroupRequests:
 
     def _episode(self, group: Group, sample: GroupSample) -> Episode:
         key = group.number, sample.index, group.attempt
-        return Episode(key, group.row.for_environment(), environment_seed(self._seed, group))
+        seed = environment_seed(self._seed, group)
+        return Episode(key, group.row.for_environment(), seed, group.row.opening)
 
     def take(self, ended: Sequence[Request]) -> Taken:
         """Store what came of requests in their samples."""

@@ -54,7 +54,6 @@ class Openings:
         arguments = dict(self._data.apply_chat_template_kwargs)
         if opening.tools:
             arguments["tools"] = [dict(tool) for tool in opening.tools]
-        messages = [dict(message) for message in opening.messages]
-        token_ids = encode_prompt(self._tokenizer, messages, arguments)
+        token_ids = encode_prompt(self._tokenizer, opening.messages, arguments)
         where = f"the opening of an episode of row {row.row_index}"
-        return replace(row, messages=messages, prompt_token_ids=fit_prompt(token_ids, self._data, where))
+        return replace(row, opening=opening, prompt_token_ids=fit_prompt(token_ids, self._data, where))

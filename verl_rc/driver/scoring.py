@@ -67,7 +67,7 @@ class ResponseScorer:
         if self._model is not None:
             answers = self._model.score(
                 [
-                    [*row.messages, {"role": "assistant", "content": text}]
+                    [*map(dict, row.prompt), {"role": "assistant", "content": text}]
                     for row, text in zip(rows, texts, strict=True)
                 ]
             )

@@ -214,7 +214,7 @@ def write_samples(folder: str, samples: Samples, step: int) -> None:
         for index, (row, text, value) in enumerate(rows):
             extras = {name: column[index] for name, column in samples.extras.items()}
             sample = {
-                "input": row.messages,
+                "input": row.prompt,
                 "output": text,
                 "gts": row.ground_truth,
                 "score": value,

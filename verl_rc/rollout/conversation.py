@@ -163,7 +163,10 @@ class Conversations:
         return Turn(number, text.removesuffix(self._tokenizer.eos_token), tuple(tokens), stopped)
 
     def with_answer(self, sample: Sample, answer: Answered, max_tokens: int) -> tuple[Sample, bool]:
-        """The sample with what its environment answered, and whether another turn follows."""
+        """The sample with what its environment answered, and whether another turn follows.
+
+        Raises ``EpisodeFailedError`` when the chat template cannot go on with the answer.
+        """
         reply, stopped = answer.reply, sample.finished
         sample = replace(sample, replies=[*sample.replies, reply], state=answer.state)
         if reply.ends or not stopped:
@@ -171,8 +174,12 @@ class Conversations:
         sample = replace(sample, finished=False)
         if len(sample.replies) == self._max_turns:
             return sample, False
-        tokens = Answer(torch.tensor(self._encoder.encode(reply.messages), dtype=torch.int32))
-        parts = [*sample.parts, tokens]
+        try:
+            tokens = self._encoder.encode(reply.messages)
+        except ValueError as error:
+            turn = len(sample.replies) - 1
+            raise EpisodeFailedError(f"the environment's reply to turn {turn}: {error}") from error
+        parts = [*sample.parts, Answer(torch.tensor(tokens, dtype=torch.int32))]
         # At least one token must fit after the reply: no engine can go on without room for one.
         if num_tokens(parts) >= max_tokens:
             return sample, False

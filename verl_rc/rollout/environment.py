@@ -56,6 +56,10 @@ class Environment(ABC):
         """Answer a turn of the policy. Raises ``PolicyError`` where the policy is at fault; any other
         exception is the environment's failure."""
 
+    def __repr__(self) -> str:
+        """How messages call it."""
+        return type(self).__name__
+
     async def state(self) -> bytes | None:
         """What ``restore`` needs to go on from here, with the environment's random state; None: it is
         rebuilt by the turns so far."""

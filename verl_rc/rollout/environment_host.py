@@ -5,6 +5,7 @@ are one thing: a host that does not know the episode.
 """
 
 import asyncio
+import reprlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -162,7 +163,13 @@ class Host:
             await self._limited(restoring, "restore", environment)
         else:
             self.counts["replayed" if number else "begun"] += 1
-            await self._limited(environment.reset(episode.row, episode.seed), "reset", environment)
+            opening = await self._limited(environment.reset(episode.row, episode.seed), "reset", environment)
+            if episode.opening is not None and opening != episode.opening:
+                raise EpisodeFailedError(
+                    "reset must open alike for all samples of a prompt, but it gave "
+                    f"{reprlib.repr(episode.opening)} before, {reprlib.repr(opening)} now. Draw its random "
+                    "numbers from the seed of reset."
+                )
             for past in (episode.history or ())[:number]:
                 reply = (await self._answer(environment, past.turn)).reply
                 if reply != past.reply:
@@ -196,7 +203,7 @@ class Host:
             return await asyncio.wait_for(call, self._limits.step_seconds)
         except asyncio.TimeoutError as error:
             raise TimeoutError(
-                f"{type(environment).__name__}.{method} must return within "
+                f"{environment!r}.{method} must return within "
                 f"actor_rollout_ref.rollout.environment.step_seconds={self._limits.step_seconds:g}."
             ) from error
 

@@ -403,12 +403,11 @@ class StepLoop(Generic[S]):
             submitted = self._away.pop(key, None)
             if submitted is None:  # cancelled meanwhile
                 continue
-            failure = answer.exception()
-            if isinstance(failure, EpisodeFailedError):
+            try:
+                response = sampler.proceed(key, answer.result())
+            except EpisodeFailedError as failure:
                 sampler.drop([key])
-                self._put(submitted, failure)
-                continue
-            response = sampler.proceed(key, answer.result())
+                response = failure
             if response is None:
                 self._wait(key, submitted)
             else:

@@ -2,13 +2,14 @@
 of them."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from conversing import tool_reply
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.episode import Reply
+from verl_rc.data.episode import Opening, Reply
 from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
 from verl_rc.data.parts import UNKNOWN, Answer, Part
 from verl_rc.rollout.response import build_rollout_batch
@@ -167,6 +168,14 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
                     assert torch.equal(turn.log_probs, same.log_probs)
     assert found[0].scores is not None
     assert (found[0].scores.values.tolist(), found[0].scores.extras) == ([1.0, 0.0], {"acc": [True, False]})
+
+
+def test_a_checkpoint_holds_what_an_environment_opened_with() -> None:
+    opening = Opening([{"role": "system", "content": "guess"}], ({"type": "function"},))
+    group = make_group(7).opened(replace(row(7), opening=opening, prompt_token_ids=[4, 5]))
+    (found,), _ = saved([group])
+    assert (found.row, found.samples[1].prompt) == (group.row, [4, 5])
+    assert (found.row.prompt, found.row.for_environment()["prompt"]) == (opening.messages, row(7).messages)
 
 
 def test_a_part_of_unknown_weights_stays_one_and_is_no_answer_of_a_tool() -> None:

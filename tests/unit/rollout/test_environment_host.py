@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from guessing import Guess
 
-from verl_rc.data.episode import BadReplyError, Episode, Exchange, Reply, Turn
+from verl_rc.data.episode import BadReplyError, Episode, Exchange, Opening, Reply, Turn
 from verl_rc.rollout.environment import Environment, environment_class
 from verl_rc.rollout.environment_host import Answered, Failed, Host, HostLimits, NeedsHistory, Outcome
 
@@ -191,6 +191,19 @@ def test_an_opening_is_that_of_reset_and_nothing_stays_open() -> None:
         assert (len(host), made[0].closed) == (0, 1)
 
     run(opened())
+
+
+def test_a_sample_whose_environment_opens_otherwise_than_its_prompt_fails() -> None:
+    """Its tokens would be trained on behind a prompt that its environment never gave."""
+
+    async def reopened(content: str) -> Outcome:
+        host, _ = host_of()
+        return await host.step(episode(opening=Opening([{"role": "user", "content": content}])), WRONG[0])
+
+    assert isinstance(run(reopened("guess 7")), Answered)
+    outcome = run(reopened("guess 8"))
+    assert isinstance(outcome, Failed)
+    assert "reset must open alike for all samples of a prompt, but it gave Opening" in outcome.why
 
 
 def test_classes_are_found_by_name_and_refused_by_name() -> None:

@@ -12,6 +12,7 @@ from guessing import Guess
 from made_samples import of_parts, part
 
 from verl_rc.data.parts import Answer, Part, Sample, num_answers, token_ids
+from verl_rc.data.tokenize import ContinuationEncoder
 from verl_rc.rollout.conversation import Conversations, LocalHosts
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
@@ -176,3 +177,20 @@ def test_an_episode_that_fails_fails_its_sample_and_no_other(
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(str(lost))
     assert len(games.made) == 1 + tries
+
+
+def test_messages_that_the_template_cannot_go_on_with_fail_their_sample_and_no_other(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = ContinuationEncoder.encode
+
+    def no_questions(self: Any, messages: Any) -> list[int]:
+        if messages[0]["content"] == "?":
+            raise ValueError("the chat template must render")
+        return encode(self, messages)
+
+    monkeypatch.setattr(ContinuationEncoder, "encode", no_questions)
+    outcomes = Games(tokenizer).play([wrong(tokenizer, 3)] * 6)[1]
+    failed = [str(one) for one in outcomes if isinstance(one, EpisodeFailedError)]
+    assert 0 < len(failed) < 6
+    assert failed[0].startswith("the environment's reply to turn ")

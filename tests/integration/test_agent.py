@@ -1,0 +1,62 @@
+"""Agents on a real engine: the tokens are those that were sampled, with the log-probs that the model computes
+over the whole episode."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from conversing import episode
+from small_engines import start_small_engine
+from small_models import log_probs
+from transformers import AutoModelForCausalLM
+
+from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
+from verl_rc.data.episode import Opening
+from verl_rc.data.parts import Part, token_ids
+from verl_rc.data.tokenize import encode_prompt, load_tokenizer
+from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+
+EPISODES, TURNS = 24, 3
+ASKED = [{"role": "user", "content": "guess None"}]
+
+
+def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(task: dict[str, Path]) -> None:
+    played = {"turns": TURNS, "faults": {"edited": 1, "n": 2}}
+    arguments = {"function": "agents_of_a_user:play", "arguments": played}
+    environment = EnvironmentConfig(
+        name="verl_rc.rollout.environments.agent:Agent", arguments=arguments, step_seconds=60
+    )
+    options = ConversationOptions(RolloutConfig(environment=environment), str(task["model"]), False, {})
+    tokenizer = load_tokenizer(str(task["model"]), False)
+    stops = (tokenizer.eos_token_id, *range(0, 258, 2))  # turns of two tokens on average
+    prompt = encode_prompt(tokenizer, ASKED)
+    opening = Opening(ASKED, [])
+    requests = [
+        GenerationRequest(prompt, 100 + number, episode=episode(number, opening))
+        for number in range(EPISODES)
+    ]
+    engine = start_small_engine(task["model"], {}, conversation=options)
+    try:
+        samples = engine.call("generate", requests, SamplingOptions(1.0, 1.0, -1, 70, stops))
+    finally:
+        engine.end()
+    model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    added = tokenizer("h=", add_special_tokens=False)["input_ids"]
+    unlike_text = 0
+    for sample in samples:
+        turns = [token_ids([part]) for part in sample.parts if isinstance(part, Part)]
+        assert (sample.finished, len(turns), sample.replies[-1].reward) == (True, TURNS, TURNS)
+        reported = [reply.metrics for reply in sample.replies]
+        assert sum(one.get("branches", 0.0) for one in reported) == 1.0
+        assert reported[-1]["refused"] == 2.0
+        # What lies between two turns is what the agent has added, and nothing else.
+        between = [token_ids([part]) for part in sample.parts if not isinstance(part, Part)]
+        assert [tokens[-len(added) :] for tokens in between] == [added] * (TURNS - 1)
+        unlike_text += sum(tokenizer(tokenizer.decode(ids))["input_ids"] != ids for ids in turns)
+        computed = log_probs(model, prompt, token_ids(sample.parts))
+        sampled = torch.cat(
+            [torch.full(part.token_ids.shape, isinstance(part, Part)) for part in sample.parts]
+        )
+        recorded = torch.cat([part.log_probs for part in sample.parts if isinstance(part, Part)])
+        torch.testing.assert_close(recorded, computed[sampled], rtol=0, atol=1e-4)
+    assert unlike_text > EPISODES  # made again from text, they would be other tokens

@@ -1,0 +1,279 @@
+"""Agents from outside: what they ask is the prompt and the replies, how they end is the reward, and what they
+may not do is refused by name."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import agents_of_a_user
+import pytest
+
+from verl_rc.data.episode import Episode, Exchange, Opening, Turn
+from verl_rc.rollout.environment import EpisodeFailedError, Reply, environment_class
+from verl_rc.rollout.environment_host import Answered, Failed, Host, HostLimits, NeedsHistory, Outcome
+
+T = TypeVar("T")
+PLAY = "agents_of_a_user:play"
+USER = Path(agents_of_a_user.__file__)
+COMMAND = [sys.executable, str(USER)]
+ASKED = [{"role": "user", "content": "guess 7"}]
+H = [{"role": "user", "content": "h"}]
+LIMITS = HostLimits(step_seconds=20)
+
+
+def run(call: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(call)
+
+
+def host_of(limits: HostLimits = LIMITS, **arguments: Any) -> Host:
+    make = environment_class("verl_rc.rollout.environments.agent:Agent", arguments)
+    return Host(lambda _: make(), limits)
+
+
+def playing(faults: Mapping[str, int] = {}, turns: int = 2, limits: HostLimits = LIMITS) -> Host:
+    return host_of(limits, function=PLAY, arguments={"turns": turns, "faults": faults})
+
+
+def episode(number: int = 3, **facts: Any) -> Episode:
+    return Episode((number, 1, 0), {"ground_truth": "7"}, 5, **facts)
+
+
+def turn(number: int, text: str = "4", **facts: Any) -> Turn:
+    return replace(Turn(number, text, (number,), True), **facts)
+
+
+async def outcomes(host: Host, turns: int) -> list[Outcome]:
+    """Of so many turns, or fewer if the episode ends."""
+    given: list[Outcome] = []
+    while len(given) < turns:
+        given.append(await host.step(episode(), turn(len(given))))
+        if not isinstance(given[-1], Answered) or given[-1].reply.ends:
+            break
+    return given
+
+
+def replies(given: list[Outcome]) -> list[Reply]:
+    assert all(isinstance(one, Answered) for one in given), given
+    return [one.reply for one in given if isinstance(one, Answered)]
+
+
+def why_failed(host: Host, turns: int = 1) -> str:
+    *_, last = run(outcomes(host, turns))
+    assert isinstance(last, Failed)
+    return last.why
+
+
+@pytest.mark.parametrize("how", [{"function": PLAY}, {"command": COMMAND}])
+def test_an_agent_opens_replies_and_is_rewarded(how: dict[str, Any]) -> None:
+    host = host_of(**how)
+
+    async def whole() -> tuple[Opening | None, list[Outcome]]:
+        return await host.open({"ground_truth": "7"}, 5), await outcomes(host, 2)
+
+    opening, given = run(whole())
+    assert opening == Opening(ASKED, [])
+    assert replies(given) == [Reply(H), Reply(reward=2.0, done=True, metrics={"branches": 0.0})]
+    assert len(host) == 0
+
+
+def test_it_goes_on_elsewhere_from_its_turns() -> None:
+    async def moved() -> list[Outcome]:
+        first, second = playing(turns=3), playing(turns=3)
+        known = await outcomes(first, 2)
+        opened = episode(opening=Opening(ASKED, []))
+        assert await second.step(opened, turn(2)) == NeedsHistory()
+        history = [Exchange(turn(number), reply) for number, reply in enumerate(replies(known))]
+        last = await second.step(replace(opened, history=history), turn(2))
+        await first.close(opened.key)
+        return [last]
+
+    assert replies(run(moved())) == [Reply(reward=3.0, done=True, metrics={"branches": 0.0})]
+
+
+def test_calls_of_tools_are_taken_out_of_the_text() -> None:
+    async def called() -> list[Outcome]:
+        host = host_of(function="agents_of_a_user:add")
+        call = 'I add <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        return [await host.step(episode(), turn(0, call)), await host.step(episode(), turn(1, "5"))]
+
+    asks, ends = replies(run(called()))
+    assert asks.messages == [{"role": "tool", "content": "5", "tool_call_id": "call_0_0"}]
+    assert ends.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reward"),
+    [("edited", 2.0), ("own words", 2.0), ("twice", 2.0), ("dies of a branch", 0.0)],
+)
+def test_what_is_no_continuation_is_refused_and_counted(fault: str, reward: float) -> None:
+    """The episode goes on where the agent does; else it ends there, without a reward."""
+    given = replies(run(outcomes(playing({fault: 1}), 2)))
+    assert sum(reply.metrics.get("branches", 0) for reply in given) == 1.0
+    assert (given[-1].reward, given[-1].done, given[-1].truncated) == (reward, reward > 0, reward == 0)
+
+
+def test_options_that_change_how_tokens_are_drawn_are_refused_and_the_others_warned_of() -> None:
+    with pytest.warns(UserWarning, match="temperature of an agent's calls has no effect"):
+        first, last = replies(run(outcomes(playing({"n": 0}), 2)))
+    assert (first, last.reward, last.metrics) == (Reply(H), 2.0, {"refused": 1.0, "branches": 0.0})
+    why = why_failed(playing({"dies of a refusal": 0})).replace("\\", "")
+    assert "failed after a call that was refused (stop must be left out, got ['x']: the run decides" in why
+
+
+def test_a_turn_that_is_cut_off_is_followed_by_none() -> None:
+    """A further call is refused by name; what the agent makes of that is the end of the episode."""
+
+    async def cut() -> list[Outcome]:
+        return [
+            await playing(turns=1).step(episode(), turn(0, stopped=False)),
+            await playing(turns=2).step(episode(), turn(0, stopped=False)),
+        ]
+
+    ended, failed = replies(run(cut()))
+    assert ended == Reply(reward=1.0, done=True, metrics={"branches": 0.0})
+    assert failed == Reply(truncated=True, metrics={"branches": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        (playing({"raise": 0}), r"Agent\(agents_of_a_user:play, 0 calls\) has failed: .*sandbox was lost"),
+        (host_of(function="agents_of_a_user:mute"), "must call its endpoint .*but has ended without"),
+        (
+            playing({"silent": 0}, limits=HostLimits(step_seconds=0.5)),
+            r"Agent\(agents_of_a_user:play, 0 calls\).reset must return within .*step_seconds=0.5",
+        ),
+        (host_of(command="false"), r"ended with exit code 1 and wrote"),
+        (
+            host_of(command=["bash", "-c", "echo trouble >&2; exit 3"]),
+            "exit code 3 and wrote: trouble",
+        ),
+    ],
+)
+def test_an_agent_that_fails_is_named(host: Host, why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(why_failed(host))
+
+
+def test_an_agent_that_fails_later_is_named_with_its_calls() -> None:
+    async def later() -> Outcome:
+        host = playing({"raise": 1})
+        return await host.step(episode(), turn(0))
+
+    outcome = run(later())
+    assert isinstance(outcome, Failed)
+    assert "Agent(agents_of_a_user:play, 1 calls) has failed: RuntimeError('the sandbox" in outcome.why
+    assert outcome.again
+
+
+def test_a_client_that_gives_a_call_up_and_calls_again_gets_the_answer() -> None:
+    async def slow() -> Outcome:
+        host = host_of(function="agents_of_a_user:impatient")
+        answering = asyncio.ensure_future(host.step(episode(), turn(0, "7")))
+        step = Host._answer
+
+        async def late(self: Host, *arguments: Any) -> Any:
+            await asyncio.sleep(1.0)
+            return await step(self, *arguments)
+
+        Host._answer = late  # type: ignore[method-assign]
+        try:
+            return await answering
+        finally:
+            Host._answer = step  # type: ignore[method-assign]
+
+    (reply,) = replies([run(slow())])
+    assert (reply.reward, reply.metrics) == (1.0, {"branches": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "needs environment.arguments.command or .function"),
+        ({"function": "agents_of_a_user:not_async"}, "must be an async function"),
+        ({"function": "agents_of_a_user:nobody"}, "must name a function in an importable module"),
+        ({"command": "no-such-program"}, r"must begin with a program that can be run, got \['no-such"),
+        ({"command": "true", "arguments": {"a": 1}}, "are those of a function"),
+        ({"function": PLAY, "limits": {"bodies": 3}}, "unexpected keyword argument 'bodies'"),
+    ],
+)
+def test_arguments_are_refused_by_name(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        environment_class("verl_rc.rollout.environments.agent:Agent", arguments)
+
+
+def test_a_score_is_a_finite_number() -> None:
+    for line in ("nothing", '{"reward": NaN}', '{"score": 1}'):
+        script = f"import urllib.request as u, os, json; {_ONE_CALL}; print({line!r})"
+        outcome = run(host_of(command=[sys.executable, "-c", script]).step(episode(), turn(0)))
+        assert isinstance(outcome, Failed)
+        assert "must end with a number" in outcome.why or "must be a finite number" in outcome.why
+
+
+_ONE_CALL = (
+    "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps({'messages': "
+    "[{'role': 'user', 'content': 'x'}]}).encode(), {'Authorization': 'Bearer ' + "
+    "os.environ['OPENAI_API_KEY']})).read()"
+)
+_HOST = f"""
+import asyncio, sys
+from verl_rc.data.episode import Episode, Turn
+from verl_rc.rollout.environments.agent import Agent
+
+async def main():
+    agent = Agent(command={COMMAND!r})
+    await agent.reset({{}}, 5)
+    print("open", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def _agents() -> list[int]:
+    """Processes that run ``agents_of_a_user.py``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(USER).encode() in words[:3]:
+                found.append(int(folder.name))
+    return found
+
+
+def test_no_process_outlives_its_host_or_its_episode() -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "open\n"
+        assert _agents()
+        os.kill(host.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while _agents() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _agents()
+
+    async def closed() -> None:
+        one = host_of(command=COMMAND)
+        await one.step(episode(), turn(0))
+        assert _agents()
+        await one.close(episode().key)
+
+    run(closed())
+    while _agents() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _agents()
+
+
+def test_a_row_that_is_too_long_for_a_variable_is_refused() -> None:
+    with pytest.raises(EpisodeFailedError, match="a row must have at most 100000 characters"):
+        run(host_of(command="true").open({"x": "y" * 200_000}, 5))

@@ -1,0 +1,138 @@
+"""OpenAI's chat format: what a call may ask for, and what it gets."""
+
+import json
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_rc.data.episode import Turn
+from verl_rc.rollout.tool_environment import ToolCall, parse_hermes
+
+_PERMITTED: Mapping[str, Sequence[Any]] = {
+    "n": (None, 1),
+    "stop": (None, "", []),
+    "stream": (None, False),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "functions": (None, []),
+}
+"""The values of options that would change which tokens are drawn, or how they come; others are refused."""
+_READ = {"model", "messages", "tools", "user", *_PERMITTED}
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class RefusedCallError(Exception):
+    """A call gets no turn of the policy; the message says why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        """``status``: of the HTTP response."""
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """What a call says: a conversation whose next turn is the policy's."""
+
+    messages: list[dict[str, Any]]
+    """In plain form, see ``plain_message``."""
+    tools: list[dict[str, Any]]
+
+
+def parse_call(body: Any) -> ChatCall:
+    """The call in the body of a request. Raises ``RefusedCallError`` naming what is wrong.
+
+    Warns once of every option that has no effect.
+    """
+    if not isinstance(body, Mapping):
+        raise RefusedCallError(400, "the body must be a JSON object with messages.")
+    for name, permitted in _PERMITTED.items():
+        if body.get(name) not in permitted:
+            raise RefusedCallError(
+                400,
+                f"{name} must be left out, got {body[name]!r}: the run decides how tokens are drawn, and "
+                "sends one whole answer.",
+            )
+    messages, tools = body.get("messages"), body.get("tools") or []
+    if not isinstance(messages, list) or not messages:
+        raise RefusedCallError(400, "messages must be a list with at least one message.")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedCallError(400, "tools must be a list of objects {type, function}.")
+    for name in sorted(str(name) for name, value in body.items() if value is not None and name not in _READ):
+        warnings.warn(
+            f"{name} of an agent's calls has no effect: the run decides how tokens are drawn", stacklevel=1
+        )
+    return ChatCall([plain_message(message) for message in messages], tools)
+
+
+def plain_message(message: Any) -> dict[str, Any]:
+    """A message with what chat templates read, in one form, so that two of them can be compared.
+
+    Raises ``RefusedCallError`` when it is none, or has more than text.
+    """
+    role = message.get("role") if isinstance(message, dict) else None
+    role = "system" if role == "developer" else role
+    if role not in _ROLES:
+        raise RefusedCallError(400, f"the role of a message must be one of {_ROLES}, got {message!r:.200}.")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = "".join(texts) if len(texts) == len(content) else None
+    if not isinstance(content, str):
+        raise RefusedCallError(400, f"the content of a message must be text, got {message!r:.200}.")
+    plain = {"role": role, "content": content}
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            plain[name] = message[name]
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _plain_tool_call(call: Any) -> dict[str, Any]:
+    try:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise RefusedCallError(
+            400, f"a tool call must be {{id, function: {{name, arguments}}}}, got {call!r:.200}."
+        ) from None
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def assistant_message(turn: Turn, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message that a turn is.
+
+    Where the call has ``tools``, calls in the hermes format are taken out of its text; a turn with something
+    that is marked as a call and is none stays text.
+    """
+    calls = parse_hermes(turn.text) if tools else []
+    if not calls or not all(isinstance(call, ToolCall) for call in calls):
+        return {"role": "assistant", "content": turn.text}
+    named = [
+        {
+            "id": f"call_{turn.number}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for place, call in enumerate(calls)
+        if isinstance(call, ToolCall)
+    ]
+    before = turn.text.partition("<tool_call>")[0].strip()
+    return {"role": "assistant", "content": before or None, "tool_calls": named}
+
+
+def completion(turn: Turn, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The response to a call: the turn's ``message``."""
+    reason = "length" if not turn.stopped else "tool_calls" if "tool_calls" in message else "stop"
+    return {
+        "id": f"turn-{turn.number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+    }

@@ -1,0 +1,179 @@
+"""An OpenAI-compatible chat endpoint that this process serves to agents: one for an event loop."""
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from verl_rc.rollout.environments.chat import RefusedCallError
+
+Answer = Callable[[Any], Awaitable[Mapping[str, Any]]]
+"""Gives the response to the body of a call. Raises ``RefusedCallError``."""
+_PATH = "/v1/chat/completions"
+_ENDED_KEPT = 10_000
+"""Keys of ended episodes that are told from wrong ones."""
+_KEEPALIVE_SECONDS = 15.0
+_MEGABYTE = 1 << 20
+_RETRIED = (429, 503)
+"""Refusals after which the same call may succeed."""
+
+
+@dataclass(frozen=True)
+class EndpointLimits:
+    """What agents may ask of an endpoint."""
+
+    body_megabytes: float = 8.0
+    """Largest body of a call, MiB."""
+    connections: int = 512
+    """At the same time."""
+    calls_per_second: int = 100
+    """Of one key; all wrong keys count as one."""
+
+
+class ChatEndpoint:
+    """A server in this event loop; every episode has a key of its own, which says whose call it is."""
+
+    def __init__(self, address: str, limits: EndpointLimits) -> None:
+        self._address = _own_address() if address == "node" else address
+        self._limits = limits
+        self._open: dict[str, Answer] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
+        self._second = 0
+        self._calls: Counter[str] = Counter()
+        """Calls in ``_second``, by key."""
+        # A call whose client has gone away is cancelled.
+        self._web = _BoundedServer(
+            limits.connections,
+            self._respond,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEPALIVE_SECONDS,
+            access_log=None,
+        )
+        self._url = ""
+
+    @classmethod
+    async def here(cls, address: str, limits: EndpointLimits) -> "ChatEndpoint":
+        """The endpoint of the running event loop at an ``address`` (``node``: the one that other nodes
+        reach), which is started if need be."""
+        loop = asyncio.get_running_loop()
+        endpoints = _ENDPOINTS.setdefault(loop, {})
+        if address not in endpoints:
+            endpoints[address] = loop.create_task(cls(address, limits)._started())
+        return await asyncio.shield(endpoints[address])
+
+    async def _started(self) -> "ChatEndpoint":
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._web, self._address, 0, backlog=self._limits.connections)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self._url = f"http://{host}:{port}/v1"
+        return self
+
+    @property
+    def url(self) -> str:
+        """What a client calls ``base_url``."""
+        return self._url
+
+    def open(self, answer: Answer) -> str:
+        """Begin an episode whose calls ``answer`` answers; returns its key."""
+        key = secrets.token_urlsafe(32)
+        self._open[key] = answer
+        return key
+
+    def close(self, key: str) -> None:
+        """End the episode of a key: further calls are refused."""
+        if self._open.pop(key, None) is not None:
+            self._ended.append(key)
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return web.json_response(await self._call(request))
+        except RefusedCallError as refusal:
+            again = "true" if refusal.status in _RETRIED else "false"
+            body = _error(str(refusal))
+            return web.json_response(body, status=refusal.status, headers={"x-should-retry": again})
+
+    async def _call(self, request: web.BaseRequest) -> Mapping[str, Any]:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        answer = self._open.get(key)
+        self._require_rate(key if answer is not None else "")
+        if answer is None and key in self._ended:
+            raise RefusedCallError(410, "the episode of this key has ended.")
+        if answer is None:
+            raise RefusedCallError(401, "the key must be that of a running episode (OPENAI_API_KEY).")
+        if (request.method, request.path) != ("POST", _PATH):
+            raise RefusedCallError(
+                404, f"this endpoint has POST {_PATH}, got {request.method} {request.path}."
+            )
+        body = await self._body(request)
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RefusedCallError(400, f"the body must be JSON: {error}.") from error
+        return await answer(parsed)
+
+    def _require_rate(self, key: str) -> None:
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._calls = second, Counter()
+        self._calls[key] += 1
+        if self._calls[key] > self._limits.calls_per_second:
+            raise RefusedCallError(429, f"a key may make {self._limits.calls_per_second} calls a second.")
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        most = int(self._limits.body_megabytes * _MEGABYTE)
+        body = bytearray()
+        if (request.content_length or 0) <= most:
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > most:
+                    break
+            else:
+                return bytes(body)
+        raise RefusedCallError(413, f"a body must have at most {self._limits.body_megabytes:g} MiB.")
+
+
+_ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[ChatEndpoint]]]" = (
+    WeakKeyDictionary()
+)
+"""By event loop and address: a server belongs to the loop that it was started in."""
+
+
+class _BoundedServer(web.Server):
+    """A server that takes so many connections; a further one is told so, and closed."""
+
+    def __init__(self, most: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._most = most
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Called for each connection as it is made."""
+        if len(self.connections) < self._most:
+            super().connection_made(handler, transport)
+            return
+        why = f"this endpoint has {self._most} connections, and takes no more at once."
+        body = json.dumps(_error(why))
+        transport.write(
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        transport.close()
+
+
+def _error(why: str) -> dict[str, Any]:
+    return {"error": {"message": why, "type": "invalid_request_error", "param": None, "code": None}}
+
+
+def _own_address() -> str:
+    """The address of this node in its network; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        address: str = probe.getsockname()[0]
+        return address
