@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -59,7 +60,8 @@ async def misbehave(fault: str, ask: Any, messages: list[dict[str, Any]]) -> Non
         await ask(other)
     if fault == "dies of a refusal":
         await ask(messages, stop=["x"])
-    tried = {"edited": (other, {}), "own words": (own, {}), "n": (messages, {"n": 2})}
+    edited = [*messages[:-2], {"role": "assistant", "content": "edited"}, messages[-1]]
+    tried = {"edited": (edited, {}), "own words": (own, {}), "n": (messages, {"n": 2})}
     if fault in tried:
         conversation, options = tried[fault]
         with suppress(APIStatusError):
@@ -102,7 +104,11 @@ def main() -> None:
     task = AgentTask.from_variables(os.environ)
     faults = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     print("it writes what it likes")
-    score = asyncio.run(play(task, faults=faults))
+    try:
+        score = asyncio.run(play(task, faults=faults))
+    finally:
+        if "stubborn" in faults:
+            time.sleep(600)
     print(json.dumps(score if isinstance(score, dict) else {"reward": score}))
 
 

@@ -15,7 +15,7 @@ from small_runs import ROOT
 from verl_rc.preflight.gpu_host import CUDA_OF_WHEELS
 
 DEVICES = ("cpu", "gpu")
-OTHER_EXTRAS = ("dev", "ray", "tensorboard", "verifiers", "wandb-workspaces")
+OTHER_EXTRAS = ("dev", "ray", "tensorboard", "wandb-workspaces")
 
 
 def locked(device: str, python: str = "3.11") -> dict[str, str]:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 PLAY = "agents_of_a_user:play"
 USER = Path(agents_of_a_user.__file__)
 COMMAND = [sys.executable, str(USER)]
+STUBBORN = [*COMMAND, '{"stubborn": 9}']
+"""Does not end when its calls fail."""
 ASKED = [{"role": "user", "content": "guess 7"}]
 H = [{"role": "user", "content": "h"}]
 LIMITS = HostLimits(step_seconds=20)
@@ -228,7 +230,7 @@ from verl_rc.data.episode import Episode, Turn
 from verl_rc.rollout.environments.agent import Agent
 
 async def main():
-    agent = Agent(command={COMMAND!r})
+    agent = Agent(command={STUBBORN!r})
     await agent.reset({{}}, 5)
     print("open", flush=True)
     await asyncio.sleep(60)
@@ -263,7 +265,7 @@ def test_no_process_outlives_its_host_or_its_episode() -> None:
     assert not _agents()
 
     async def closed() -> None:
-        one = host_of(command=COMMAND)
+        one = host_of(command=STUBBORN)
         await one.step(episode(), turn(0))
         assert _agents()
         await one.close(episode().key)
