@@ -3,7 +3,8 @@
 # openai and scores its game at the end. GRPO over whole episodes.
 #
 # Hardware: 2 cores, 5 GiB of memory, no GPU. What comes before it is as in recipes/digits_cpu_environment.sh, which this
-# calls. PROCESS=1 starts a process for each episode, which costs it the start of Python.
+# calls. PROCESS=1 starts a process for each episode, which costs it the start of Python: too much for two cores with all
+# rows of the validation file at once, so pass data.val_max_samples=8 and smaller batches with it.
 # Further arguments are passed on.
 set -euo pipefail
 
