@@ -8,7 +8,7 @@ import asyncio
 import reprlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
@@ -17,6 +17,8 @@ from verl_rc.rollout.environment import Environment, EpisodeFailedError, PolicyE
 from verl_rc.rollout.tool_environment import Toolbox, ToolEnvironment
 
 T = TypeVar("T")
+_OPENED_AT_ONCE = 32
+"""Episodes that a host opens at the same time: one may start a process, and all of a step come at once."""
 _CLOSE_SECONDS = 5.0
 _MEGABYTE = 1 << 20
 
@@ -93,6 +95,7 @@ class Host:
         self._make = make
         self._limits = limits
         self._open: dict[EpisodeKey, _Open] = {}
+        self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
         self.counts: Counter[str] = Counter()
         """How often an episode was begun, restored, replayed, failed, failed to close, and a reply repeated.
         """
@@ -106,7 +109,7 @@ class Host:
         one = _Open(-1)
         try:
             one.environment = self._make(row)
-            return await self._limited(one.environment.reset(row, seed), "reset", one.environment)
+            return await self._reset(one.environment, row, seed)
         except Exception as error:
             raise EpisodeFailedError(f"the environment failed to open an episode: {error!r}") from error
         finally:
@@ -155,6 +158,10 @@ class Host:
         if one is not None and one.environment is not None:
             await self._close(one.environment)
 
+    async def _reset(self, environment: Environment, row: Mapping[str, Any], seed: int) -> Opening | None:
+        async with self._opening:
+            return await self._limited(environment.reset(row, seed), "reset", environment)
+
     async def _begin(self, environment: Environment, episode: Episode, number: int) -> None:
         """Bring the environment to where it was before turn ``number``."""
         if number and episode.state is not None:
@@ -163,7 +170,7 @@ class Host:
             await self._limited(restoring, "restore", environment)
         else:
             self.counts["replayed" if number else "begun"] += 1
-            opening = await self._limited(environment.reset(episode.row, episode.seed), "reset", environment)
+            opening = await self._reset(environment, episode.row, episode.seed)
             if episode.opening is not None and opening != episode.opening:
                 raise EpisodeFailedError(
                     "reset must open alike for all samples of a prompt, but it gave "
@@ -172,7 +179,7 @@ class Host:
                 )
             for past in (episode.history or ())[:number]:
                 reply = (await self._answer(environment, past.turn)).reply
-                if reply != past.reply:
+                if replace(reply, metrics={}) != replace(past.reply, metrics={}):
                     raise EpisodeFailedError(
                         "an environment without a state must reply alike to the same turns, but to turn "
                         f"{past.turn.number} it replied {past.reply} before and {reply} now. Draw its random "

@@ -206,6 +206,26 @@ def test_a_sample_whose_environment_opens_otherwise_than_its_prompt_fails() -> N
     assert "reset must open alike for all samples of a prompt, but it gave Opening" in outcome.why
 
 
+def test_a_host_opens_some_episodes_at_once_and_the_others_after_them() -> None:
+    """The time limit of one begins with its turn: a hundred slow ones are opened."""
+    opening, most = [0], [0]
+
+    class Slow(Guess):
+        async def reset(self, row: Any, seed: int) -> Any:
+            opening[0] += 1
+            most[0] = max(most[0], opening[0])
+            await asyncio.sleep(0.05)
+            opening[0] -= 1
+            return await super().reset(row, seed)
+
+    async def open_all() -> None:
+        host = Host(lambda _: Slow(), HostLimits(step_seconds=0.1))
+        await asyncio.gather(*(host.open({}, seed) for seed in range(100)))
+
+    run(open_all())
+    assert most == [32]
+
+
 def test_classes_are_found_by_name_and_refused_by_name() -> None:
     assert isinstance(environment_class("guessing:Guess", {"max_turns": 2})(), Guess)
     for name, arguments, why in (
