@@ -22,6 +22,7 @@ SAYS_WHAT_HAPPENS_ANYWAY = {
 """
 
 TURNS, JUDGE = "actor_rollout_ref.rollout.multi_turn", "reward.reward_model"
+ENVIRONMENT = "actor_rollout_ref.rollout.environment"
 PENALTY, GROUPS = "reward.reward_kwargs", "algorithm.filter_groups"
 SHOWN_ELSEWHERE = {
     # which reads them at once, as arguments of another library
@@ -49,6 +50,9 @@ SHOWN_ELSEWHERE = {
     "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
     f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "
     f"{TURNS}.tool_timeout_seconds {TURNS}.tool_response_truncate_side",
+    "tests/unit/rollout/test_environments.py": f"{ENVIRONMENT}.arguments {ENVIRONMENT}.choices "
+    f"{ENVIRONMENT}.max_turns {ENVIRONMENT}.step_seconds {ENVIRONMENT}.max_state_megabytes",
+    "tests/unit/driver/test_environment_scores.py": f"{ENVIRONMENT}.reward",
     "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
     "tests/unit/driver/test_decide.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "

@@ -238,10 +238,7 @@ def record_batch_of_groups(
     lengths = samples.rollouts.tokens
     record.count_tokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
     record.add_records(reward_metrics(_reward_outputs(samples)))
-    for name, column in samples.extras.items():
-        if name.startswith(_ENVIRONMENT):
-            numbers = torch.tensor([value for value in column if isinstance(value, float)]).double()
-            record.add({f"{name}/{statistic}": value for statistic, value in _spread(numbers).items()})
+    record.add(environment_metrics(samples.extras))
     if baselines is not None:
         record.ledger.sampled(baselines.num_tokens)
         record.ledger.book({"baseline": baselines.num_tokens})
@@ -256,6 +253,18 @@ def record_batch_of_groups(
         penalties = _overlong_penalties(lengths.response_lengths, config.reward.reward_kwargs).double()
         record.add({f"critic/overlong_reward/{name}": value for name, value in _spread(penalties).items()})
         record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
+
+
+def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, float]:
+    """Mean, largest and smallest value of the columns of an environment, over the rows that have one."""
+    metrics = dict[str, float]()
+    for name in (name for name in columns if name.startswith(_ENVIRONMENT)):
+        numbers = [value for value in columns[name] if isinstance(value, float)]
+        if numbers:
+            metrics |= {
+                f"{name}/{key}": value for key, value in _spread(torch.tensor(numbers).double()).items()
+            }
+    return metrics
 
 
 def _spread(values: Tensor) -> dict[str, float]:

@@ -2,14 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from made_samples import part
+from make_tiny_model import build_tokenizer
 
-from verl_rc.config.rollout import EnvironmentConfig
+from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import Episode, Exchange, Reply, Turn
+from verl_rc.data.parts import Sample
+from verl_rc.rollout.conversation import Conversations
 from verl_rc.rollout.environment_host import Answered, Failed, environment_host
 from verl_rc.rollout.environments.guess import GuessNumber
+from verl_rc.rollout.sampling import ConversationOptions
 
 
 class CountDown:
@@ -112,6 +119,27 @@ def test_a_row_names_its_environment() -> None:
     assert isinstance(unknown, Failed)
     assert not unknown.again
     assert "choices=['guess'], got 'gess'" in unknown.why
+
+
+def test_an_environment_has_limits_of_time_and_of_its_state() -> None:
+    slow = config("guessing:Guess", arguments={"latency": 0.5}, step_seconds=0.05)
+    (late,) = play(slow, turns("x"), {})
+    assert "step_seconds=0.05" in late.why
+    large = config("guessing:Guess", max_state_megabytes=1e-4)
+    (refused,) = play(large, turns("x"), {})
+    assert "max_state_megabytes=0.0001" in refused.why
+
+
+def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
+    build_tokenizer(64).save_pretrained(tmp_path)
+    rollout = RolloutConfig(environment=config("guessing:Guess", max_turns=2))
+    conversations = Conversations.open(ConversationOptions(rollout, str(tmp_path), False, {}))
+    answer = Answered(Reply([{"role": "user", "content": "h"}]))
+    sample, goes_on = conversations.with_answer(Sample(0, [part([1], 0)], True), answer, 90)
+    assert goes_on
+    sample = replace(sample, parts=[*sample.parts, part([2], 0)], finished=True)
+    sample, goes_on = conversations.with_answer(sample, answer, 90)
+    assert (goes_on, sample.finished, len(sample.replies)) == (False, False, 2)
 
 
 @pytest.mark.parametrize("name", ["verl_rc.rollout.environments.guess:Guess", "nowhere:At"])

@@ -63,6 +63,7 @@ def test_every_patch_of_contributing_is_counted() -> None:
         "metric",
         "stage",
         "engine",
+        "environment",
     ]
     assert set(ADDITIONS) == set(patched_files(ROOT))
 

@@ -39,6 +39,7 @@ from verl_rc.data.batches import (
     TrainBatch,
 )
 from verl_rc.data.token_rows import record_of_rows
+from verl_rc.driver.decide import environment_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
@@ -503,6 +504,13 @@ def rewards_that_fail_and_columns():
         "reward/acc/min": 0,
     }
     return found, expected
+
+
+@example
+def numbers_of_an_environment():
+    columns = {"env/guesses": [1.0, None, 4.0], "env/none": [None] * 3, "acc": [1.0, 0.0, 0.0]}
+    expected = {"env/guesses/mean": 5 / 2, "env/guesses/max": 4, "env/guesses/min": 1}
+    return environment_metrics(columns), expected
 
 
 @example
