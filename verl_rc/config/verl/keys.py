@@ -89,10 +89,11 @@ def _concurrent(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``async_training.concurrent_samples_per_replica`` counts prompts, each with all its samples."""
     samples = leaves.get("rollout.n", _value(leaves, f"{_ROLLOUT}.n"))
     most = value * samples if isinstance(value, int) and isinstance(samples, int) else value
-    # without tools an engine decodes what it works on, and never more than that
+    # where nothing is waited for an engine decodes what it works on, and never more than that
+    waits = ("multi_turn.enable", "environment.name")
     decoded = (
         None
-        if _value(leaves, f"{_ROLLOUT}.multi_turn.enable")
+        if any(_value(leaves, f"{_ROLLOUT}.{key}") for key in waits)
         else _value(leaves, f"{_ROLLOUT}.max_num_seqs")
     )
     happens_anyway = isinstance(most, int) and isinstance(decoded, int) and most >= decoded

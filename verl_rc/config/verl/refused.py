@@ -211,10 +211,13 @@ _ROLLOUT_LEAVES = {
         "algorithm.rollout_correction.bypass_mode decides it; write that", (None,)
     ),
     "router_config_path": Refusal("the driver shares requests out to the engines; drop it", _NOTHING),
-    "agent.num_workers": Refusal("one loop drives all engines; drop it", (8, None)),
+    "agent.num_workers": Refusal(
+        "one loop drives all engines; environments run in rollout.environment.hosts processes; drop it",
+        (8, None),
+    ),
     "agent": Refusal(
         "there is one loop, which multi_turn.enable=True starts; give tools as "
-        "multi_turn.tools=[module:attribute]",
+        "multi_turn.tools=[module:attribute], any other loop as rollout.environment.name=module:Class",
         _NOTHING,
     ),
     "multi_turn.tool_config_path": Refusal(
@@ -223,7 +226,7 @@ _ROLLOUT_LEAVES = {
     ),
     "multi_turn.function_tool_path": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
     "multi_turn.interaction_config_path": Refusal(
-        "conversations with a simulated user are not built; drop it", _NOTHING
+        "a simulated user is an environment; write rollout.environment.name=module:Class", _NOTHING
     ),
     "multi_turn.use_inference_chat_template": Refusal(
         "sampled tokens are never made from text again; drop it", _OFF
@@ -450,7 +453,7 @@ _OTHER_LEAVES = {
         (True, False, None, 4096),
     ),
     "atropos": Refusal(
-        "environments served by Atropos are not supported; write actor_rollout_ref.rollout.multi_turn.tools"
+        "environments served by Atropos are not supported; write actor_rollout_ref.rollout.environment.name"
     ),
     "algorithm.codapo_top_k": Refusal("CoDaPO is not built; drop it"),
     "algorithm.codapo_weight_offset": Refusal("CoDaPO is not built; drop it"),
