@@ -22,7 +22,6 @@ exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
     actor_rollout_ref.rollout.environment.name="${ENVIRONMENT:-verl_rc.rollout.environments.guess:GuessNumber}" \
     actor_rollout_ref.rollout.environment.max_turns=4 \
     actor_rollout_ref.actor.optim.lr=2e-4 \
-    actor_rollout_ref.actor.optim.lr_scheduler_type=constant \
     trainer.total_training_steps=200 \
     trainer.save_freq=200 \
     trainer.project_name=verl_rc_environment \

@@ -253,9 +253,12 @@ def test_validation_beside_samples_equals_validation_alone(
     wanted, questions = samples(32), [GenerationRequest(PROMPT[: 8 + place], seed=0) for place in range(6)]
     undisturbed = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
     alone = engine.call("generate", questions, GREEDY)
-    engine.call("submit", wanted)
-    beside = engine.call("generate", questions, GREEDY)
-    early = engine.call("collect", 0, 0.0).samples
+    for _ in range(10):  # on a busy machine the samples may end before the validation is asked for
+        engine.call("submit", wanted)
+        beside = engine.call("generate", questions, GREEDY)
+        early = engine.call("collect", 0, 0.0).samples
+        if len(early) < 32:
+            break
     assert len(early) < 32, "the samples ended before the validation did: it was not beside them"
     ended = collect(engine, 32 - len(early))
     assert list(map(plain, alone)) == list(map(plain, beside))
