@@ -141,11 +141,10 @@ def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed
     """
     if openings is None:
         return rows
-    opened = openings.open([(row, _environment_seed(seed, row)) for row in rows])
-    for outcome in opened:
-        if isinstance(outcome, EpisodeFailedError):
-            raise ValueError(str(outcome)) from outcome
-    return [row for row in opened if isinstance(row, PromptRow)]
+    try:
+        return openings.open([(row, _environment_seed(seed, row)) for row in rows])
+    except EpisodeFailedError as error:
+        raise ValueError(str(error)) from error
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:

@@ -25,28 +25,25 @@ class Openings:
         self._data = data
         self._loop = EventLoop("openings")
 
-    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow | EpisodeFailedError]:
-        """Each row with the prompt that its environment opens with, given the environment's seed; or why it
-        has none.
+    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
+        """Each row with the prompt that its environment opens with, given the environment's seed.
 
-        Raises ``ValueError`` when a prompt is too long, see ``data.truncation``.
+        Raises ``EpisodeFailedError`` when an environment fails to open, also when asked again, and
+        ``ValueError`` when a prompt is too long, see ``data.truncation``.
         """
-        outcomes: list[Opening | EpisodeFailedError | None] = self._loop.start(self._ask_all(rows)).result()
-        return [
-            opening if isinstance(opening, EpisodeFailedError) else self._opened(row, opening)
-            for (row, _), opening in zip(rows, outcomes, strict=True)
-        ]
+        openings: list[Opening | None] = self._loop.start(self._ask_all(rows)).result()
+        return [self._opened(row, opening) for (row, _), opening in zip(rows, openings, strict=True)]
 
-    async def _ask_all(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Any]:
+    async def _ask_all(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Opening | None]:
         return await asyncio.gather(*(self._ask(row, seed) for row, seed in rows))
 
-    async def _ask(self, row: PromptRow, seed: int) -> Opening | EpisodeFailedError | None:
+    async def _ask(self, row: PromptRow, seed: int) -> Opening | None:
         for _ in range(_TRIES):
             try:
                 return await self._hosts.open(row.for_environment(), seed)
             except EpisodeFailedError as error:
                 failure = error
-        return failure
+        raise failure
 
     def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow:
         if opening is None:

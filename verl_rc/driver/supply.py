@@ -267,11 +267,7 @@ class Supply:
             return groups
         seed = self._services.config.trainer.seed
         rows = openings.open([(group.row, environment_seed(seed, group)) for group in groups])
-        for row in rows:
-            if isinstance(row, EpisodeFailedError):
-                raise row
-        pairs = zip(groups, rows, strict=True)
-        return [group.opened(row) for group, row in pairs if isinstance(row, PromptRow)]
+        return [group.opened(row) for group, row in zip(groups, rows, strict=True)]
 
     # groups on their way back
 

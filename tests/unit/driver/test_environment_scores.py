@@ -134,6 +134,10 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
 
 def test_an_opening_that_fails_names_its_cause() -> None:
     run = run_of()
-    run.openings.open = lambda rows: [EpisodeFailedError("no sandbox is left") for _ in rows]
+
+    def fail(rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
+        raise EpisodeFailedError("no sandbox is left")
+
+    run.openings.open = fail
     with pytest.raises(EpisodeFailedError, match="no sandbox is left"):
         sample(run)
