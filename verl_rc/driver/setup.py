@@ -210,8 +210,10 @@ def _with_environment(
     arguments = template_arguments(rollout.multi_turn, data.apply_chat_template_kwargs)
     ContinuationEncoder(tokenizer, arguments)
     data = data.model_copy(update={"apply_chat_template_kwargs": arguments})
-    host = LocalHosts(open_host(rollout))
-    return data, None if rollout.environment.name is None else Openings(hosts or host, tokenizer, data)
+    host = open_host(rollout)  # wherever environments run, a mistake in their keys is seen here
+    if rollout.environment.name is None:
+        return data, None
+    return data, Openings(hosts or LocalHosts(host), tokenizer, data)
 
 
 def _scored_sources(
