@@ -3,7 +3,7 @@ environment answered in between; and samples, which are made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -108,9 +108,12 @@ def last_turn(parts: Sequence[Part | Answer]) -> list[Part]:
 
 def num_turns(parts: Sequence[Part | Answer]) -> int:
     """Messages of a conversation: the prompt, the policy's turns, the answers. Parts in a row: one turn."""
-    kinds = [isinstance(part, Part) for part in parts]
-    begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
-    return 1 + begun + kinds.count(False)
+    return 1 + sum(is_turn for is_turn, _ in runs(parts)) + num_answers(parts)
+
+
+def runs(parts: Sequence[Part | Answer]) -> list[tuple[bool, list[Part | Answer]]]:
+    """The parts, those in a row of one kind together: a turn of the policy (True), or answers behind it."""
+    return [(is_turn, list(run)) for is_turn, run in groupby(parts, lambda part: isinstance(part, Part))]
 
 
 def _as_bytes(values: Tensor) -> bytes:

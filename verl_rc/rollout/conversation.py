@@ -8,13 +8,12 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Turn
-from verl_rc.data.parts import Answer, Part, Sample, num_tokens, token_ids
+from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
@@ -150,7 +149,7 @@ class Conversations:
 
     def _turns(self, sample: Sample) -> list[Turn]:
         """The policy's turns so far."""
-        turns = [list(parts) for sampled, parts in groupby(sample.parts, _is_sampled) if sampled]
+        turns = [parts for is_turn, parts in runs(sample.parts) if is_turn]
         last = len(turns) - 1
         return [
             self._turn(number, token_ids(parts), stopped=number < last or sample.finished)
@@ -268,10 +267,6 @@ class OpenSamples:
         else:
             del self._open[key]
         return sample
-
-
-def _is_sampled(part: Part | Answer) -> bool:
-    return isinstance(part, Part)
 
 
 def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:

@@ -1,13 +1,12 @@
 """From samples to the padded batch that is trained on, and the proof of which weights sampled it."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch, fingerprints, left_padded
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns, runs
 
 
 def build_rollout_batch(
@@ -98,8 +97,8 @@ def _at_turn_ends(
 def _turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
     """Positions of the last tokens of the policy's turns. Parts in a row are one turn."""
     ends, stop = list[int](), 0
-    for is_turn, pieces in groupby(parts, lambda part: isinstance(part, Part)):
-        stop += num_tokens(list(pieces))
+    for is_turn, pieces in runs(parts):
+        stop += num_tokens(pieces)
         if is_turn:
             ends.append(stop - 1)
     return ends
