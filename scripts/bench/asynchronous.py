@@ -1,12 +1,15 @@
 """What asynchronous training gains on this machine: steps of real runs, sides measured in the same run.
 
-Usage: python scripts/bench/asynchronous.py ratios|tools --model FOLDER --data FOLDER [--steps N] [--folder
-DIR]
+Usage: python scripts/bench/asynchronous.py ratios|tools|environment --model FOLDER --data FOLDER [--steps N]
+[--folder DIR]
 
 ``ratios``: the quickstart one step off, with sampling about 0.5, 1 and 2 times as long as training. A step
 should take the longer of both sides and the publication. ``tools``: sums with a calculator that sleeps (model
 and data of recipes/digits_cpu_tools.sh), in turns and 1 and 3 steps off, and with whole responses. From the
 run in turns alone, on one core, simulated engines predict the steps of those with partial rollouts.
+``environment``: 64 episodes a step of the guessing game (model and data of
+recipes/digits_cpu_environment.sh) whose environment waits 1 s a turn in the mean, in the engine's process, in
+one host and in four. A step should take the longest of sampling, the longest episode's waits, and training.
 """
 
 import argparse
@@ -50,10 +53,32 @@ def calculate(expression: str) -> str:
 
 CALCULATOR = Tool("calculator", "Evaluates an expression.", {"expression": "What to evaluate."}, calculate)
 """
+SLOW_GAME = """
+import asyncio
+import random
+from dataclasses import replace
+
+from verl_rc.rollout.environments.guess import GuessNumber
+
+
+class SlowGame(GuessNumber):
+    async def step(self, turn):
+        rng = random.Random(f"{self._secret} {turn.number} {turn.text}")
+        seconds = min(4.0, rng.lognormvariate(-0.32, 0.8))
+        await asyncio.sleep(seconds)  # 1 in the mean
+        reply = await super().step(turn)
+        return replace(reply, metrics={**reply.metrics, "waited": seconds})
+"""
+RECIPES = {
+    "ratios": "quickstart_digits_cpu",
+    "tools": "digits_cpu_tools",
+    "environment": "digits_cpu_environment",
+}
 ON_ONE_CORE = "in turns on one core"
 """Each side alone with what it has beside the other one."""
 ONE_OFF = ["async=one_step_off"]
 WHOLE = [*ONE_OFF, "async_training.staleness_threshold=2"]
+PARTIAL = ["async=partial", "async_training.staleness_threshold=2"]
 ARMS = {
     "ratios": {
         "0.5": [*ONE_OFF, "actor_rollout_ref.actor.ppo_epochs=2"],
@@ -71,18 +96,31 @@ ARMS = {
             "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True",
         ],
     },
+    "environment": {
+        f"{way} {hosts} hosts": [*mode, f"actor_rollout_ref.rollout.environment.hosts={hosts}"]
+        for way, mode in (("in turns", []), ("1 step off", ONE_OFF), ("2 steps off and cut", PARTIAL))
+        for hosts in (0, 1, 4)
+    },
 }
-OF_TOOLS = [
-    "actor_rollout_ref.rollout.multi_turn.tools=[sleeping_tool:CALCULATOR]",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-]
+OF_CASE = {
+    "ratios": [],
+    "tools": [
+        "actor_rollout_ref.rollout.multi_turn.tools=[slow:CALCULATOR]",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ],
+    "environment": [
+        "actor_rollout_ref.rollout.environment.name=slow:SlowGame",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_epochs=16",  # training takes some seconds, too
+    ],
+}
 
 
 def run(name: str, overrides: list[str], options: argparse.Namespace) -> dict[str, float]:
     """Medians over the steps of a run, without the first four and the last, which are not like the others."""
     folder = options.folder / name.replace(" ", "_")
-    recipe = "digits_cpu_tools.sh" if options.case == "tools" else "quickstart_digits_cpu.sh"
     settings = {
         "PYTHON": sys.executable,
         "MODEL_PATH": str(options.model),
@@ -102,8 +140,8 @@ def run(name: str, overrides: list[str], options: argparse.Namespace) -> dict[st
     short += [f"trainer.rollout_data_dir={folder}/rollouts"]
     command = [
         "bash",
-        str(ROOT / "recipes" / recipe),
-        *(OF_TOOLS if options.case == "tools" else []),
+        str(ROOT / "recipes" / f"{RECIPES[options.case]}.sh"),
+        *OF_CASE[options.case],
         *short,
         *overrides,
     ]
@@ -136,13 +174,16 @@ def run(name: str, overrides: list[str], options: argparse.Namespace) -> dict[st
         "publishing": median(stages(line, True, PUBLISHING) for line in steps),
         "waiting": median(line.get("timing_s/gen", 0.0) for line in steps),
     }
-    return results | {"bound": max(results["sampling"], results["training"]) + results["publishing"]}
+    if options.case == "environment":
+        results["environment"] = median(line["env/waited/max"] for line in steps)
+    longest = max(results["sampling"], results["training"], results.get("environment", 0.0))
+    return results | {"bound": longest + results["publishing"]}
 
 
 def recorded_groups(folder: Path, model: Path) -> list[list[Turns]]:
     """The conversations of each prompt: tokens that the policy wrote, and seconds that the calculator
     took."""
-    from sleeping_tool import seconds  # written by ``main``
+    from slow import seconds  # written by ``main``
 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -207,7 +248,7 @@ def main() -> None:
         options.data.resolve(),
     )
     options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "sleeping_tool.py").write_text(SLEEPING_TOOL)
+    (options.folder / "slow.py").write_text(SLEEPING_TOOL + SLOW_GAME)
     sys.path.insert(0, str(options.folder))
     predicted = dict[str, float]()
     for name, overrides in ARMS[options.case].items():
