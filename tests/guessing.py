@@ -3,12 +3,19 @@ matters."""
 
 import asyncio
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl_rc.rollout.environment import Environment, Opening, PolicyError, Reply, Turn
+
+KILL = "GUESSING_KILL"
+"""Environment variable of ``Deadly``: victim (driver, itself), number of the call, before or after, and a
+file that says it was done."""
 
 
 class Guess(Environment):
@@ -77,3 +84,40 @@ class Unlucky(Guess):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         raise RuntimeError("no sandbox is left")
+
+
+class Deadly(Guess):
+    """It kills the driver, or its own process, once: before or after its reply to a turn."""
+
+    calls = 0
+    """Turns that this process was asked."""
+
+    async def step(self, turn: Turn) -> Reply:
+        Deadly.calls += 1
+        victim, call, moment, done = os.environ.get(KILL, "nobody 0 before -").split(maxsplit=3)
+        is_due = Deadly.calls == int(call) and not Path(done).exists()
+        if is_due and moment == "before":
+            kill(victim, Path(done))
+        reply = await super().step(turn)
+        if is_due and moment == "after":
+            asyncio.get_running_loop().call_later(0.01, kill, victim, Path(done))
+        return reply
+
+
+def kill(victim: str, done: Path) -> None:
+    """kill -9, and a file that says so."""
+    done.touch()
+    pid = os.getpid() if victim == "itself" else driver()
+    os.kill(pid, signal.SIGKILL)
+
+
+def driver() -> int:
+    """The process that started this one's run (see real_runs.py)."""
+    marker = f"VERL_RC_TEST_CHILD={os.environ['VERL_RC_TEST_CHILD']}".encode()
+    (found,) = [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if b"disturbed_run.py" in (folder / "cmdline").read_bytes()
+        and marker in (folder / "environ").read_bytes().split(b"\0")
+    ]
+    return found

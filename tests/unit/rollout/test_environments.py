@@ -92,6 +92,23 @@ def test_halving_finds_every_secret() -> None:
     assert all(asyncio.run(halve(seed)).metrics["acc"] == 1.0 for seed in range(40))
 
 
+def test_research_is_paid_for_what_the_question_asks_for() -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "b+e+7"}],
+        "ground_truth": "53",
+        "extra_info": {"facts": {"a": 1, "b": 12, "e": 34}},
+    }
+    research = config("verl_rc.rollout.environments.research:Research")
+
+    def played(*texts: str) -> list[tuple[str, float]]:
+        replies = [outcome.reply for outcome in play(research, turns(*texts), row)]
+        return [("".join(m["content"] for m in reply.messages), reply.reward) for reply in replies]
+
+    assert played("e", "b", "34+7+12", "53") == [("34", 0.1), ("12", 0.1), ("53", 0.1), ("", 1.0)]
+    assert played("e", "e", "z", "34+7", "41") == [("34", 0.1), ("34", 0), ("?", 0), ("41", 0), ("", 0)]
+    assert played("34+") == [("", 0.0)]
+
+
 def test_a_game_of_gymnasium_is_an_environment() -> None:
     gym = config(
         "verl_rc.rollout.environments.gym:Gym", arguments={"game": f"{__name__}:CountDown", "start": 1}
