@@ -1,0 +1,53 @@
+"""Add up facts that must be searched for, with a calculator: an environment without a state."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl_rc.rollout.environment import Environment, Opening, Reply, Turn
+
+USEFUL, RIGHT = 0.1, 1.0
+"""Rewards of a turn: the first search for a name of the question, or the sum that it asks for; the answer."""
+NOTHING = "?"
+"""What the policy reads after a search that finds nothing."""
+
+
+class Research(Environment):
+    """The question is a sum of names and numbers, such as ``b+e+7``; the row holds what the names stand for.
+
+    A turn that is a word searches for it, one with a ``+`` goes to the calculator, a number is the answer and
+    ends the episode, and so does what is none of the three. The shortest way takes a turn for each name, one
+    for the calculator and one for the answer. Of the row, ``prompt`` ends with the question, ``ground_truth``
+    is the sum, and ``extra_info.facts`` has a number for every name.
+    """
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
+        """See ``Environment``."""
+        self._facts = dict(row["extra_info"]["facts"])
+        self._answer = row["ground_truth"]
+        terms = row["prompt"][-1]["content"].split("+")
+        self._unknown = {term for term in terms if not term.isdecimal()}
+        self._sum = sorted(int(self._facts.get(term, term)) for term in terms)
+        return None
+
+    async def step(self, turn: Turn) -> Reply:
+        """See ``Environment``."""
+        text = turn.text.strip()
+        if text.isalpha():
+            is_useful = text in self._unknown
+            self._unknown.discard(text)
+            return reply(str(self._facts.get(text, NOTHING)), is_useful)
+        if re.fullmatch(r"\d+(\+\d+)+", text):
+            numbers = sorted(map(int, text.split("+")))
+            return reply(str(sum(numbers)), numbers == self._sum)
+        is_right = text == self._answer
+        return Reply(
+            reward=RIGHT if is_right else 0.0,
+            done=True,
+            metrics={"acc": float(is_right), "turns": turn.number + 1.0},
+        )
+
+
+def reply(content: str, is_useful: bool) -> Reply:
+    """What a search or the calculator says."""
+    return Reply([{"role": "tool", "content": content}], reward=USEFUL if is_useful else 0.0)
