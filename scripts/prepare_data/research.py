@@ -2,7 +2,8 @@
 
 A question is "b+e+7"; every row has its own facts, {"b": 12, "e": 34, ...}, so that they cannot be learnt.
 The files for RL (train, val) hold questions, facts and sums. The worked examples for SFT (sft_train, sft_val)
-are conversations of a poor player, one of whose four turns is drawn at random.
+are conversations of a poor player, one of whose four turns is drawn at random; SFT learns the last turn of
+each, so they end anywhere.
 
 Example: python scripts/prepare_data/research.py --output_dir data/research
 """
@@ -27,7 +28,7 @@ def draw(generator: random.Random, names: int) -> tuple[str, dict[str, int], str
 
 
 def played(generator: random.Random, names: int, turns: int, informed: float) -> Row:
-    """A conversation of at most ``turns`` turns; a share of ``informed`` is what the question asks for."""
+    """A conversation of one to ``turns`` turns; a share of ``informed`` is what the question asks for."""
     question, facts, _ = draw(generator, names)
     *asked, number = question.split("+")
     messages, found, total = [("user", question)], dict[str, str](), ""
@@ -50,9 +51,8 @@ def played(generator: random.Random, names: int, turns: int, informed: float) ->
             if not missing:
                 total = content
         messages.append(("tool", content))
-    if messages[-1][0] == "tool":
-        messages.pop()
-    return conversation(*messages)
+    ends = [place for place, (role, _) in enumerate(messages) if role == "assistant"]
+    return conversation(*messages[: generator.choice(ends) + 1])
 
 
 def random_turn(generator: random.Random, known: list[str]) -> str:

@@ -31,9 +31,9 @@ IN_HOSTS = (
 )
 MODES = {
     "in turns": IN_ENGINE,
-    "in turns, replayed": IN_HOSTS,
+    "replayed in turns": IN_HOSTS,
     "cut": (*CUT, *IN_ENGINE),
-    "cut, replayed": (*CUT, *IN_HOSTS),
+    "replayed and cut": (*CUT, *IN_HOSTS),
 }
 KILLS = [(call, moment) for call in (1, 7, 20, 33, 46) for moment in ("before", "after")]
 """How many turns the process of the environment was asked in this life, and the side of the reply."""
