@@ -141,10 +141,11 @@ def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed
     """
     if openings is None:
         return rows
-    try:
-        return openings.open([(row, _environment_seed(seed, row)) for row in rows])
-    except EpisodeFailedError as error:
-        raise ValueError(str(error)) from error
+    opened = openings.open([(row, _environment_seed(seed, row)) for row in rows])
+    for row in opened:
+        if isinstance(row, EpisodeFailedError):
+            raise ValueError(str(row)) from row
+    return [row for row in opened if isinstance(row, PromptRow)]
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:

@@ -9,11 +9,9 @@ from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow, fit_prompt
 from verl_rc.data.episode import Opening
 from verl_rc.data.tokenize import encode_prompt
-from verl_rc.rollout.conversation import EventLoop
+from verl_rc.rollout.conversation import TRIES, EventLoop
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
-
-_TRIES = 2
 
 
 class Openings:
@@ -25,25 +23,30 @@ class Openings:
         self._data = data
         self._loop = EventLoop("openings")
 
-    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
-        """Each row with the prompt that its environment opens with, given the environment's seed.
+    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow | EpisodeFailedError]:
+        """Each row with the prompt that its environment opens with, given the environment's seed; or why it
+        failed, also when asked again.
 
-        Raises ``EpisodeFailedError`` when an environment fails to open, also when asked again, and
-        ``ValueError`` when a prompt is too long, see ``data.truncation``.
+        Raises ``ValueError`` when a prompt is too long, see ``data.truncation``.
         """
-        openings: list[Opening | None] = self._loop.start(self._ask_all(rows)).result()
-        return [self._opened(row, opening) for (row, _), opening in zip(rows, openings, strict=True)]
+        openings: list[Opening | EpisodeFailedError | None] = self._loop.start(self._ask_all(rows)).result()
+        return [
+            opening if isinstance(opening, EpisodeFailedError) else self._opened(row, opening)
+            for (row, _), opening in zip(rows, openings, strict=True)
+        ]
 
-    async def _ask_all(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Opening | None]:
+    async def _ask_all(
+        self, rows: Sequence[tuple[PromptRow, int]]
+    ) -> list[Opening | EpisodeFailedError | None]:
         return await asyncio.gather(*(self._ask(row, seed) for row, seed in rows))
 
-    async def _ask(self, row: PromptRow, seed: int) -> Opening | None:
-        for _ in range(_TRIES):
+    async def _ask(self, row: PromptRow, seed: int) -> Opening | EpisodeFailedError | None:
+        for _ in range(TRIES):
             try:
                 return await self._hosts.open(row.for_environment(), seed)
             except EpisodeFailedError as error:
                 failure = error
-        raise failure
+        return failure
 
     def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow:
         if opening is None:

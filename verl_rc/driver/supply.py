@@ -115,12 +115,14 @@ class Supply:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be
         sampled."""
         progress = self._progress
-        count = progress.admission.allowance()
-        numbers = range(progress.admission.admitted, progress.admission.admitted + count)
-        admitted = [self._new_group(number, *self._next_prompt()) for number in numbers]
-        progress.groups |= {group.number: group for group in self._opened(admitted)}
-        progress.admission, progress.ledger = progress.admission.admit(count), progress.ledger.admit(count)
-        self._totals.draws += bool(count)
+        # Openings that fail free places.
+        while count := progress.admission.allowance():
+            numbers = range(progress.admission.admitted, progress.admission.admitted + count)
+            admitted = [self._new_group(number, *self._next_prompt()) for number in numbers]
+            progress.admission = progress.admission.admit(count)
+            progress.ledger = progress.ledger.admit(count)
+            self._totals.draws += 1
+            self._open(admitted)
         self._requests.submit(
             [
                 group
@@ -260,14 +262,19 @@ class Supply:
         step = version + 1 if self._takes_turns else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 
-    def _opened(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups with the prompts that their environments open with."""
-        openings = self._services.openings
+    def _open(self, groups: Sequence[Group]) -> None:
+        """Add groups, with the prompts that their environments open with; those that do not open fail."""
+        openings, opened = self._services.openings, self._progress.groups
+        opened |= {group.number: group for group in groups}
         if openings is None:
-            return groups
+            return
         seed = self._services.config.trainer.seed
         rows = openings.open([(group.row, environment_seed(seed, group)) for group in groups])
-        return [group.opened(row) for group, row in zip(groups, rows, strict=True)]
+        for group, row in zip(groups, rows, strict=True):
+            if isinstance(row, EpisodeFailedError):
+                self._fail(group, row)
+            else:
+                opened[group.number] = group.opened(row)
 
     # groups on their way back
 
@@ -449,9 +456,9 @@ class Supply:
             say("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
             self._totals.tokens["failed"] += group.num_sampled
-            second = self._new_group(group.number, group.epoch, group.row, attempt=1)
-            (progress.groups[group.number],) = self._opened([second])
-            self._requests.submit([progress.groups[group.number]], evenly=self._takes_turns)
+            self._open([self._new_group(group.number, group.epoch, group.row, attempt=1)])
+            if group.number in progress.groups:
+                self._requests.submit([progress.groups[group.number]], evenly=self._takes_turns)
             return
         say("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)

@@ -29,9 +29,8 @@ from verl_rc.rollout.environment_host import (
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
 from verl_rc.rollout.tool_environment import template_arguments
 
-_TRIES = 2
-"""How often an environment is asked for a reply; from the second time on from its state or turns."""
-
+TRIES = 2
+"""How often an environment is asked for an opening or a reply, before its sample fails."""
 
 _PATIENCE = 10.0
 """Limits of a call that a host may take to answer: it may have to replay turns."""
@@ -124,7 +123,7 @@ class Conversations:
         *past, turn = self._turns(sample)
         episode = replace(request.episode, state=sample.state)
         history = [Exchange(one, reply) for one, reply in zip(past, sample.replies, strict=True)]
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             outcome = await self._step(episode, turn)
             episode = replace(episode, history=history)
             if isinstance(outcome, NeedsHistory):

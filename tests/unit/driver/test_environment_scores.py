@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from made_samples import answer, part
-from table_engines import Engines, make_run, sample
+from table_engines import Engines, make_run, prompt, sample
 
 from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.parts import Sample
+from verl_rc.driver.evaluate import opened_for_validation
 from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -132,12 +133,41 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
         sample(run)
 
 
-def test_an_opening_that_fails_names_its_cause() -> None:
+class Shut(Openings):
+    """The environment of a row of the data, or of every row (None), fails to open its first attempts."""
+
+    def __init__(self, row: int | None, attempts: int) -> None:
+        super().__init__()
+        self.row, self.attempts = row, attempts
+
+    def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[Any]:
+        opened: list[Any] = []
+        for (row, _), with_opening in zip(rows, super().open(rows), strict=True):
+            fails = self.row in (None, row.row_index) and self.attempts > 0
+            self.attempts -= fails
+            opened.append(EpisodeFailedError("no sandbox is left") if fails else with_opening)
+        return opened
+
+
+def test_a_prompt_whose_environment_fails_to_open_is_opened_once_more_with_another_seed() -> None:
     run = run_of()
+    run.openings = Shut(row=0, attempts=1)
+    batch, _ = sample(run)
+    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
+    assert len(set(run.openings.seeds)) == 3
 
-    def fail(rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
-        raise EpisodeFailedError("no sandbox is left")
 
-    run.openings.open = fail
-    with pytest.raises(EpisodeFailedError, match="no sandbox is left"):
+def test_a_prompt_whose_environment_fails_to_open_again_is_replaced() -> None:
+    run = run_of()
+    run.openings = Shut(row=0, attempts=2)
+    batch, _ = sample(run)
+    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
+
+
+def test_an_environment_that_never_opens_ends_the_run() -> None:
+    run = run_of()
+    run.openings = Shut(row=None, attempts=99)
+    with pytest.raises(TooManyFailedGroupsError, match="no sandbox is left"):
         sample(run)
+    with pytest.raises(ValueError, match="no sandbox is left"):
+        opened_for_validation([prompt(0)], run.openings, seed=1)
