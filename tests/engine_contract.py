@@ -15,9 +15,9 @@ from two_processes import free_port
 from verl_rc.data.episode import Episode, Reply
 from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.distributed.child_process import ChildProcess
+from verl_rc.rollout.conversation import Advanced
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.environment_host import Answered
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
@@ -107,16 +107,13 @@ def numbered(queued: Sequence[QueuedSample], first: int) -> list[QueuedSample]:
 class FailingTools:
     """In the place of ``Conversations``: the turn of an odd sample calls a tool, which fails."""
 
-    def ask(self, request: GenerationRequest, sample: Sample) -> "Future[Answered]":
-        answer: Future[Answered] = Future()
+    def ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> "Future[Advanced]":
+        answer: Future[Advanced] = Future()
         if sample.number % 2:
             answer.set_exception(EpisodeFailedError(f"the tool of sample {sample.number} failed"))
         else:
-            answer.set_result(Answered(Reply(done=True)))
+            answer.set_result(Advanced(replace(sample, replies=[Reply(done=True)]), goes_on=False))
         return answer
-
-    def with_answer(self, sample: Sample, answer: Answered, max_tokens: int) -> tuple[Sample, bool]:
-        return replace(sample, replies=[answer.reply]), False
 
     def close(self, request: GenerationRequest) -> None:
         pass

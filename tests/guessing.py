@@ -27,6 +27,7 @@ class Guess(Environment):
         """``snapshot``: its state can be written down. ``faults``: the turn at which each happens."""
         self.latency, self.snapshot, self.max_turns, self.faults = latency, snapshot, max_turns, faults
         self.closed = 0
+        self.turns: list[Turn] = []
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         self.random = random.Random(time.time_ns() if "random" in self.faults else seed)
@@ -35,6 +36,7 @@ class Guess(Environment):
         return Opening([{"role": "user", "content": f"guess {index}"}])  # rows differ by their prompts
 
     async def step(self, turn: Turn) -> Reply:
+        self.turns.append(turn)
         await asyncio.sleep(self.latency)
         if self.faults.get("hang") == turn.number:
             await asyncio.sleep(3600)

@@ -38,7 +38,8 @@ class Turn:
     token_ids: tuple[int, ...]
     """The sampled tokens."""
     stopped: bool
-    """Ended by a stop token. False: a limit has cut it off, so no turn follows, and it only gets a reward."""
+    """Ended by a stop token. False: a limit has cut it off, so no turn follows, and it only gets a reward. One
+    without tokens had no room at all."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class Reply:
     def ends(self) -> bool:
         """Whether no turn follows."""
         return self.done or self.truncated
+
+    def joined(self, last: "Reply") -> "Reply":
+        """This reply and the ``last`` one, to a turn that had no room, as one that ends the episode."""
+        names = {**self.metrics, **last.metrics}
+        metrics = {name: self.metrics.get(name, 0.0) + last.metrics.get(name, 0.0) for name in names}
+        return Reply(reward=self.reward + last.reward, truncated=True, metrics=metrics)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Turn
+from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, Turn
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
 from verl_rc.rollout.engine import QueuedSample
@@ -68,6 +68,15 @@ class LocalHosts(Hosts):
         await asyncio.wrap_future(self._loop.start(self._host.close(key)))
 
 
+@dataclass(frozen=True)
+class Advanced:
+    """A sample with the environment's reply to its last turn."""
+
+    sample: Sample
+    goes_on: bool
+    """Whether another turn follows."""
+
+
 class Conversations:
     """Brings turns to the environment and its replies into samples.
 
@@ -75,7 +84,9 @@ class Conversations:
     template, and by another turn. The prompt of that turn is the token ids of the one before, those sampled,
     and those of the reply. Sampled tokens and those of replies share the limit ``max_tokens``. A sample ends
     when the reply is done. It is cut off (``finished`` False) when a turn reaches the limit, when the reply
-    is truncated or would leave no room for another token (it is then left out), or after ``max_turns``.
+    is truncated or would leave no room for another token (it is then left out), or after ``max_turns``. Where
+    one of the last two ends it behind a whole turn, the environment gets one more turn, without tokens and
+    not ``stopped``, and the last reply is both.
     """
 
     def __init__(
@@ -111,18 +122,49 @@ class Conversations:
             patience,
         )
 
-    def ask(self, request: GenerationRequest, sample: Sample) -> "Future[Answered]":
-        """The environment's answer to the last turn of a sample.
+    def ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> "Future[Advanced]":
+        """The sample with the environment's reply to its last turn.
 
-        The future raises ``EpisodeFailedError`` when there is none.
+        The future raises ``EpisodeFailedError`` when there is none, or the chat template cannot go on with
+        it.
         """
-        return self._loop.start(self._ask(request, sample))
+        return self._loop.start(self._ask(request, sample, max_tokens))
 
-    async def _ask(self, request: GenerationRequest, sample: Sample) -> Answered:
+    async def _ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> Advanced:
         assert request.episode is not None
         *past, turn = self._turns(sample)
-        episode = replace(request.episode, state=sample.state)
         history = [Exchange(one, reply) for one, reply in zip(past, sample.replies, strict=True)]
+        answer = await self._answer(replace(request.episode, state=sample.state), history, turn)
+        finished = turn.stopped and not answer.reply.truncated
+        parts = self._continued(sample, turn, answer.reply, max_tokens)
+        if parts is None and turn.stopped and not answer.reply.ends:
+            finished = False
+            history.append(Exchange(turn, answer.reply))
+            none = Turn(turn.number + 1, "", (), stopped=False)
+            last = await self._answer(replace(request.episode, state=answer.state), history, none)
+            answer = Answered(answer.reply.joined(last.reply))
+        replies = [*sample.replies, answer.reply]
+        if parts is None:
+            return Advanced(replace(sample, replies=replies, state=None, finished=finished), goes_on=False)
+        sample = replace(sample, parts=parts, replies=replies, state=answer.state, finished=False)
+        return Advanced(sample, goes_on=True)
+
+    def _continued(
+        self, sample: Sample, turn: Turn, reply: Reply, max_tokens: int
+    ) -> list[Part | Answer] | None:
+        """The response with the messages of the reply; None: no turn follows."""
+        if reply.ends or not turn.stopped or turn.number + 1 == self._max_turns:
+            return None
+        try:
+            tokens = self._encoder.encode(reply.messages)
+        except ValueError as error:
+            raise EpisodeFailedError(f"the environment's reply to turn {turn.number}: {error}") from error
+        parts = [*sample.parts, Answer(torch.tensor(tokens, dtype=torch.int32))]
+        # At least one token must fit after the reply: no engine can go on without room for one.
+        return parts if num_tokens(parts) < max_tokens else None
+
+    async def _answer(self, episode: Episode, history: Sequence[Exchange], turn: Turn) -> Answered:
+        """The environment's answer to a turn, for which it is asked ``TRIES`` times."""
         for _ in range(TRIES):
             outcome = await self._step(episode, turn)
             episode = replace(episode, history=history)
@@ -160,29 +202,6 @@ class Conversations:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return Turn(number, text.removesuffix(self._tokenizer.eos_token), tuple(tokens), stopped)
 
-    def with_answer(self, sample: Sample, answer: Answered, max_tokens: int) -> tuple[Sample, bool]:
-        """The sample with what its environment answered, and whether another turn follows.
-
-        Raises ``EpisodeFailedError`` when the chat template cannot go on with the answer.
-        """
-        reply, stopped = answer.reply, sample.finished
-        sample = replace(sample, replies=[*sample.replies, reply], state=answer.state)
-        if reply.ends or not stopped:
-            return replace(sample, finished=stopped and not reply.truncated), False
-        sample = replace(sample, finished=False)
-        if len(sample.replies) == self._max_turns:
-            return sample, False
-        try:
-            tokens = self._encoder.encode(reply.messages)
-        except ValueError as error:
-            turn = len(sample.replies) - 1
-            raise EpisodeFailedError(f"the environment's reply to turn {turn}: {error}") from error
-        parts = [*sample.parts, Answer(torch.tensor(tokens, dtype=torch.int32))]
-        # At least one token must fit after the reply: no engine can go on without room for one.
-        if num_tokens(parts) >= max_tokens:
-            return sample, False
-        return replace(sample, parts=parts), True
-
     def close(self, request: GenerationRequest) -> None:
         """Forget the episode of a request that is given up."""
         assert request.episode is not None
@@ -200,22 +219,23 @@ class OpenSamples:
         self._conversations = conversations
         self._open: dict[int, tuple[QueuedSample, Sample]] = {}
 
-    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[Answered] | None]":
-        """What there is of a sample that begins or goes on, and the answer that it waits for, if there is
-        one."""
+    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[Advanced] | None]":
+        """What there is of a sample that begins or goes on, and what it waits for, if it waits for a
+        reply."""
         if key in self._open:
             return self[key], None
         request = queued.request
         sample = Sample(queued.number, request.parts, replies=request.replies, state=request.state)
         stopped = _ends_with(sample, queued.options.stop_token_ids)
-        is_full = num_tokens(sample.parts) >= request.limit(queued.options)
+        limit = request.limit(queued.options)
+        is_full = num_tokens(sample.parts) >= limit
         if self._conversations is None or request.episode is None or not (stopped or is_full):
             self._open[key] = queued, sample
             return sample, None
         # The engine that sampled it, or the run, was lost while its environment was at work.
         sample = replace(sample, finished=stopped)
         self._open[key] = queued, sample
-        return sample, self._conversations.ask(request, sample)
+        return sample, self._conversations.ask(request, sample, limit)
 
     def __getitem__(self, key: int) -> Sample:
         """What there is of a sample that has begun."""
@@ -240,8 +260,8 @@ class OpenSamples:
             if self._conversations is not None and queued.request.episode is not None:
                 self._conversations.close(queued.request)
 
-    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[Answered]":
-        """The sample if it has ended with this turn, else the answer that it waits for.
+    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[Advanced]":
+        """The sample if it has ended with this turn, else what it waits for.
 
         ``stopped``: a stop token has ended the turn (False: a limit).
         """
@@ -250,22 +270,15 @@ class OpenSamples:
             del self._open[key]
             return sample
         self._open[key] = queued, sample
-        return self._conversations.ask(queued.request, sample)
+        return self._conversations.ask(queued.request, sample, queued.request.limit(queued.options))
 
-    def proceed(self, key: int, answer: Answered) -> Sample | None:
-        """Take the environment's answer; returns the sample if it has ended it."""
-        assert self._conversations is not None
-        queued, sample = self._open[key]
-        limit = queued.request.limit(queued.options)
-        sample, goes_on = self._conversations.with_answer(sample, answer, limit)
-        self._open[key] = queued, sample
-        if goes_on:
-            return None
-        if not answer.reply.ends:
-            self.drop(key)
-        else:
-            del self._open[key]
-        return sample
+    def proceed(self, key: int, advanced: Advanced) -> Sample | None:
+        """Take the sample with the reply that it has waited for; returns it if that has ended it."""
+        queued, _ = self._open.pop(key)
+        if not advanced.goes_on:
+            return advanced.sample
+        self._open[key] = queued, advanced.sample
+        return None
 
 
 def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:

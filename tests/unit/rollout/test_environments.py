@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversing import episode
 from made_samples import part
 from make_tiny_model import build_tokenizer
 
@@ -16,7 +17,7 @@ from verl_rc.data.parts import Sample
 from verl_rc.rollout.conversation import Conversations
 from verl_rc.rollout.environment_host import Answered, Failed, environment_host
 from verl_rc.rollout.environments.guess import GuessNumber
-from verl_rc.rollout.sampling import ConversationOptions
+from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
 
 
 class CountDown:
@@ -121,6 +122,16 @@ def test_a_game_of_gymnasium_is_an_environment() -> None:
     assert CountDown.closed == 2
 
 
+def test_games_are_asked_for_no_move_where_a_limit_leaves_no_room() -> None:
+    none = Turn(1, "", (), stopped=False)
+    guess = config("verl_rc.rollout.environments.guess:GuessNumber")
+    lost = play(guess, [*turns("no number"), none], {})[1]
+    assert lost.reply == Reply(done=True, metrics={"acc": 0.0, "guesses": 1.0})
+    gym = config("verl_rc.rollout.environments.gym:Gym", arguments={"game": f"{__name__}:CountDown"})
+    ended = play(gym, [*turns("2"), none], {"ground_truth": ""})[1]
+    assert ended.reply == Reply(truncated=True)
+
+
 def test_a_row_names_its_environment() -> None:
     guess = {"name": "verl_rc.rollout.environments.guess:GuessNumber", "arguments": {"numbers": 1}}
     both = config(
@@ -151,12 +162,13 @@ def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
     build_tokenizer(64).save_pretrained(tmp_path)
     rollout = RolloutConfig(environment=config("guessing:Guess", max_turns=2))
     conversations = Conversations.open(ConversationOptions(rollout, str(tmp_path), False, {}))
-    answer = Answered(Reply([{"role": "user", "content": "h"}]))
-    sample, goes_on = conversations.with_answer(Sample(0, [part([1], 0)], True), answer, 90)
-    assert goes_on
-    sample = replace(sample, parts=[*sample.parts, part([2], 0)], finished=True)
-    sample, goes_on = conversations.with_answer(sample, answer, 90)
-    assert (goes_on, sample.finished, len(sample.replies)) == (False, False, 2)
+    request = GenerationRequest([0], 100, episode=episode(1))
+    first = conversations.ask(request, Sample(0, [part([1], 0)], True), 90).result(10)
+    assert (first.goes_on, first.sample.finished, len(first.sample.replies)) == (True, False, 1)
+    grown = replace(first.sample, parts=[*first.sample.parts, part([2], 0)], finished=True)
+    last = conversations.ask(request, grown, 90).result(10)
+    assert (last.goes_on, last.sample.finished, len(last.sample.replies)) == (False, False, 2)
+    assert last.sample.parts == grown.parts
 
 
 @pytest.mark.parametrize("name", ["verl_rc.rollout.environments.guess:Guess", "nowhere:At"])

@@ -11,12 +11,13 @@ from conversing import END, ScriptedSampler, episode, ids, merging_tokenizer, op
 from guessing import Guess
 from made_samples import of_parts, part
 
-from verl_rc.data.parts import Answer, Part, Sample, num_answers, token_ids
+from verl_rc.data.episode import Reply, Turn
+from verl_rc.data.parts import Part, Sample, num_answers, token_ids
 from verl_rc.data.tokenize import ContinuationEncoder
 from verl_rc.rollout.conversation import Conversations, LocalHosts
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.environment_host import Host, HostLimits
+from verl_rc.rollout.environment_host import Answered, Host, HostLimits
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.rollout.step_loop import Box, StepLoop
 
@@ -85,6 +86,15 @@ def test_an_environment_gets_every_turn_and_the_policy_its_messages(tokenizer: A
     assert (len(games.made), games.made[0].closed) == (1, 1)
 
 
+async def answers_to(turns: list[list[int]], game: Guess) -> list[Answered]:
+    """Of a host to the first turns of episode 0, which are wrong."""
+    host = Host(lambda _: game, NO_LIMITS)
+    answers = [
+        await host.step(episode(0), Turn(number, "xy", tuple(turn), True)) for number, turn in enumerate(turns)
+    ]
+    return [answer for answer in answers if isinstance(answer, Answered)]
+
+
 @pytest.mark.parametrize("snapshot", [True, False])
 @pytest.mark.parametrize("cut", ["in a turn", "after a turn", "after a reply"])
 def test_an_episode_goes_on_from_its_sample_as_it_would_have(
@@ -94,22 +104,19 @@ def test_an_episode_goes_on_from_its_sample_as_it_would_have(
     reply."""
     script = wrong(tokenizer, 4)
     _, (whole,) = Games(tokenizer, max_turns=4, snapshot=snapshot).play([script])
-    shorter = Games(tokenizer, max_turns=4, snapshot=snapshot, most_turns=2)
-    _, (known,) = shorter.play([script])  # ends after its second reply, which is left out
-    assert list(known.replies) == list(whole.replies[:2])
-    parts = list(known.parts)
-    answer = next(one for one in whole.parts[len(parts) :] if isinstance(one, Answer))
+    first, second = asyncio.run(answers_to(script[:2], Guess(max_turns=4, snapshot=snapshot)))
+    assert [first.reply, second.reply] == list(whole.replies[:2])
+    *before, last, answer = whole.parts[:4]
     request = GenerationRequest([0], 100, episode=episode(0))
     if cut == "after a reply":
-        request = replace(request, parts=[*parts, answer], replies=known.replies, state=known.state)
+        replies = [first.reply, second.reply]
+        request = replace(request, parts=[*before, last, answer], replies=replies, state=second.state)
     else:
-        _, (one,) = Games(tokenizer, max_turns=4, snapshot=snapshot, most_turns=1).play([script])
-        last = parts[-1]
         assert isinstance(last, Part)
         if cut == "in a turn":
             last = part(last.token_ids.tolist()[:-1], last.version)
             script = [script[0], script[1][-1:], *script[2:]]
-        request = replace(request, parts=[*parts[:-1], last], replies=one.replies, state=one.state)
+        request = replace(request, parts=[*before, last], replies=[first.reply], state=first.state)
     games = Games(tokenizer, max_turns=4, snapshot=snapshot)
     _, (resumed,) = games.play([script], [request])
     assert token_ids(resumed.parts) == token_ids(whole.parts)
@@ -124,15 +131,40 @@ def test_a_turn_that_a_limit_cuts_off_only_gets_a_reward(tokenizer: Any) -> None
     assert games.made[0].closed == 1
 
 
-def test_messages_that_leave_no_room_are_left_out_and_the_episode_is_closed(tokenizer: Any) -> None:
-    games = Games(tokenizer, max_turns=9)
+@pytest.mark.parametrize("limit", ["turns", "tokens"])
+def test_an_episode_that_a_limit_ends_behind_a_turn_gets_a_reward_for_it(limit: str, tokenizer: Any) -> None:
+    """The messages that leave no room are left out; a turn without tokens asks for the reward, once."""
     first = wrong(tokenizer, 1)[0]
-    _, (sample,) = games.play([[first]], most=len(first) + 2)
-    assert (len(sample.replies), sample.finished, token_ids(sample.parts)) == (1, False, first)
-    deadline = time.monotonic() + PATIENCE
-    while not any(game.closed for game in games.made) and time.monotonic() < deadline:
-        time.sleep(0.01)  # nobody waits for an episode to be closed
-    assert sum(game.closed for game in games.made) == 1
+    by_turns = limit == "turns"
+    games = Games(tokenizer, max_turns=9, most_turns=1 if by_turns else None)
+    _, (sample,) = games.play([[first]], most=90 if by_turns else len(first) + 2)
+    assert (sample.finished, sample.state, token_ids(sample.parts)) == (False, None, first)
+    assert list(sample.replies) == [Reply(reward=-0.2, truncated=True, metrics={"right": 0.0})]
+    (game,) = games.made
+    assert game.turns == [Turn(0, "12", tuple(first), True), Turn(1, "", (), False)]
+    assert game.closed == 1
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_the_reward_behind_the_last_turn_survives_a_loss(
+    snapshot: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is lost between the last turn and the one without tokens: state or turns bring it there."""
+    script = wrong(tokenizer, 2)
+    _, (whole,) = Games(tokenizer, snapshot=snapshot, max_turns=9, most_turns=2).play([script])
+    step, failed = Guess.step, []
+
+    async def flaky(self: Guess, turn: Turn) -> Reply:
+        if turn.number == 2 and not failed:
+            failed.append(turn)
+            raise RuntimeError("the sandbox was lost")
+        return await step(self, turn)
+
+    monkeypatch.setattr(Guess, "step", flaky)
+    games = Games(tokenizer, snapshot=snapshot, max_turns=9, most_turns=2)
+    _, (sample,) = games.play([script])
+    assert (list(sample.replies), len(failed), len(games.made)) == (list(whole.replies), 1, 2)
+    assert sample.replies[-1].reward == -0.2
 
 
 @pytest.mark.parametrize("snapshot", [True, False])

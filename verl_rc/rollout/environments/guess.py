@@ -33,7 +33,9 @@ class GuessNumber(Environment):
         return Opening([{"role": "user", "content": PROMPT}])
 
     async def step(self, turn: Turn) -> Reply:
-        """See ``Environment``."""
+        """See ``Environment``. A game that a limit has ended is lost."""
+        if not (turn.text or turn.stopped):
+            return Reply(done=True, metrics={"acc": 0.0, "guesses": float(self._guesses)})
         self._guesses += 1
         text = turn.text.strip()
         guess = int(text) if text.isdecimal() and int(text) < self._numbers else None

@@ -27,7 +27,9 @@ class Gym(Environment):
         return Opening([{"role": "user", "content": str(observation)}])
 
     async def step(self, turn: Turn) -> Reply:
-        """See ``Environment``."""
+        """See ``Environment``. A turn without tokens is no action."""
+        if not (turn.text or turn.stopped):
+            return Reply(truncated=True)
         observation, reward, terminated, truncated, facts = self._game.step(turn.text)
         numbers = {name: float(value) for name, value in facts.items() if isinstance(value, Real)}
         messages = [{"role": "user", "content": str(observation)}]

@@ -13,9 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
-from verl_rc.rollout.conversation import Conversations, OpenSamples
+from verl_rc.rollout.conversation import Advanced, Conversations, OpenSamples
 from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
-from verl_rc.rollout.environment_host import Answered
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
@@ -61,7 +60,7 @@ class VllmSampler:
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[Answered] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[Advanced] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
         so_far, answers = self._open.begin(key, sample)
         if answers is not None:
@@ -74,9 +73,9 @@ class VllmSampler:
         self._requests[key] = self._llm.llm_engine.add_request(str(key), prompt, parameters), self.version
         return None
 
-    def step(self) -> "list[tuple[int, Sample | Exception | Future[Answered]]]":
+    def step(self) -> "list[tuple[int, Sample | Exception | Future[Advanced]]]":
         """See ``Sampler``. What is wrong with vLLM's output takes the place of its sample."""
-        ended: list[tuple[int, Sample | Exception | Future[Answered]]] = []
+        ended: list[tuple[int, Sample | Exception | Future[Advanced]]] = []
         for request in self._llm.llm_engine.step():
             if not request.finished:
                 continue
@@ -91,9 +90,9 @@ class VllmSampler:
                 ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
         return ended
 
-    def proceed(self, key: int, answer: Answered) -> Sample | None:
-        """See ``Sampler``: ``answer`` is the environment's."""
-        return self._open.proceed(key, answer)
+    def proceed(self, key: int, advanced: Advanced) -> Sample | None:
+        """See ``Sampler``: ``advanced`` has the environment's reply."""
+        return self._open.proceed(key, advanced)
 
     def cut(self, keys: Sequence[int]) -> None:
         """See ``Sampler``. Raises like ``parts_of_output``."""

@@ -143,6 +143,17 @@ def test_a_turn_that_is_cut_off_is_followed_by_none() -> None:
     assert failed == Reply(truncated=True, metrics={"branches": 0.0})
 
 
+def test_an_agent_whose_turns_a_limit_ends_still_ends_with_its_score() -> None:
+    """Its call gets an answer without a word, whose finish reason is ``length``; a further one is refused."""
+
+    async def ended(turns: int) -> list[Outcome]:
+        host, none = playing(turns=turns), turn(1, "", token_ids=(), stopped=False)
+        return [await host.step(episode(), turn(0)), await host.step(episode(), none)]
+
+    assert replies(run(ended(2)))[1] == Reply(reward=2.0, done=True, metrics={"branches": 0.0})
+    assert replies(run(ended(3)))[1] == Reply(truncated=True, metrics={"branches": 0.0})
+
+
 @pytest.mark.parametrize(
     ("host", "why"),
     [

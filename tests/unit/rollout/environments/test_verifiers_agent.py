@@ -51,3 +51,16 @@ def test_turns_are_the_policys_and_the_reward_is_the_score(
         Answered(Reply([{"role": "user", "content": "again"}])),
         Answered(Reply(reward=1.0, done=True, metrics={"branches": 0.0})),
     ]
+
+
+def test_an_episode_whose_turns_a_limit_ends_has_its_score() -> None:
+    how = {"function": f"{AGENT}:play", "arguments": {"environment": ENVIRONMENT}}
+    make = environment_class("verl_rc.rollout.environments.agent:Agent", how)
+
+    async def episode() -> list[Any]:
+        host, at = Host(lambda _: make(), HostLimits(step_seconds=60)), Episode((0, 0, 0), ROW, 5)
+        given = [Turn(0, "h", (1,), True), Turn(1, "", (), stopped=False)]
+        return [await host.step(at, turn) for turn in given]
+
+    *_, last = asyncio.run(episode())
+    assert last == Answered(Reply(reward=1.0, done=True, metrics={"branches": 0.0}))
