@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,20 @@ from verl_rc.ppo.step_time import WaitTotals
 
 NOT_OF_THE_TRAINING = (
     *("timing_", "perf/", "sync/canary", "recovery/", "trainer/idle_ratio"),
-    *("async/wait_for_oldest_s", "async/pause_seconds"),
+    *("async/wait_for_oldest_s", "async/pause_seconds", "env/wait_s", "env/hosts_lost"),
 )
 
 
 def without_times(state: RunState) -> RunState:
-    """A state without the seconds that its steps took."""
-    return state if state.supply is None else replace(state, supply=replace(state.supply, waits=WaitTotals()))
+    """A state without the seconds that its steps took, and those that samples waited for replies."""
+    if state.supply is None:
+        return state
+    groups = deepcopy(state.supply.groups)
+    for reply in (
+        reply for group in groups.get("groups", ()) for one in group["samples"] for reply in one["replies"]
+    ):
+        reply["waited"] = 0.0
+    return replace(state, supply=replace(state.supply, waits=WaitTotals(), groups=groups))
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Environments in processes of their own: the same episodes as in this one, also when a host is lost."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,6 +69,18 @@ def test_a_host_that_is_blocked_is_started_again() -> None:
         assert isinstance(await asyncio.wait_for(hosts.step(at, WRONG[0]), 30), Answered)
 
     asyncio.run(blocked())
+
+
+def test_hosts_that_were_lost_are_counted_once() -> None:
+    hosts = RayHosts.start(config())
+    asyncio.run(play(hosts, 0))
+    asyncio.run(play(hosts, 1))
+    assert hosts.count_lost() == 0
+    ray.kill(hosts._actors[1], no_restart=False)
+    deadline, lost = time.monotonic() + 60, 0
+    while not lost and time.monotonic() < deadline:
+        lost = hosts.count_lost()
+    assert (lost, hosts.count_lost()) == (1, 0)
 
 
 def test_an_opening_that_fails_is_an_error_with_its_cause() -> None:

@@ -1,6 +1,7 @@
 """Environments in processes of their own: Ray actors, each a host of many episodes."""
 
 import asyncio
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl_rc.rollout.environment_host import Failed, Hosts, Outcome
 
 _MOST_LOSSES = 3
 """Hosts that a call may lose before it fails; until then Ray makes it again on the host that it starts."""
+_NAME_SECONDS = 0.1
 _MOST_CALLS = 10_000
 """Calls of one host at the same time: they wait for environments, not for each other."""
 
@@ -26,6 +28,11 @@ class _HostProcess:
         from verl_rc.rollout.environment_host import environment_host  # noqa: PLC0415  (see the class)
 
         self._host = environment_host(config)
+        self._process = uuid.uuid4().hex, ray.get_runtime_context().was_current_actor_reconstructed
+
+    async def process(self) -> tuple[str, bool]:
+        """A name that no other process has, and whether it took the place of one that was lost."""
+        return self._process
 
     async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         return await self._host.open(row, seed)
@@ -46,6 +53,10 @@ class RayHosts(Hosts):
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = list(actors)
+        self._processes: dict[int, str] = {}
+        """The names of the last processes that were seen, by place."""
+        self._asked: dict[int, Any] = {}
+        """Their names to come."""
 
     @classmethod
     def start(cls, config: EnvironmentConfig) -> "RayHosts":
@@ -67,6 +78,26 @@ class RayHosts(Hosts):
     async def close(self, key: EpisodeKey) -> None:
         """See ``Hosts``."""
         await self._call(sum(key), "close", key)
+
+    def count_lost(self) -> int:
+        """See ``Hosts``. A host that is busy, or still starts, says at a later call that it is another
+        one."""
+        for place, actor in enumerate(self._actors):
+            if place not in self._asked:
+                self._asked[place] = actor.process.remote()
+        names = list(self._asked.values())
+        ready, _ = ray.wait(names, num_returns=len(names), timeout=_NAME_SECONDS)
+        lost = 0
+        for place in [place for place, name in self._asked.items() if name in ready]:
+            try:
+                name, replaces_one = ray.get(self._asked.pop(place))
+            except RayActorError:
+                continue
+            lost += self._processes.get(place, name) != name or (
+                place not in self._processes and replaces_one
+            )
+            self._processes[place] = name
+        return lost
 
     async def _call(self, place: int, method: str, *arguments: Any) -> Any:
         actor = self._actors[place % len(self._actors)]

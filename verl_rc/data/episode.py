@@ -56,6 +56,10 @@ class Reply:
     """The episode has ended at a limit: its sample counts as unfinished."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to be shown, by name."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds that the sample waited for it; whoever asks for a reply measures them."""
+    asked_again: int = field(default=0, compare=False)
+    """Calls that were made once more for it, because one failed."""
 
     def __post_init__(self) -> None:
         """Raise ``BadReplyError`` naming what is wrong."""
@@ -81,7 +85,8 @@ class Reply:
         """This reply and the ``last`` one, to a turn that had no room, as one that ends the episode."""
         names = {**self.metrics, **last.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + last.metrics.get(name, 0.0) for name in names}
-        return Reply(reward=self.reward + last.reward, truncated=True, metrics=metrics)
+        again = self.asked_again + last.asked_again
+        return Reply((), self.reward + last.reward, truncated=True, metrics=metrics, asked_again=again)
 
 
 @dataclass(frozen=True)

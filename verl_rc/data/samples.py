@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Samples:
     """``B`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)
     """Further columns of ``B`` values returned by the reward function, e.g. ``acc``."""
+    episodes: Sequence[Sequence[Reply]] = ()
+    """What the environment replied to the turns of each of ``B`` responses; none where there is no
+    environment."""
     unpenalised: Tensor | None = None
     """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
     reward_baselines: Tensor | None = None
@@ -53,8 +57,7 @@ class Samples:
         columns: dict[str, Sequence[object]] = {
             f"extras[{name!r}]": column for name, column in self.extras.items()
         }
-        if self.texts:
-            columns["texts"] = self.texts
+        columns |= {name: column for name in ("texts", "episodes") if (column := getattr(self, name))}
         for name, column in columns.items():
             if len(column) != rows:
                 raise ValueError(

@@ -212,6 +212,8 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
     joined = joined_samples(sampled, rollouts)
+    if config.actor_rollout_ref.rollout.converses:
+        joined = replace(joined, episodes=[sample.replies for sample in samples])
     # Whether others have an accuracy must not depend on which groups were scored together.
     joined = replace(joined, extras=with_accuracies(joined.extras))
     if config.algorithm.gdpo_reward_keys is not None:
@@ -239,6 +241,7 @@ def record_batch_of_groups(
     record.count_tokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
     record.add_records(reward_metrics(_reward_outputs(samples)))
     record.add(environment_metrics(samples.extras))
+    record.add(waiting_metrics(samples.episodes))
     if baselines is not None:
         record.ledger.sampled(baselines.num_tokens)
         record.ledger.book({"baseline": baselines.num_tokens})
@@ -265,6 +268,16 @@ def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, fl
                 f"{name}/{key}": value for key, value in _spread(torch.tensor(numbers).double()).items()
             }
     return metrics
+
+
+def waiting_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
+    """How long episodes waited for their environments, and how often these were called once more."""
+    if not episodes:
+        return {}
+    waits = torch.tensor([math.fsum(reply.waited for reply in replies) for replies in episodes])
+    again = sum(reply.asked_again for replies in episodes for reply in replies)
+    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _spread(waits.double()).items()}
+    return {**waiting, f"{_ENVIRONMENT}calls_again": float(again)}
 
 
 def _spread(values: Tensor) -> dict[str, float]:

@@ -35,6 +35,10 @@ class Openings:
             for (row, _), opening in zip(rows, openings, strict=True)
         ]
 
+    def count_lost_hosts(self) -> int:
+        """See ``Hosts.count_lost``."""
+        return self._hosts.count_lost()
+
     async def _ask_all(
         self, rows: Sequence[tuple[PromptRow, int]]
     ) -> list[Opening | EpisodeFailedError | None]:

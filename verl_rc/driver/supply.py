@@ -225,6 +225,11 @@ class Supply:
         if self._services.config.algorithm.filter_groups.enable:
             samples = self._services.config.actor_rollout_ref.rollout.n
             record.add(totals.filter_metrics(samples, in_draws=self._draws))
+        rollout, openings = self._services.config.actor_rollout_ref.rollout, self._services.openings
+        if rollout.converses:
+            record.add({"env/failures": float(totals.environment_failures)})
+        if rollout.environment.hosts and openings is not None:
+            record.add({"env/hosts_lost": float(openings.count_lost_hosts())})
         if self._takes_turns:
             seconds = self._arrived_at - self._step_began
             record.add({"perf/rollout_tokens_per_second": totals.arrived / seconds})
@@ -450,7 +455,9 @@ class Supply:
         A synchronous run ends with the first failure of a reward.
         """
         progress = self._progress
-        if self._takes_turns and not isinstance(error, EpisodeFailedError):
+        if isinstance(error, EpisodeFailedError):
+            self._totals.environment_failures += 1
+        elif self._takes_turns:
             raise error
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)

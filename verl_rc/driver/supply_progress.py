@@ -117,6 +117,8 @@ class StepTotals:
     """Tokens of groups that left the run untrained, by fate."""
     groups: Counter[str] = field(default_factory=Counter)
     """Groups that were decided, by fate."""
+    environment_failures: int = 0
+    """Attempts at a group in which an environment failed."""
     scores: list[float] = field(default_factory=list)
     """Mean scores of groups that were kept or filtered."""
     longest_group: float = 0.0

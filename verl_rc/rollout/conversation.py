@@ -5,6 +5,7 @@ Every sample takes its turns at its own pace. Sampled token ids are never encode
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -132,6 +133,7 @@ class Conversations:
 
     async def _ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> Advanced:
         assert request.episode is not None
+        began = time.perf_counter()
         *past, turn = self._turns(sample)
         history = [Exchange(one, reply) for one, reply in zip(past, sample.replies, strict=True)]
         answer = await self._answer(replace(request.episode, state=sample.state), history, turn)
@@ -143,7 +145,7 @@ class Conversations:
             none = Turn(turn.number + 1, "", (), stopped=False)
             last = await self._answer(replace(request.episode, state=answer.state), history, none)
             answer = Answered(answer.reply.joined(last.reply))
-        replies = [*sample.replies, answer.reply]
+        replies = [*sample.replies, replace(answer.reply, waited=time.perf_counter() - began)]
         if parts is None:
             return Advanced(replace(sample, replies=replies, state=None, finished=finished), goes_on=False)
         sample = replace(sample, parts=parts, replies=replies, state=answer.state, finished=False)
@@ -165,13 +167,13 @@ class Conversations:
 
     async def _answer(self, episode: Episode, history: Sequence[Exchange], turn: Turn) -> Answered:
         """The environment's answer to a turn, for which it is asked ``TRIES`` times."""
-        for _ in range(TRIES):
+        for attempt in range(TRIES):
             outcome = await self._step(episode, turn)
             episode = replace(episode, history=history)
             if isinstance(outcome, NeedsHistory):
                 outcome = await self._step(episode, turn)
             if isinstance(outcome, Answered):
-                return outcome
+                return replace(outcome, reply=replace(outcome.reply, asked_again=attempt))
             assert isinstance(outcome, Failed)
             failure = outcome
             if not failure.again:

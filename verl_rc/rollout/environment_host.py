@@ -60,6 +60,10 @@ class Hosts(Protocol):
     async def close(self, key: EpisodeKey) -> None:
         """Forget an episode, where it is open."""
 
+    def count_lost(self) -> int:
+        """How many hosts were lost since the last call, as far as that is known."""
+        return 0
+
 
 @dataclass(frozen=True)
 class HostLimits:

@@ -184,6 +184,12 @@ def test_a_step_that_fails_once_is_tried_again_from_state_or_turns(
     games = Games(tokenizer, snapshot=snapshot)
     _, (sample,) = games.play([wrong(tokenizer, 3)])
     assert (list(sample.replies), len(failed), len(games.made)) == (list(whole.replies), 1, 2)
+    assert [reply.asked_again for reply in sample.replies] == [0, 1, 0]
+
+
+def test_a_reply_says_how_long_its_sample_waited_for_it(tokenizer: Any) -> None:
+    _, (sample,) = Games(tokenizer, latency=0.05).play([wrong(tokenizer, 3)])
+    assert all(0.05 <= reply.waited < PATIENCE for reply in sample.replies)
 
 
 @pytest.mark.parametrize(

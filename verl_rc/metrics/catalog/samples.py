@@ -40,6 +40,25 @@ _LENGTHS = (
         "sequences that have it of a metric of the environment's replies, summed over the turns",
         "driver",
     ),
+    *spread("env/wait_s", "s", "sequences of the time in which they waited for the environment", "driver"),
+    MetricSpec(
+        "env/calls_again",
+        "1",
+        "calls of the environment for the batch that were made once more, because one failed",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "env/failures",
+        "1",
+        "times that a group failed in the step because of its environment",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "env/hosts_lost",
+        "1",
+        "processes of environment.hosts that were lost and replaced since the step before",
+        emitted_by="driver",
+    ),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )
 _TRAINING = (

@@ -38,8 +38,9 @@ from verl_rc.data.batches import (
     TokenScores,
     TrainBatch,
 )
+from verl_rc.data.episode import Reply
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.driver.decide import environment_metrics
+from verl_rc.driver.decide import environment_metrics, waiting_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
@@ -61,6 +62,7 @@ from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_obj
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.engine import Interrupted
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit
@@ -511,6 +513,24 @@ def numbers_of_an_environment():
     columns = {"env/guesses": [1.0, None, 4.0], "env/none": [None] * 3, "acc": [1.0, 0.0, 0.0]}
     expected = {"env/guesses/mean": 5 / 2, "env/guesses/max": 4, "env/guesses/min": 1}
     return environment_metrics(columns), expected
+
+
+@example
+def environments_that_fail_and_are_waited_for():
+    """Two episodes wait 1 + 2 and 0.5 seconds; one call is made twice. In a step one of two groups fails to
+    open once, and two hosts are lost."""
+    episodes = [
+        [Reply(done=True, waited=1.0, asked_again=1), Reply(done=True, waited=2.0)],
+        [Reply(done=True, waited=0.5)],
+    ]
+    waiting = {"wait_s/mean": 3.5 / 2, "wait_s/max": 3, "wait_s/min": 0.5, "calls_again": 1}
+    environment = "actor_rollout_ref.rollout.environment"
+    run, failed = make_run(f"{environment}.name=a:B", f"{environment}.hosts=2"), iter([EpisodeFailedError()])
+    run.openings = SimpleNamespace(
+        open=lambda rows: [next(failed, row) for row, _ in rows], count_lost_hosts=lambda: 2
+    )
+    _, found = sample(run)
+    return {**found, **waiting_metrics(episodes)}, under("env/", {**waiting, "failures": 1, "hosts_lost": 2})
 
 
 @example
