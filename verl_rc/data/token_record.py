@@ -42,7 +42,9 @@ class Field:
 
 
 FIELDS: Mapping[str, Field] = {
-    "response_mask": Field("bool", "1 where the policy sampled the token, 0 for tokens of tools"),
+    "response_mask": Field(
+        "bool", "1 where the policy sampled the token, 0 for tokens of tools and environments"
+    ),
     "rollout_log_prob": Field("float32", "log-prob that the engine reported, nats"),
     "old_log_prob": Field("float32", "the trainer's log-prob before the update, nats; null: not computed"),
     "response_ids": Field("int32", "token ids behind the first prompt, those of tools included"),
@@ -55,6 +57,10 @@ FIELDS: Mapping[str, Field] = {
     "kept": Field("bool", "0 where rollout correction rejected the token"),
     "advantage": Field("float32", "one number for the whole row, or one a token"),
     "version": Field("int32", "number of the weights that sampled: one for the row, or one a token"),
+    "turn_reward": Field("float32", "reward of the turn that ends with the token; elsewhere 0"),
+    "turn_wait": Field(
+        "float32", "seconds that the turn ending with the token waited for a reply; elsewhere 0"
+    ),
     "token_class": Field("int8", "kind of the token by its text, a number in `TOKEN_CLASSES`"),
     "row": Field("int32", "place in the batch; default: the order", is_of_tokens=False),
     "group": Field("int32", "number of the prompt; default: equal for equal prompts", is_of_tokens=False),

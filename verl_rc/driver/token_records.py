@@ -22,6 +22,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
+from verl_rc.rollout.response import at_turn_ends
 from verl_rc.rollout.sampling import request_seed
 
 MOST_FILES = 512
@@ -207,6 +208,11 @@ def _token_columns(
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
+    if samples.episodes:
+        rewards = [[reply.reward for reply in replies] for replies in samples.episodes]
+        yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)
+        waits = [[reply.waited for reply in replies] for replies in samples.episodes]
+        yield "turn_wait", at_turn_ends(waits, rollouts.response_mask)
     if not in_actor:
         assert evaluations.proximal_log_probs is not None
         yield "old_log_prob", evaluations.proximal_log_probs

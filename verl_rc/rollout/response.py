@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch, fingerprints, left_padded
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns, runs
+from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, num_turns
 
 
 def build_rollout_batch(
@@ -69,39 +70,29 @@ def build_rollout_batch(
         fingerprints=fingerprints(tokens, response_mask),
         num_turns=torch.tensor([num_turns(sample.parts) for sample in samples]) if with_tools else None,
         tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
-        turn_rewards=None if turn_rewards is None else _at_turn_ends(turn_rewards, samples, shape),
+        turn_rewards=None if turn_rewards is None else at_turn_ends(turn_rewards, response_mask),
         engines=torch.tensor(engines) if len(engines) == rows else None,
         batch_size=[rows],
     )
 
 
-def _at_turn_ends(
-    rewards: Sequence[Sequence[float]], samples: Sequence[Sample], shape: tuple[int, int]
-) -> Tensor:
-    """float32 ``shape``: every reward at the last token of its turn.
+def at_turn_ends(values: Sequence[Sequence[float]], response_mask: Tensor) -> Tensor:
+    """float32 ``[B, R]``: the values of a row's turns, each at the last token of its turn.
 
-    Raises ``ValueError`` when a sample has fewer turns than rewards.
+    A turn is a run of tokens in ``response_mask``. Raises ``ValueError`` when a row has fewer turns than
+    values.
     """
-    at_ends = torch.zeros(shape, dtype=torch.float32)
-    for row, (sample, row_rewards) in enumerate(zip(samples, rewards, strict=True)):
-        ends = _turn_ends(sample.parts)
-        if len(row_rewards) > len(ends):
+    at_ends = torch.zeros(response_mask.shape, dtype=torch.float32)
+    ends = response_mask & ~pad(response_mask[:, 1:], (0, 1))
+    for row, row_values in enumerate(values):
+        places = ends[row].nonzero()[:, 0]
+        if len(row_values) > len(places):
             raise ValueError(
-                f"a turn has one reward at most, but row {row} has {len(row_rewards)} rewards for "
-                f"{len(ends)} turns."
+                f"a turn has one reward at most, but row {row} has {len(row_values)} rewards for "
+                f"{len(places)} turns."
             )
-        at_ends[row, ends[: len(row_rewards)]] = torch.tensor(row_rewards, dtype=torch.float32)
+        at_ends[row, places[: len(row_values)]] = torch.tensor(row_values, dtype=torch.float32)
     return at_ends
-
-
-def _turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
-    """Positions of the last tokens of the policy's turns. Parts in a row are one turn."""
-    ends, stop = list[int](), 0
-    for is_turn, pieces in runs(parts):
-        stop += num_tokens(pieces)
-        if is_turn:
-            ends.append(stop - 1)
-    return ends
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from formula_run import live, without_processes
-from planned_runs import INPUTS, ROWS, config_of, scored_step
+from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, scored_step
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import PolicyEvaluations
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.episode import Reply
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_parquet import read_record, record_files
 from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, noise_scale
@@ -26,6 +27,8 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.token_records import ChosenRows, TokenRecorder
 from verl_rc.ppo.control import Control
+
+TOLD = [{"role": "user", "content": "h"}]
 
 
 @pytest.fixture(autouse=True)
@@ -271,6 +274,27 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
     } <= again.keys()
     for name, value in again.items():
         assert value == pytest.approx(own[name], rel=1e-6, abs=1e-9), name
+
+
+def test_a_turn_has_its_reward_and_its_wait_at_its_last_token(tmp_path: Path) -> None:
+    """Row 0 is made to have two turns; the environment has no turn of the empty row."""
+    samples = samples_with_prompts()
+    mask = samples.rollouts.response_mask.clone()
+    mask[0, 2:4] = False
+    episodes = [[Reply(reward=-float(row), done=True, waited=row / 2)] for row in range(ROWS)]
+    episodes[0], episodes[EMPTY_ROW] = [Reply(TOLD, 0.5, waited=1.5), Reply(reward=2.0, done=True)], []
+    rollouts = samples.rollouts.clone()
+    rollouts.response_mask = mask
+    samples = dataclasses.replace(samples, rollouts=rollouts, episodes=episodes)
+    record = recorded(tmp_path, config_of(CORRECTION), samples)
+    first = record.of_row(0)
+    last = int(record.lengths[0]) - 5
+    assert record.tokens["turn_reward"][first].tolist() == [0, 0.5, 0, 0, *[0.0] * last, 2.0]
+    assert record.tokens["turn_wait"][first].tolist() == [0, 1.5, 0, 0, *[0.0] * last, 0.0]
+    for row in range(1, ROWS):
+        rewards, waits = (record.tokens[name][record.of_row(row)] for name in ("turn_reward", "turn_wait"))
+        assert rewards.tolist() == ([*[0.0] * (len(rewards) - 1), -float(row)] if len(rewards) else [])
+        assert not len(waits) or waits[-1] == row / 2
 
 
 def test_some_rows_of_a_step(tmp_path: Path) -> None:
