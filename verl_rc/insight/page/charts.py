@@ -77,6 +77,15 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Prompts with a signal", ("training/filter_groups/informative_ratio",)),
         ),
     ),
+    "environment": (
+        "Environment",
+        (
+            ChartSpec("Messages of a conversation", ("num_turns/mean",), ("num_turns/min", "num_turns/max")),
+            ChartSpec("Waits of an episode", ("env/wait_s/mean",), ("env/wait_s/min", "env/wait_s/max")),
+            ChartSpec("Failures", ("env/failures", "env/calls_again", "env/hosts_lost")),
+            ChartSpec("Calls of tools", ("tool_call_counts/mean",)),
+        ),
+    ),
     "time": (
         "Where the time goes",
         (

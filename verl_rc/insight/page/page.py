@@ -142,7 +142,7 @@ def _panels(
         figures = "".join(data.figure(chart) for chart in charts_of(specs, runs))
         if name == "correction" and not several:
             figures = data.heat_figure(runs[0]) + figures
-        if figures or name != "ledger":
+        if figures or name not in ("environment", "ledger"):
             content = (
                 f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
             )

@@ -23,6 +23,8 @@ _MOST_PIECES = _UNKNOWN
 _POLICY, _KEPT, _CUT = 1, 2, 4
 """Bits of a token: the policy sampled it; rollout correction keeps it; its weight was cut."""
 _BAR_WIDTH = 160.0
+_MOST_TURNS = 20
+_TURN_COLUMNS = {"tokens": "response_mask", "rewards": "turn_reward", "waits": "turn_wait"}
 _BELOW = 'what <a href="#fields">would record them</a> stands below'
 """Said of other trainers, whose panel of fields names their options."""
 
@@ -62,7 +64,7 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
     parts.append(
         '<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>"
     )
-    parts.append(_worst_table(visible))
+    parts += [_turns_table(data), _worst_table(visible)]
     if data.profiles is not None:
         parts.append(profiles_html(data.profiles))
     return "".join(parts), _script_data(visible, rows, with_text) if rows else None
@@ -77,6 +79,36 @@ def rows_that_fit(rows: Sequence[TokenRow], most_tokens: int) -> list[TokenRow]:
             break
         rows_kept.append(row)
     return rows_kept
+
+
+def _turns(row: TokenRow) -> dict[str, list[float]]:
+    """Tokens of each turn, and its reward and wait where they were recorded. A turn is a run of sampled
+    tokens."""
+    mask = row.tokens["response_mask"]
+    begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    return {
+        name: np.add.reduceat(row.tokens[field] * mask.astype("float64"), begins).tolist()
+        if len(mask)
+        else []
+        for name, field in _TURN_COLUMNS.items()
+        if field in row.tokens
+    }
+
+
+def _turns_table(data: TokenData) -> str:
+    """What the turns of the newest record were rewarded for, by their number; empty where no environment
+    answered."""
+    turns = [_turns(row) for row in data.rows if row.step == data.steps[-1]]
+    if not any("rewards" in one for one in turns):
+        return ""
+    rows = []
+    for place in range(min(_MOST_TURNS, max(len(one["tokens"]) for one in turns))):
+        there = [one for one in turns if len(one["tokens"]) > place]
+        columns = [[one[name][place] for one in there if name in one] for name in _TURN_COLUMNS]
+        means = [number(float(np.mean(column))) if column else "" for column in columns]
+        rows.append((str(place + 1), str(len(there)), *means))
+    head = ("turn", "rows that have it", "mean tokens", "mean reward", "mean wait, s")
+    return f"<h3>Turns of the rows of step {data.steps[-1]}</h3>{table(head, rows, 'samples')}"
 
 
 def _worst_table(data: TokenData) -> str:
@@ -209,6 +241,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "flags": _bytes(flags.astype("uint8")),
         "rollout": packed(tokens["rollout_log_prob"].tolist()),
         "train": packed(tokens["old_log_prob"].tolist()) if "old_log_prob" in tokens else None,
+        "turns": {name: [_number(value) for value in values] for name, values in _turns(row).items()},
     }
     small = {
         "weight": weight,

@@ -98,6 +98,36 @@ def test_tokens_that_were_cut_rejected_or_written_by_tools(
     assert [bool(flag & 4) for flag in flags] == [*cut, False]
 
 
+def test_turns_have_their_tokens_rewards_and_waits(tmp_path: Path) -> None:
+    """Two rows of two turns and one of a turn; an environment's token lies between two turns."""
+    mask = [True, True, False, True, True, True, True, False, True]
+    rewards = [0, -0.5, 0, 1.0, 0, 2.0, -1.0, 0, 0.5]
+    waits = [0, 0.25, 0, 0.5, 0, 0.75, 1.25, 0, 0]
+    record = token_record(10, response_mask=mask, turn_reward=rewards, turn_wait=waits)
+    page = page_of(run_with(tmp_path, record))
+    turns = {row["row"]: row["turns"] for row in data_of(page)["rows"]}
+    assert turns == {
+        0: {"tokens": [2, 1], "rewards": [-0.5, 1.0], "waits": [0.25, 0.5]},
+        2: {"tokens": [2], "rewards": [2.0], "waits": [0.75]},
+        4: {"tokens": [1, 1], "rewards": [-1.0, 0.5], "waits": [1.25, 0]},
+    }
+    lines = re.findall(r"<tr><td>(.*?)</td></tr>", page.partition("Turns of the rows of step 10")[2])
+    assert [line.split("</td><td>") for line in lines[:2]] == [
+        ["1", "3", "1.667", "0.1667", "0.75"],
+        ["2", "2", "1", "0.75", "0.25"],
+    ]
+
+
+def test_records_without_an_environment_have_turns_of_the_mask_alone(tmp_path: Path) -> None:
+    page = page_of(run_with(tmp_path, token_record(10, response_mask=[True, False, True, True] + [True] * 5)))
+    assert {row["row"]: row["turns"] for row in data_of(page)["rows"]} == {
+        0: {"tokens": [1, 2]},
+        2: {"tokens": [2]},
+        4: {"tokens": [3]},
+    }
+    assert "Turns of the rows" not in page
+
+
 class Tags(HTMLParser):
     """The elements of a page."""
 

@@ -80,6 +80,23 @@ function shade(value, full) {
   return value > 0 ? `rgba(230, 120, 0, ${strength.toFixed(2)})` : `rgba(0, 114, 200, ${strength.toFixed(2)})`;
 }
 
+// The turn of a token of the policy, from 0.
+function turnOf(row, i) {
+  let end = -1;
+  const flags = numbersOf(row).flags;
+  for (let j = 0; j <= i; j++) if (flags[j] & POLICY && !(j && flags[j - 1] & POLICY)) end += 1;
+  return end;
+}
+
+function turnsInWords(row) {
+  const { tokens, rewards, waits } = row.turns;
+  if (!rewards && tokens.length < 2) return "";
+  let words = `; ${tokens.length} turn${tokens.length === 1 ? "" : "s"}`;
+  if (rewards) words += `, rewards ${rewards.map(shown).join(", ")}`;
+  if (waits) words += `, waited ${shown(waits.reduce((sum, wait) => sum + wait, 0))} s`;
+  return words;
+}
+
 function pieceOf(ids, i, kinds) {
   if (!ids || ids[i] === UNKNOWN) return "▪";
   const text = data.pieces[ids[i]][1];
@@ -95,6 +112,7 @@ const SORTS = {
   "score": (row) => (typeof row.score === "number" ? row.score : -Infinity),
   "step": (row) => row.step,
   "rejected": (row) => rejectedShare(row),
+  "turns": (row) => row.turns.tokens.length,
 };
 
 function rejectedShare(row) {
@@ -145,7 +163,7 @@ function drawList() {
   if (order) rows = [...rows].sort((a, b) => order(b) - order(a));
   list.replaceChildren();
   const table = element("table", "", list), head = element("tr", "", element("thead", "", table));
-  for (const name of ["", "step", "row", "chosen", "source", "score", "tokens", "Σl²", "rejected"]) element("th", name, head).scope = "col";
+  for (const name of ["", "step", "row", "chosen", "source", "score", "tokens", "turns", "Σl²", "rejected"]) element("th", name, head).scope = "col";
   const body = element("tbody", "", table);
   for (const row of rows.slice(0, state.rows)) {
     const line = element("tr", "", body), button = element("button", "show", element("td", "", line));
@@ -155,7 +173,7 @@ function drawList() {
       drawList();
       drawRow();
     });
-    const cells = [row.step, row.row, row.chosen_by, row.source, row.score, row.length, row.gap];
+    const cells = [row.step, row.row, row.chosen_by, row.source, row.score, row.length, row.turns.tokens.length, row.gap];
     for (const cell of [...cells.map(shown), (100 * rejectedShare(row)).toFixed(0) + " %"]) element("td", cell, line);
   }
   if (rows.length > state.rows) {
@@ -175,7 +193,7 @@ function drawRow() {
   meaning.textContent = state.colouring + ": " + (unknown ? "not recorded in this row" : words);
   const end = row.finished === null ? "end not recorded" : row.finished ? "ended by itself" : "cut off";
   heading.textContent = `Step ${row.step}, row ${row.row} (${row.chosen_by}), ${row.source}: score ${shown(row.score)}, ` +
-    `${row.length} tokens, ${end}; advantage of its first token ${shown(at(n.advantage, 0))}`;
+    `${row.length} tokens, ${end}; advantage of its first token ${shown(at(n.advantage, 0))}${turnsInWords(row)}`;
   text.replaceChildren();
   if (n.prompt && state.from === 0) {
     const first = Math.max(0, n.prompt.length - WINDOW);
@@ -232,12 +250,16 @@ function say() {
   now.classList.add("now");
   const id = n.ids && n.ids[i] !== UNKNOWN ? ` (id ${data.pieces[n.ids[i]][0]})` : "";
   const words = [`token ${i} “${pieceOf(n.ids, i)}”${id}, ${data.classes[n.kinds[i]] || "unknown kind"}`];
-  if (!(n.flags[i] & POLICY)) words.push("written by a tool, not by the policy");
+  if (!(n.flags[i] & POLICY)) words.push("written by a tool or an environment, not by the policy");
   else {
     words.push(`log-prob of the engine ${shown(n.rollout[i])}, of the trainer ${shown(n.train && n.train[i])}`);
     words.push(`log-ratio ${shown(logRatio(n, i))}`, `over expected noise ${shown(overNoise(n, i))}`);
     words.push(`weight ${shown(at(n.weight, i))}${n.flags[i] & CUT ? " (cut)" : ""}`, n.flags[i] & KEPT ? "kept" : "rejected");
     words.push(`advantage ${shown(at(n.advantage, i))}`, `entropy ${shown(at(n.entropy, i))}`, `age ${shown(at(n.age, i))}`);
+    const { tokens, rewards, waits } = row.turns, turn = turnOf(row, i);
+    if (tokens.length > 1) words.push(`turn ${turn + 1} of ${tokens.length}`);
+    if (rewards) words.push(`reward of its turn ${shown(rewards[turn])}`);
+    if (waits) words.push(`its reply took ${shown(waits[turn])} s`);
   }
   readout.textContent = words.join(", ");
 }
