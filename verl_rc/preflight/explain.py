@@ -1,11 +1,14 @@
 """A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused
 options."""
 
+import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from verl_rc.config.algorithms import AGGREGATIONS
+from verl_rc.config.rollout import EnvironmentConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.ahead import Row, prediction, publications, rule_of_ages
@@ -36,6 +39,14 @@ _GRADIENT_SUMS = {
 """By ``use_no_sync_for_gradient_accumulation``."""
 
 
+_AGENT = "verl_rc.rollout.environments.agent:Agent"
+_REWARDS = {
+    "turns": "what the environment gives each turn, at the turn's last token",
+    "function": "the reward function's score of the whole response, at its last token",
+    "sum": "what the environment gives each turn, and at the last token the reward function's score",
+}
+
+
 def write_plan(config: RunConfig, folder: Path) -> Path:
     """Write ``plan_text`` to ``plan.txt`` in a run's folder, which must exist."""
     path = folder / PLAN_FILE
@@ -59,6 +70,7 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
         "Rollout correction": _correction(config, plan),
         "Advantages": _advantages(config, plan),
+        "Who answers whom": _conversation(config, plan),
         "Critic": _critic(config),
         "A step": _step(config, plan),
         "Generation ahead of training": _ahead(config, measured),
@@ -254,6 +266,10 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.excludes_rejected:
         rows.append(("", "fully rejected rows do not count in it"))
     reward = "outcome score at the last response token"
+    if _rewards_turns(config):
+        reward = "of each turn, at its last token"
+        if advantages.spec is not None and advantages.spec.subtracts_total:
+            reward = "the sum of the turns' rewards, at the last token"
     if advantages.reward_kl:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
         reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
@@ -262,6 +278,73 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does"),
     ]
     yield from _table(rows)
+
+
+def _rewards_turns(config: RunConfig) -> bool:
+    environment = config.actor_rollout_ref.rollout.environment
+    return environment.name is not None and environment.reward != "function"
+
+
+def _conversation(config: RunConfig, plan: Plan) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.environment.name is not None:
+        yield from _table(_environment(config, rollout.environment))
+        yield from _table(
+            [("reward", _REWARDS[rollout.environment.reward]), ("credit", _credit(config, plan))]
+        )
+    elif rollout.multi_turn.enable:
+        tools = rollout.multi_turn
+        yield from _table(
+            [
+                ("the policy", f"takes turns; one without a call of {', '.join(tools.tools)} is its last"),
+                (
+                    "tools",
+                    f"answer up to {tools.max_parallel_calls} call(s) of a turn, in each engine's process",
+                ),
+            ]
+        )
+
+
+def _environment(config: RunConfig, environment: EnvironmentConfig) -> Iterator[Row]:
+    yield "the policy", "takes turns, each up to a stop token; every sample is an episode of its own"
+    yield "answers", _answerer(environment.name, environment.arguments)
+    for value, choice in environment.choices.items():
+        yield "", f"rows whose agent_name is {value}: {_answerer(choice.name, choice.arguments)}"
+    yield (
+        "runs in",
+        f"{environment.hosts} process(es) of its own; an episode stays with one, and goes on in another when "
+        "that is lost"
+        if environment.hosts
+        else "each engine's process; environment.hosts=N moves it into processes of its own",
+    )
+    turns = (
+        "any number of turns" if environment.max_turns is None else f"at most {environment.max_turns} turns"
+    )
+    yield (
+        "limits",
+        f"{turns}, {config.data.max_response_length} tokens of turns and replies together; "
+        f"{environment.step_seconds:g} s a call, which is made once more when it fails; then the prompt is "
+        "sampled once more, then replaced",
+    )
+
+
+def _answerer(name: str | None, arguments: Mapping[str, Any]) -> str:
+    if name != _AGENT:
+        return f"{name}"
+    program = arguments.get("function") or arguments.get("command")
+    words = program if isinstance(program, str) else shlex.join(program or ())
+    return f"an agent from outside, {words}: it asks the policy by a chat endpoint and ends with a score"
+
+
+def _credit(config: RunConfig, plan: Plan) -> str:
+    advantages = plan.advantages
+    if advantages.spec is None:
+        return f"the function {advantages.estimator} decides"
+    if advantages.reads("turn_credit") and config.algorithm.turn_credit == "turn":
+        return "by turn: each is credited with the rewards from it on"
+    if advantages.compares_groups or advantages.spec.subtracts_total or not _rewards_turns(config):
+        return "by episode: all of its tokens are credited with its score"
+    return "by token: each is credited with the rewards that follow it"
 
 
 def _critic(config: RunConfig) -> Iterator[str]:

@@ -28,7 +28,59 @@ AHEAD: Given = {
 }
 REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_3.0"}
 
+ENVIRONMENT = "actor_rollout_ref.rollout.environment"
 SAID: list[tuple[Given, list[str], list[str]]] = [
+    (
+        {
+            f"{ENVIRONMENT}.name": "games:Guess",
+            f"{ENVIRONMENT}.choices": {"chess": {"name": "games:Chess"}},
+            f"{ENVIRONMENT}.max_turns": 4,
+        },
+        [
+            "Who answers whom",
+            "answers games:Guess",
+            "rows whose agent_name is chess: games:Chess",
+            "runs in each engine's process",
+            "at most 4 turns, 7 tokens of turns and replies together; 60 s a call",
+            "reward of each turn, at its last token",
+            "by episode: all of its tokens are credited with its score",
+        ],
+        ["outcome score at the last response token"],
+    ),
+    (
+        {
+            f"{ENVIRONMENT}.name": "verl_rc.rollout.environments.agent:Agent",
+            f"{ENVIRONMENT}.arguments": {"command": ["python", "agent.py"]},
+            f"{ENVIRONMENT}.hosts": 4,
+            f"{ENVIRONMENT}.reward": "function",
+            "algorithm.turn_credit": "turn",
+        },
+        [
+            "an agent from outside, python agent.py: it asks the policy by a chat endpoint",
+            "4 process(es) of its own",
+            "reward the reward function's score of the whole response, at its last token",
+            "by turn: each is credited with the rewards from it on",
+        ],
+        [],
+    ),
+    (
+        {f"{ENVIRONMENT}.name": "games:Guess", "algorithm.adv_estimator": "reinforce_plus_plus"},
+        ["by token: each is credited with the rewards that follow it", "any number of turns"],
+        [],
+    ),
+    (
+        {f"{ENVIRONMENT}.name": "games:Guess", "algorithm.adv_estimator": "remax"},
+        ["reward the sum of the turns' rewards, at the last token", "by episode"],
+        [],
+    ),
+    (
+        {
+            "actor_rollout_ref.rollout.multi_turn.enable": True,
+            "actor_rollout_ref.rollout.multi_turn.tools": ["calculator"],
+        },
+        ["one without a call of calculator is its last", "tools answer up to 1 call(s) of a turn"],
+        ["credit"],
+    ),
     (
         {
             "trainer.n_gpus_per_node": 4,
