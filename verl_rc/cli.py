@@ -304,7 +304,13 @@ def _wandb_workspace(options: Options) -> None:
 def _what_if(options: Options) -> None:
     from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
     from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
-    from verl_rc.insight.what_if import answer, clip_of, read_batch, tried_configs  # noqa: PLC0415  (torch)
+    from verl_rc.insight.what_if import (  # noqa: PLC0415  (torch)
+        answer,
+        clip_of,
+        read_batch,
+        tried_configs,
+        with_turns,
+    )
 
     configs = tried_configs(options.presets, options.fields)
     run = read_run(options.folder)
@@ -315,11 +321,14 @@ def _what_if(options: Options) -> None:
         from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
 
         gradients = ParameterGradients(options.folder, *steps)
-        result = answer(replace(gradients.batch, clip=clip), configs, verdict, updates=gradients)
+        batch = replace(gradients.batch, clip=clip)
+        configs = configs if options.presets else with_turns(configs, batch)
+        result = answer(batch, configs, verdict, updates=gradients)
         result = replace(result, notes=(*result.notes, gradients.cost))
     else:
-        batch = read_batch(options.folder, *steps)
-        result = answer(replace(batch, clip=clip), configs, verdict)
+        batch = replace(read_batch(options.folder, *steps), clip=clip)
+        configs = configs if options.presets else with_turns(configs, batch)
+        result = answer(batch, configs, verdict)
     if not run.is_own:
         result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
     _write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())

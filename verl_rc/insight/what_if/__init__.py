@@ -1,7 +1,7 @@
 """What each preset would have done with the tokens that a run recorded, with intervals; and which one it
 would take."""
 
-from verl_rc.insight.what_if.answer import Answer, answer, tried_configs
+from verl_rc.insight.what_if.answer import Answer, answer, tried_configs, with_turns
 from verl_rc.insight.what_if.batch import NoRecordsError, RecordedBatch, clip_of, read_batch
 from verl_rc.insight.what_if.estimate import Estimate, Interval, Updates, estimate_presets
 
@@ -17,4 +17,5 @@ __all__ = [
     "estimate_presets",
     "read_batch",
     "tried_configs",
+    "with_turns",
 ]

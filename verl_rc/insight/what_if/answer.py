@@ -27,7 +27,9 @@ from verl_rc.ppo.choices import needs_statistics_first
 
 FEWEST_PROMPTS = 32
 _SMALLEST_BATCH = 0.5
-_LEVELS: Sequence[str | None] = (None, "token", "prefix", "sequence", "geometric")
+_LEVELS: Sequence[str | None] = (None, "token", "prefix", "turn", "sequence", "geometric")
+BY_TURN = "rollout_is=turn"
+"""The name of weights by turn, which no preset has."""
 _SHOWN = ("effective_batch", "ess_rows", "clipped", "rejected_tokens", "rejected_rows", "norm", "cosine")
 
 
@@ -108,6 +110,29 @@ def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, Rollo
     return configs
 
 
+def with_turns(
+    configs: Mapping[str, RolloutCorrectionConfig], batch: RecordedBatch
+) -> dict[str, RolloutCorrectionConfig]:
+    """``configs``, and weights by turn where rows of the batch have several turns."""
+    by_turn = RolloutCorrectionConfig(rollout_is="turn")
+    return {**configs, BY_TURN: by_turn} if batch.has_turns else dict(configs)
+
+
+def _require_turns(batch: RecordedBatch, configs: Mapping[str, RolloutCorrectionConfig]) -> None:
+    """Raise ``ValueError`` when turns are to be corrected and the records do not tell them apart."""
+    by_turn = [
+        name
+        for name, config in configs.items()
+        if config.rollout_is == "turn" or any(rule.startswith("turn_") for rule in config.rejection_bounds())
+    ]
+    if by_turn and not batch.has_turns:
+        raise ValueError(
+            f"{', '.join(by_turn)}: to correct turns some row must have several, but response_mask of the "
+            "records marks one run of sampled tokens in every row; take rollout_is=sequence, which is the "
+            "same there, or record a run with tools or an environment."
+        )
+
+
 def answer(
     batch: RecordedBatch,
     presets: Mapping[str, RolloutCorrectionConfig],
@@ -117,6 +142,7 @@ def answer(
 ) -> Answer:
     """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what
     gradients are looked at."""
+    _require_turns(batch, presets)
     estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
     notes = list(_notes(batch, updates is bias_updates))
     faults = () if verdict is None else tuple(filter(_is_beyond_correction, verdict.statements))
@@ -173,8 +199,10 @@ def _is_mostly_above(estimate: Estimate, best: Estimate) -> bool:
 
 
 def _complexity(estimate: Estimate) -> tuple[int, int, int, bool, str]:
-    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip
-    straight against the rollout policy counts as token weights."""
+    """Measuring only, token, prefix, turn, row weights; then with bounds on both sides; then with rules.
+
+    PPO's clip straight against the rollout policy counts as token weights.
+    """
     config = estimate.config
     fields = config.effective_fields()
     rejects = sum(

@@ -15,6 +15,7 @@ from verl_rc.config.algorithms import RatioOptions
 from verl_rc.data.token_record import Array, TokenRecord, noise_scale
 from verl_rc.insight.run_folder import token_source
 from verl_rc.insight.run_folder.records import LARGEST_STEP
+from verl_rc.tensor_ops.masked import turn_numbers
 
 _CLIP_OPTIONS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
@@ -57,6 +58,11 @@ class RecordedBatch:
     def num_prompts(self) -> int:
         """Prompts of all steps."""
         return int(self.prompts.max()) + 1
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a row has several turns: runs of sampled tokens."""
+        return bool((turn_numbers(self.mask) > 0).any())
 
 
 def read_batch(

@@ -159,6 +159,39 @@ def test_what_gradients_are_multiplied_by(fields: dict[str, Any], expected: list
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
+def test_a_turn_is_weighed_and_rejected_as_one_action() -> None:
+    """A turn of ratios 0.5 and 3, an environment's token, a turn of ratio 0.25."""
+    batch = small_batch([[math.log(0.5), math.log(3.0), 0.0, math.log(0.25)]])
+    batch = replace(batch, mask=torch.tensor([[True, True, False, True]]))
+    weighed = coefficients(batch, RolloutCorrectionConfig(rollout_is="turn"))
+    expected = torch.tensor([[1.5, 1.5, 0.0, 0.25]], dtype=torch.float64)
+    torch.testing.assert_close(weighed * batch.mask, expected, rtol=1e-6, atol=1e-6)
+    bounds = {"rollout_rs": "turn_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+    rejected = coefficients(batch, RolloutCorrectionConfig.model_validate(bounds))
+    assert rejected.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+
+
+def test_weights_by_turn_are_tried_where_records_tell_turns_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = np.tile([True] * 4 + [False] * 2 + [True] * 4, 16)
+    run = recorded_run(tmp_path, response_mask=mask)
+    assert main(["what-if", str(run), "--json"]) == 0
+    assert "rollout_is=turn" in json.loads(capsys.readouterr().out)["presets"]
+    given = ["--set", "rollout_rs=turn_sum_k1", "--set", "rollout_rs_threshold=0.5_2.0"]
+    assert main(["what-if", str(run), "--presets", "disabled", *given]) == 0
+    assert "rollout_is=turn" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rollout_is": "turn"}, {"rollout_rs": "turn_mean_k1", "rollout_rs_threshold": "0.5_2.0"}]
+)
+def test_turns_are_not_corrected_where_records_do_not_tell_them_apart(fields: dict[str, Any]) -> None:
+    given = {"given": RolloutCorrectionConfig.model_validate(fields)}
+    with pytest.raises(ValueError, match="given: to correct turns some row must have several"):
+        answer(small_batch(LOGS), given)
+
+
 def test_the_clip_of_negative_advantages_has_another_side() -> None:
     batch = small_batch(
         [[math.log(0.5), math.log(2.9)], [math.log(1.1), math.log(3.1)]], [[-1.0, -1.0], [-1.0, -1.0]]
