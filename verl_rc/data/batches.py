@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "prompt_lengths": (torch.int64, "B"),
     "responses": (torch.int64, "BR"),
     "response_lengths": (torch.int64, "B"),
+    "restarts": (torch.bool, "BR"),
     "response_mask": (torch.bool, "BR"),
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
@@ -88,6 +89,9 @@ class TokenBatch(TensorClass):
     """int64 ``[B, R]``, padding on the right."""
     response_lengths: Tensor
     """int64 ``[B]``, real response tokens (policy and tool tokens), 0 to R."""
+    restarts: Tensor | None = None
+    """bool ``[B, R]``: response tokens with which another conversation begins: they and those behind them see
+    nothing of what is before. None: there are none."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""

@@ -63,7 +63,7 @@ class Ragged(Generic[Record]):
                 values[name] = torch.tensor(column)
         size = [len(lengths["BR"])]
         tokens = TokenBatch(
-            **{field.name: values.pop(field.name) for field in fields(TokenBatch)}, batch_size=size
+            **{field.name: values.pop(field.name, None) for field in fields(TokenBatch)}, batch_size=size
         )
         kind: Any = self.kind
         return cast(Record, tokens if kind is TokenBatch else kind(tokens=tokens, **values, batch_size=size))

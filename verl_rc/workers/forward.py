@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
 from verl_rc.distributed.sequence_parallel import SequenceParallel
@@ -141,7 +142,8 @@ class PackedSequences:
     token_ids: Tensor
     """int64 ``[N]``."""
     lengths: Tensor
-    """int64 ``[B]``: prompt and response tokens of each row; they sum to N."""
+    """int64 ``[S]``: tokens of each conversation; they sum to N. A row is one, unless another begins in
+    it."""
     predictors: Tensor
     """int64 ``[K]``: packed positions whose outputs predict the K response tokens."""
     is_response: Tensor
@@ -155,8 +157,13 @@ class PackedSequences:
         real = torch.cat([is_prompt, is_response], dim=-1)
         token_ids = torch.cat([tokens.prompts, tokens.responses], dim=-1)[real]
         response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
+        lengths = tokens.sequence_lengths
+        if tokens.restarts is not None:
+            begins = torch.cat([torch.zeros_like(is_prompt), tokens.restarts & is_response], dim=-1)[real]
+            begins[lengths.cumsum(0) - lengths] = True
+            lengths = pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).diff()
         # A causal model predicts a token at the position before it.
-        return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
+        return cls(token_ids, lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
     def model_inputs(self, options: ForwardOptions) -> tuple[dict[str, Any], Predictors]:
         """Arguments of the model's forward pass, and where its outputs predict response tokens."""

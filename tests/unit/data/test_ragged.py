@@ -30,6 +30,7 @@ def full_batch() -> TrainBatch:
     batch.policy_versions = torch.where(mask, 3, 0)
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
+    batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
     return batch
 
 
@@ -63,8 +64,9 @@ def test_a_batch_of_tokens_and_one_of_the_critic_keep_their_kind_and_missing_fie
     values = batch.advantages
     critic = CriticBatch(batch.tokens, batch.response_mask, values, values, batch_size=[6])
     assert isinstance(rows_of(critic), CriticBatch)
-    batch.scores = None
-    assert rows_of(batch).scores is None
+    batch.scores = batch.tokens.restarts = None
+    found = rows_of(batch)
+    assert found.scores is found.tokens.restarts is None
 
 
 def test_rows_without_a_response_are_one_token_wide() -> None:

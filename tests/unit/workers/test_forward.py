@@ -7,6 +7,7 @@ import torch
 from small_models import make_tokens
 from transformers import AutoModelForCausalLM
 
+from verl_rc.data.batches import TokenBatch
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
@@ -48,6 +49,37 @@ def test_scores_equal_the_plain_models(model_folder: Path, remove_padding: bool,
     ):
         assert found is not None
         torch.testing.assert_close(found.double(), values, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_a_conversation_that_begins_in_a_row_sees_nothing_before_it(
+    model_folder: Path, remove_padding: bool
+) -> None:
+    """Row 1 begins two others, at positions 2 and 5; what is scored there is what rows of their own give."""
+    tokens = make_tokens([3, 2, 4], [4, 7, 2])
+    whole = tokens.clone()
+    whole.restarts = torch.zeros(3, 7, dtype=torch.bool)
+    whole.restarts[1, [2, 5]] = True
+    model = load_causal_lm(str(model_folder), torch.float32)
+    options = ForwardOptions(remove_padding=remove_padding)
+
+    def scored(batch: TokenBatch) -> torch.Tensor:
+        with torch.no_grad():
+            return score_tokens(model, batch, options, with_entropy=False).log_probs
+
+    def alone(begin: int, end: int) -> torch.Tensor:
+        """The tokens behind the first of a conversation of row 1."""
+        one = make_tokens([1], [end - begin - 1])
+        one.prompts[0, -1] = tokens.responses[1, begin]
+        one.responses[0, : end - begin - 1] = tokens.responses[1, begin + 1 : end]
+        return scored(one)[0, : end - begin - 1]
+
+    found, plain = scored(whole), scored(tokens)
+    torch.testing.assert_close(found[[0, 2]], plain[[0, 2]], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1, :2], plain[1, :2], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1, 3:5], alone(2, 5), rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1, 6:], alone(5, 7), rtol=0, atol=2e-5)
+    assert (found[1, 3:5] - plain[1, 3:5]).abs().max() > 1e-3
 
 
 def test_a_batch_without_responses_has_zero_scores(model_folder: Path) -> None:
