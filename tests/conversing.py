@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.episode import TOOL_CALLS, Episode, Opening, Reply
-from verl_rc.data.parts import Sample, num_answers, num_tokens, token_ids
+from verl_rc.data.parts import Sample, context, num_answers, num_tokens
 from verl_rc.rollout.conversation import Advanced, Conversations, LocalHosts, OpenSamples
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment_host import Host, HostLimits
@@ -88,7 +88,7 @@ class ScriptedSampler:
         asked = SimpleNamespace(
             number=sample.number,
             turn=num_answers(so_far.parts),
-            prompt_token_ids=[*request.prompt_token_ids, *token_ids(so_far.parts)],
+            prompt_token_ids=context(request.prompt_token_ids, so_far.parts),
             seed=next_seed(request.seed, so_far.parts),
             max_tokens=request.limit(sample.options) - num_tokens(so_far.parts),
         )

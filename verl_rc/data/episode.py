@@ -38,8 +38,8 @@ class Turn:
     token_ids: tuple[int, ...]
     """The sampled tokens."""
     stopped: bool
-    """Ended by a stop token. False: a limit has cut it off, so no turn follows, and it only gets a reward. One
-    without tokens had no room at all."""
+    """Ended by a stop token. False: a limit has cut it off, so no turn follows, and it only gets a reward.
+    One without tokens had no room at all."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class Reply:
     """The episode has ended at a limit: its sample counts as unfinished."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to be shown, by name."""
+    opening: Opening | None = None
+    """Another conversation, which the next turn answers in the place of ``messages``: it sees nothing of what
+    was before."""
     waited: float = field(default=0.0, compare=False)
     """Seconds that the sample waited for it; whoever asks for a reply measures them."""
     asked_again: int = field(default=0, compare=False)
@@ -73,7 +76,7 @@ class Reply:
                     "Reply.messages must be of the roles user, tool or system, which are not the policy's, "
                     f"got {message!r}."
                 )
-        if not (self.messages or self.ends):
+        if not (self.messages or self.opening or self.ends):
             raise BadReplyError("a Reply must have messages for the policy's next turn, or done=True.")
 
     @property
@@ -86,7 +89,8 @@ class Reply:
         names = {**self.metrics, **last.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + last.metrics.get(name, 0.0) for name in names}
         again = self.asked_again + last.asked_again
-        return Reply((), self.reward + last.reward, truncated=True, metrics=metrics, asked_again=again)
+        reward = self.reward + last.reward
+        return Reply(reward=reward, truncated=True, metrics=metrics, asked_again=again)
 
 
 @dataclass(frozen=True)

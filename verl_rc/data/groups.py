@@ -259,7 +259,10 @@ def _plain_group(group: Group) -> dict[str, Any]:
 def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
         "turns": [  # an answer of the environment has no version
-            (len(turn.token_ids), turn.version if isinstance(turn, Part) else None) for turn in sample.turns
+            (len(turn.token_ids), turn.version)
+            if isinstance(turn, Part)
+            else (len(turn.token_ids), None, turn.restarts)
+            for turn in sample.turns
         ],
         "ended": sample.ended,
         "finished": sample.finished,
@@ -269,9 +272,11 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
 
 
 def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _Reader) -> Group:
-    def turn(length: int, version: int | None) -> Part | Answer:
+    def turn(length: int, version: int | None, restarts: bool = False) -> Part | Answer:
         token_ids = tokens.take(length)
-        return Answer(token_ids) if version is None else Part(token_ids, log_probs.take(length), version)
+        if version is None:
+            return Answer(token_ids, restarts)
+        return Part(token_ids, log_probs.take(length), version)
 
     if plain["opening"] is not None:
         prompt_token_ids, opening = plain["opening"]
@@ -281,10 +286,10 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
             plain["number"],
             index,
             row.prompt_token_ids,
-            [turn(length, version) for length, version in one["turns"]],
+            [turn(*facts) for facts in one["turns"]],
             one["ended"],
             one["finished"],
-            [Reply(**reply) for reply in one["replies"]],
+            [_reply(reply) for reply in one["replies"]],
             one["state"],
         )
         for index, one in enumerate(plain["samples"])
@@ -299,6 +304,11 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
     }
     return Group(row=row, samples=samples, scores=scores, **facts)
+
+
+def _reply(plain: dict[str, Any]) -> Reply:
+    opening = plain.get("opening")
+    return Reply(**{**plain, "opening": None if opening is None else Opening(**opening)})
 
 
 def _floats(values: Iterable[float] | None) -> Any:

@@ -47,6 +47,8 @@ class Answer:
 
     token_ids: Tensor
     """int32 ``[T]``, at least one."""
+    restarts: bool = False
+    """They begin another conversation: the next turn sees nothing of what is before them."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
@@ -54,7 +56,7 @@ class Answer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """See ``Part``."""
-        return _answer_from_bytes, (_as_bytes(self.token_ids),)
+        return _answer_from_bytes, (_as_bytes(self.token_ids), self.restarts)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ def token_ids(parts: Sequence[Part | Answer]) -> list[int]:
     return [token for part in parts for token in part.token_ids.tolist()]
 
 
+def context(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> list[int]:
+    """The tokens that the next one is sampled behind: those since a conversation began last."""
+    begins = [place for place, part in enumerate(parts) if isinstance(part, Answer) and part.restarts]
+    return token_ids(parts[begins[-1] :]) if begins else [*prompt, *token_ids(parts)]
+
+
 def num_answers(parts: Sequence[Part | Answer]) -> int:
     """Answers of the environment: one for all messages behind a turn."""
     return sum(isinstance(part, Answer) for part in parts)
@@ -128,8 +136,8 @@ def _part_from_bytes(token_ids: bytes, log_probs: bytes, version: int) -> Part:
     )
 
 
-def _answer_from_bytes(token_ids: bytes) -> Answer:
-    return Answer(torch.frombuffer(bytearray(token_ids), dtype=torch.int32))
+def _answer_from_bytes(token_ids: bytes, restarts: bool) -> Answer:
+    return Answer(torch.frombuffer(bytearray(token_ids), dtype=torch.int32), restarts)
 
 
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:

@@ -57,6 +57,9 @@ FIELDS: Mapping[str, Field] = {
     "kept": Field("bool", "0 where rollout correction rejected the token"),
     "advantage": Field("float32", "one number for the whole row, or one a token"),
     "version": Field("int32", "number of the weights that sampled: one for the row, or one a token"),
+    "restart": Field(
+        "bool", "1 where another conversation begins, which sees nothing of the tokens before; default 0"
+    ),
     "turn_reward": Field("float32", "reward of the turn that ends with the token; elsewhere 0"),
     "turn_wait": Field(
         "float32", "seconds that the turn ending with the token waited for a reply; elsewhere 0"

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from verl_rc.config.models import model_source
+from verl_rc.data.episode import Opening
 from verl_rc.data.records import RecordFile, check_messages
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
@@ -81,6 +82,14 @@ def encode_prompt(
     ``template_arguments`` go to the chat template (e.g. ``{"enable_thinking": False}``).
     """
     return encode_messages(tokenizer, messages, {"add_generation_prompt": True, **(template_arguments or {})})
+
+
+def encode_opening(
+    tokenizer: Any, opening: Opening, template_arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of what an environment opens a conversation with, as ``encode_prompt`` gives them."""
+    tools = {"tools": [dict(tool) for tool in opening.tools]} if opening.tools else {}
+    return encode_prompt(tokenizer, opening.messages, {**(template_arguments or {}), **tools})
 
 
 def encode_messages(

@@ -8,7 +8,7 @@ from typing import Any
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow, fit_prompt
 from verl_rc.data.episode import Opening
-from verl_rc.data.tokenize import encode_prompt
+from verl_rc.data.tokenize import encode_opening
 from verl_rc.rollout.conversation import TRIES, EventLoop
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
@@ -55,9 +55,6 @@ class Openings:
     def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow:
         if opening is None:
             return row
-        arguments = dict(self._data.apply_chat_template_kwargs)
-        if opening.tools:
-            arguments["tools"] = [dict(tool) for tool in opening.tools]
-        token_ids = encode_prompt(self._tokenizer, opening.messages, arguments)
+        token_ids = encode_opening(self._tokenizer, opening, self._data.apply_chat_template_kwargs)
         where = f"the opening of an episode of row {row.row_index}"
         return replace(row, opening=opening, prompt_token_ids=fit_prompt(token_ids, self._data, where))

@@ -208,6 +208,8 @@ def _token_columns(
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
+    if rollouts.tokens.restarts is not None:
+        yield "restart", rollouts.tokens.restarts
     if samples.episodes:
         rewards = [[reply.reward for reply in replies] for replies in samples.episodes]
         yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)

@@ -15,7 +15,7 @@ import torch
 
 from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, Turn
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
-from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
+from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import (
@@ -83,11 +83,12 @@ class Conversations:
 
     A turn that ends with a stop token is followed by the messages of the reply, rendered by the chat
     template, and by another turn. The prompt of that turn is the token ids of the one before, those sampled,
-    and those of the reply. Sampled tokens and those of replies share the limit ``max_tokens``. A sample ends
-    when the reply is done. It is cut off (``finished`` False) when a turn reaches the limit, when the reply
-    is truncated or would leave no room for another token (it is then left out), or after ``max_turns``. Where
-    one of the last two ends it behind a whole turn, the environment gets one more turn, without tokens and
-    not ``stopped``, and the last reply is both.
+    and those of the reply; or those of the reply alone, where that begins another conversation. Sampled
+    tokens and those of replies share the limit ``max_tokens``. A sample ends when the reply is done. It is
+    cut off (``finished`` False) when a turn reaches the limit, when the reply is truncated or would leave no
+    room for another token (it is then left out), or after ``max_turns``. Where one of the last two ends it
+    behind a whole turn, the environment gets one more turn, without tokens and not ``stopped``, and the last
+    reply is both.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Conversations:
         """
         self._tokenizer = tokenizer
         self._hosts = hosts
+        self._template_arguments = template_arguments
         self._encoder = ContinuationEncoder(tokenizer, template_arguments)
         self._max_turns = max_turns
         self._patience = patience_seconds
@@ -157,11 +159,17 @@ class Conversations:
         """The response with the messages of the reply; None: no turn follows."""
         if reply.ends or not turn.stopped or turn.number + 1 == self._max_turns:
             return None
+        opening = reply.opening
         try:
-            tokens = self._encoder.encode(reply.messages)
+            tokens = (
+                self._encoder.encode(reply.messages)
+                if opening is None
+                else encode_opening(self._tokenizer, opening, self._template_arguments)
+            )
         except ValueError as error:
             raise EpisodeFailedError(f"the environment's reply to turn {turn.number}: {error}") from error
-        parts = [*sample.parts, Answer(torch.tensor(tokens, dtype=torch.int32))]
+        answer = Answer(torch.tensor(tokens, dtype=torch.int32), restarts=opening is not None)
+        parts = [*sample.parts, answer]
         # At least one token must fit after the reply: no engine can go on without room for one.
         return parts if num_tokens(parts) < max_tokens else None
 

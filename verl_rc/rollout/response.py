@@ -33,7 +33,7 @@ def build_rollout_batch(
     responses = torch.full(shape, pad_token_id, dtype=torch.int64)
     log_probs = torch.zeros(shape, dtype=torch.float32)
     versions = torch.full(shape, UNKNOWN, dtype=torch.int64)
-    response_mask = torch.zeros(shape, dtype=torch.bool)
+    response_mask, restarts = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     for row, sample in enumerate(samples):
         start = 0
         for part in sample.parts:
@@ -43,6 +43,8 @@ def build_rollout_batch(
                 log_probs[row, span] = part.log_probs
                 versions[row, span] = part.version
                 response_mask[row, span] = True
+            else:
+                restarts[row, start] = part.restarts
             start = span.stop
     # A log-softmax in float32 can end slightly above 0. For NaN rollout correction has a rule.
     bad_rows = (response_mask & (log_probs > 1e-5)).any(dim=-1)
@@ -57,6 +59,7 @@ def build_rollout_batch(
         prompt_lengths=prompt_lengths,
         responses=responses,
         response_lengths=torch.tensor(lengths, dtype=torch.int64),
+        restarts=restarts if bool(restarts.any()) else None,
         batch_size=[rows],
     )
     engines = [sample.engine for sample in samples if sample.engine is not None]

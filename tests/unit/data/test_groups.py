@@ -127,6 +127,18 @@ def saved(groups: list[Group]) -> tuple[list[Group], int]:
     return unpack(packed, row), len(file.getvalue())
 
 
+def test_a_checkpoint_knows_where_another_conversation_begins() -> None:
+    opening = Opening([{"role": "user", "content": "anew"}], [{"type": "function"}])
+    replies = [Reply(opening=opening, waited=0.5, asked_again=1)]
+    turns = [part([11], 2), replace(answer([90, 91]), restarts=True), part([12], 2)]
+    group = make_group(7)
+    group = replace(group, samples=[replace(group.samples[0], turns=turns, replies=replies)])
+    ((found,), _) = saved([group])
+    assert [getattr(turn, "restarts", None) for turn in found.samples[0].turns] == [None, True, None]
+    (reply,) = found.samples[0].replies
+    assert (reply, reply.waited, reply.asked_again) == (replies[0], 0.5, 1)
+
+
 def test_a_checkpoint_holds_groups_exactly() -> None:
     groups = [scored(make_group(7), 1.0, 0.0), make_group(9, ended=False), make_group(12)]
     found, _ = saved(groups)

@@ -1,10 +1,11 @@
 """Parts of a response: what is counted of them, and that they travel exactly, in few bytes."""
 
 import pickle
+from dataclasses import replace
 
 import torch
 
-from verl_rc.data.parts import Answer, Part, num_sampled, num_tokens, num_turns
+from verl_rc.data.parts import Answer, Part, context, num_sampled, num_tokens, num_turns
 
 
 def part(*tokens: int, version: int = 3) -> Part:
@@ -22,6 +23,16 @@ def test_a_conversation_is_counted_by_its_turns_and_tokens() -> None:
     parts = [part(11, 12), answer(90), part(13), part(14, 15, version=5)]
     assert (num_turns(parts), num_tokens(parts), num_sampled(parts)) == (4, 6, 5)
     assert (num_turns([]), num_tokens([]), num_sampled([])) == (1, 0, 0)
+
+
+def test_the_next_token_is_sampled_behind_the_last_conversation_that_began() -> None:
+    parts = [part(11), answer(90), part(12), replace(answer(91, 92), restarts=True), part(13)]
+    assert context([1, 2], parts[:3]) == [1, 2, 11, 90, 12]
+    assert context([1, 2], parts) == [91, 92, 13]
+    assert [one.restarts for one in pickle.loads(pickle.dumps(parts)) if isinstance(one, Answer)] == [
+        False,
+        True,
+    ]
 
 
 def test_parts_travel_to_the_bit_and_can_be_written_to() -> None:

@@ -1,6 +1,8 @@
 """From samples to the batch: alignment, masks, columns about tools, and refusal of what must not reach the
 loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conversing import tool_reply
@@ -38,6 +40,14 @@ def test_rows_are_padded_to_the_longest_of_their_batch_prompts_on_the_left() -> 
     assert rollouts.response_mask.int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1]]
     assert rollouts.finished.tolist() == [True, True]
     assert build(SHORT).tokens.responses.shape == (1, 2)
+
+
+def test_a_conversation_that_begins_in_a_response_is_marked_at_its_first_token() -> None:
+    restarted = Sample(0, [part([11], 4), replace(answer([90, 91]), restarts=True), part([12], 4)])
+    restarts = build(SHORT, restarted).tokens.restarts
+    assert restarts is not None
+    assert restarts.int().tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+    assert build(SHORT, CUT_AND_ANSWERED).tokens.restarts is None
 
 
 def test_the_columns_about_tools_are_there_where_the_run_has_tools() -> None:

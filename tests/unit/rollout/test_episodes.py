@@ -2,7 +2,6 @@
 goes on after a loss."""
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ from conversing import END, ScriptedSampler, episode, ids, merging_tokenizer, op
 from guessing import Guess
 from made_samples import of_parts, part
 
-from verl_rc.data.episode import Reply, Turn
-from verl_rc.data.parts import Part, Sample, num_answers, token_ids
-from verl_rc.data.tokenize import ContinuationEncoder
+from verl_rc.data.episode import Opening, Reply, Turn
+from verl_rc.data.parts import Part, Sample, num_answers, num_tokens, token_ids
+from verl_rc.data.tokenize import ContinuationEncoder, encode_opening
 from verl_rc.rollout.conversation import Conversations, LocalHosts
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
@@ -90,7 +89,8 @@ async def answers_to(turns: list[list[int]], game: Guess) -> list[Answered]:
     """Of a host to the first turns of episode 0, which are wrong."""
     host = Host(lambda _: game, NO_LIMITS)
     answers = [
-        await host.step(episode(0), Turn(number, "xy", tuple(turn), True)) for number, turn in enumerate(turns)
+        await host.step(episode(0), Turn(number, text, tuple(turn), True))
+        for number, (text, turn) in enumerate(zip(["12", "x"], turns, strict=True))
     ]
     return [answer for answer in answers if isinstance(answer, Answered)]
 
@@ -122,6 +122,40 @@ def test_an_episode_goes_on_from_its_sample_as_it_would_have(
     assert token_ids(resumed.parts) == token_ids(whole.parts)
     assert list(resumed.replies) == list(whole.replies)
     assert games.host.counts == {"restored" if snapshot else "replayed": 1}
+
+
+class Forgetful(Guess):
+    """After the second turn it begins the conversation anew."""
+
+    async def step(self, turn: Turn) -> Reply:
+        reply = await super().step(turn)
+        return reply if turn.number != 1 else replace(reply, messages=[], opening=ANEW)
+
+
+ANEW = Opening([{"role": "user", "content": "anew"}])
+
+
+@pytest.mark.parametrize("room", [90, 12])
+def test_a_reply_may_begin_another_conversation(room: int, tokenizer: Any) -> None:
+    """It is the prompt of the next turn, alone; its tokens count like those of other replies."""
+    script = wrong(tokenizer, 3)
+    host = Host(lambda _: Forgetful(), NO_LIMITS)
+    sampler = ScriptedSampler(
+        {0: script}, Conversations(tokenizer, LocalHosts(host), {}), tokenizer.eos_token_id
+    )
+    box: Box = []
+    loop = StepLoop(lambda: sampler)
+    request = GenerationRequest([0], 100, episode=episode(0))
+    loop.submit([QueuedSample(0, request, options(room, tokenizer.eos_token_id))], box)
+    ((_, sample),) = loop.take(box, 1, PATIENCE)
+    begun = encode_opening(tokenizer, ANEW)
+    if room == 12:
+        assert (len(sampler.calls), sample.replies[-1].truncated) == (2, True)
+        return
+    assert sampler.calls[2].prompt_token_ids == begun
+    assert [getattr(one, "restarts", None) for one in sample.parts] == [None, False, None, True, None]
+    assert token_ids(sample.parts[3:]) == [*begun, *script[2]]
+    assert sampler.calls[2].max_tokens == room - num_tokens(sample.parts[:4])
 
 
 def test_a_turn_that_a_limit_cuts_off_only_gets_a_reward(tokenizer: Any) -> None:

@@ -50,12 +50,14 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
                 record = read_record(path)
             except DamagedRecordError:
                 continue
-            if record.prompts is not None and "response_ids" in record.tokens and len(record.lengths):
+            has_ids = record.prompts is not None and "response_ids" in record.tokens
+            # Replays score a row as one conversation.
+            if has_ids and len(record.lengths) and "restart" not in record.tokens:
                 records.append(rows_of(record, most_rows))
     if not records:
         raise NothingToReplayError(
-            f"{folder} must have token records with ids of prompts and responses: "
-            "trainer.token_records.enable=True and trainer.token_records.contents=full write them."
+            f"{folder} must have token records with ids of prompts and responses, and one conversation a "
+            "row: trainer.token_records.enable=True and trainer.token_records.contents=full write them."
         )
     return records
 

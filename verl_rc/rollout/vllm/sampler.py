@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
+from verl_rc.data.parts import UNKNOWN, Part, Sample, context, num_tokens
 from verl_rc.rollout.conversation import Advanced, Conversations, OpenSamples
 from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
@@ -68,7 +68,7 @@ class VllmSampler:
         request = sample.request
         # With another salt a prompt does not find the blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
-        prompt = tokens_input([*request.prompt_token_ids, *token_ids(so_far.parts)], cache_salt=salt)
+        prompt = tokens_input(context(request.prompt_token_ids, so_far.parts), cache_salt=salt)
         parameters = sampling_parameters(request, sample.options, so_far)
         self._requests[key] = self._llm.llm_engine.add_request(str(key), prompt, parameters), self.version
         return None
