@@ -41,7 +41,7 @@ async def play(task: AgentTask, turns: int = 2, faults: Mapping[str, int] = {}) 
                 await misbehave(fault, ask, messages)
             asking = [ask(messages) for _ in range(1 + (faults.get("twice") == turn))]
             answers = await asyncio.gather(*asking, return_exceptions=True)
-            (message,) = (one for one in answers if len(answers) == 1 or not isinstance(one, APIStatusError))
+            message = answers[0]
             if isinstance(message, BaseException):
                 raise message
             messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "h"}]
@@ -56,8 +56,12 @@ async def misbehave(fault: str, ask: Any, messages: list[dict[str, Any]]) -> Non
         raise RuntimeError("the sandbox was lost")
     if fault == "silent":
         await asyncio.sleep(3600)
-    if fault == "dies of a branch":
+    if fault == "other":
         await ask(other)
+    if fault == "gives up":
+        calling = asyncio.ensure_future(ask(other))
+        await asyncio.sleep(0.2)
+        calling.cancel()
     if fault == "dies of a refusal":
         await ask(messages, stop=["x"])
     edited = [*messages[:-2], {"role": "assistant", "content": "edited"}, messages[-1]]
@@ -81,6 +85,21 @@ async def add(task: AgentTask) -> float:
         messages += [choice.message.model_dump(), answer]
         last = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
     return float(last.choices[0].message.content == "5")
+
+
+async def hurried(task: AgentTask) -> float:
+    """Asks twice at once, and ends with the first answer."""
+    async with client_of(task) as client:
+        asking = [
+            asyncio.ensure_future(
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+            )
+            for text in ("a", "b")
+        ]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for one in asking:
+            one.cancel()
+    return 3.0
 
 
 async def mute(task: AgentTask) -> float:

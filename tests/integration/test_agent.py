@@ -1,6 +1,7 @@
 """Agents on a real engine: the tokens are those that were sampled, with the log-probs that the model computes
 over the whole episode."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import Opening
-from verl_rc.data.parts import Part, token_ids
+from verl_rc.data.parts import Answer, Part, token_ids
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 
@@ -37,7 +38,7 @@ def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(task: dict[s
     ]
     engine = start_small_engine(task["model"], {}, conversation=options)
     try:
-        samples = engine.call("generate", requests, SamplingOptions(1.0, 1.0, -1, 70, stops))
+        samples = engine.call("generate", requests, SamplingOptions(1.0, 1.0, -1, 200, stops))
     finally:
         engine.end()
     model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
@@ -45,18 +46,22 @@ def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(task: dict[s
     unlike_text = 0
     for sample in samples:
         turns = [token_ids([part]) for part in sample.parts if isinstance(part, Part)]
-        assert (sample.finished, len(turns), sample.replies[-1].reward) == (True, TURNS, TURNS)
+        # The conversation with the edited history has a turn of its own, and then the agent's goes on.
+        assert (sample.finished, len(turns), sample.replies[-1].reward) == (True, TURNS + 1, TURNS)
         reported = [reply.metrics for reply in sample.replies]
-        assert sum(one.get("branches", 0.0) for one in reported) == 1.0
-        assert reported[-1]["refused"] == 2.0
-        # What lies between two turns is what the agent has added, and nothing else.
-        between = [token_ids([part]) for part in sample.parts if not isinstance(part, Part)]
-        assert [tokens[-len(added) :] for tokens in between] == [added] * (TURNS - 1)
+        assert sum(one.get("branches", 0.0) for one in reported) == 2.0
+        assert reported[-1]["refused"] == 1.0
+        # What lies between two turns of a conversation is what the agent has added, and nothing else.
+        between = [part for part in sample.parts if isinstance(part, Answer)]
+        assert [part.restarts for part in between] == [True, True, False]
+        assert all(token_ids([part])[-len(added) :] == added for part in between)
         unlike_text += sum(tokenizer(tokenizer.decode(ids))["input_ids"] != ids for ids in turns)
-        computed = log_probs(model, prompt, token_ids(sample.parts))
-        sampled = torch.cat(
-            [torch.full(part.token_ids.shape, isinstance(part, Part)) for part in sample.parts]
-        )
-        recorded = torch.cat([part.log_probs for part in sample.parts if isinstance(part, Part)])
-        torch.testing.assert_close(recorded, computed[sampled], rtol=0, atol=1e-4)
+        begins = [place for place, part in enumerate(sample.parts) if getattr(part, "restarts", False)]
+        for begin, end in pairwise([0, *begins, len(sample.parts)]):
+            parts = sample.parts[begin:end]
+            first, parts = (token_ids(parts[:1]), parts[1:]) if begin else (prompt, parts)
+            computed = log_probs(model, first, token_ids(parts))
+            sampled = torch.cat([torch.full(part.token_ids.shape, isinstance(part, Part)) for part in parts])
+            recorded = torch.cat([part.log_probs for part in parts if isinstance(part, Part)])
+            torch.testing.assert_close(recorded, computed[sampled], rtol=0, atol=1e-4)
     assert unlike_text > EPISODES  # made again from text, they would be other tokens

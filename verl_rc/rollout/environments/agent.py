@@ -41,6 +41,10 @@ if os.getppid() == int(sys.argv[1]):
 """Becomes the command in a process that the kernel kills when its host dies."""
 
 
+_BRANCHES = "branches"
+_CUT = "the run's limit of tokens or turns has cut the last turn off, so no turn follows; end with a score."
+
+
 @dataclass
 class _Pending:
     """A call that waits for the policy's turn."""
@@ -58,9 +62,9 @@ class Agent(Environment):
 
     Its first call is the prompt, what it adds in a further one is the reply to the policy's turn, and the
     score with which it ends is the reward of the last turn. A call that does not continue the one before (a
-    *branch*) is refused and counted; the episode goes on with the next call that does. An agent that fails
-    after a refused branch, or after a turn that a limit cut off, ends its episode as truncated, without a
-    reward.
+    *branch*) begins another conversation in the same episode. Calls that are made at the same time are
+    answered one after the other. An agent that fails after a turn that a limit cut off ends its episode as
+    truncated, without a reward.
     """
 
     def __init__(
@@ -96,22 +100,19 @@ class Agent(Environment):
             self._name, self._run_agent = shlex.join(words), _process(words, arguments or {})
         self._address = address
         self._limits = EndpointLimits(**(limits or {}))  # type: ignore[arg-type]
-        self._arrivals: asyncio.Queue[ChatCall] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[_Pending] = asyncio.Queue()
         self._endpoint: ChatEndpoint | None = None
+        self._calls: list[_Pending] = []
+        """All of them, in the order of their arrival."""
         self._last: _Pending | None = None
-        self._known: list[dict[str, Any]] = []
-        """The conversation up to the policy's last turn."""
-        self._num_calls = 0
-        self._branches = 0
-        """Since the last reply."""
+        """The one that the next turn answers, or the last turn has answered."""
         self._why_refused = ""
         self._is_cut = False
         """A limit has cut the last turn off."""
-        self._has_branched = False
 
     def __repr__(self) -> str:
         """How messages call it."""
-        return f"Agent({self._name}, {self._num_calls} calls)"
+        return f"Agent({self._name}, {len(self._calls)} calls)"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """See ``Environment``. Raises ``RuntimeError`` when the agent ends without a call."""
@@ -128,24 +129,26 @@ class Agent(Environment):
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. Raises ``RuntimeError`` when the agent fails."""
         assert self._last is not None
-        if self._running.done():
-            self._require_no_failure()
-            raise RuntimeError(f"{self!r} has ended before its call was answered.")
-        message = assistant_message(turn, self._last.call.tools)
-        self._known = [*self._last.call.messages, plain_message(message)]
-        self._is_cut = not turn.stopped
-        self._last.answer.set_result(completion(turn, message))
-        call = await self._next_call()
-        branches, self._branches = float(self._branches), 0
+        last, message = self._last, assistant_message(turn, self._last.call.tools)
+        call = None
+        if not self._running.done():  # else it has ended without waiting for this turn
+            last.answer.set_result(completion(turn, message))
+            self._is_cut = not turn.stopped
+            if self._is_cut:
+                self._refuse_waiting(400, _CUT)
+            call = await self._next_call()
         if call is not None:
-            metrics = {"branches": branches} if branches else {}
-            return Reply(call.messages[len(self._known) :], metrics=metrics)
-        if (self._has_branched or self._is_cut) and self._running.exception() is not None:
-            return Reply(truncated=True, metrics={"branches": branches})
+            known = [*last.call.messages, plain_message(message)]
+            new = call.messages[len(known) :]
+            own_words = any(one["role"] == "assistant" for one in new)
+            if new and not own_words and call == ChatCall([*known, *new], last.call.tools):
+                return Reply(new)
+            return Reply(opening=Opening(call.messages, call.tools), metrics={_BRANCHES: 1.0})
+        if self._is_cut and self._running.exception() is not None:
+            return Reply(truncated=True, metrics={_BRANCHES: 0.0})
         self._require_no_failure()
         score = _score(self._running.result(), self._name)
-        metrics = {**score.get("metrics", {}), "branches": branches}
-        return Reply(reward=score["reward"], done=True, metrics=metrics)
+        return Reply(reward=score["reward"], done=True, metrics={**score.get("metrics", {}), _BRANCHES: 0.0})
 
     async def close(self) -> None:
         """End the agent."""
@@ -154,18 +157,27 @@ class Agent(Environment):
         self._endpoint.close(self._key)
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-        if self._last is not None and not self._last.answer.done():
-            self._last.answer.set_exception(RefusedCallError(410, "the episode has ended."))
-            self._last.answer.exception()  # somebody has seen it
+        self._refuse_waiting(410, "the episode has ended.")
 
     async def _next_call(self) -> ChatCall | None:
         """The agent's next call; None: it has ended."""
         arrival = asyncio.ensure_future(self._arrivals.get())
         try:
             await asyncio.wait({arrival, self._running}, return_when=asyncio.FIRST_COMPLETED)
-            return arrival.result() if arrival.done() else None
+            if self._running.done():
+                return None
+            self._last = arrival.result()
+            return self._last.call
         finally:
             arrival.cancel()
+
+    def _refuse_waiting(self, status: int, why: str) -> None:
+        """Refuse the calls that wait for a turn."""
+        self._arrivals = asyncio.Queue()
+        for one in self._calls:
+            if not one.answer.done():
+                one.answer.set_exception(RefusedCallError(status, why))
+                one.answer.exception()  # somebody has seen it
 
     def _require_no_failure(self) -> None:
         error = self._running.exception()
@@ -191,41 +203,14 @@ class Agent(Environment):
             raise
 
     def _pending(self, call: ChatCall) -> _Pending:
-        if self._last is not None and self._last.is_lost and self._last.call == call:
-            return self._last
-        if self._last is not None and self._last.answer.done() and self._is_cut:
-            raise RefusedCallError(
-                400,
-                "the run's limit of tokens has cut the last turn off, so no turn follows; end with a score.",
-            )
-        why = self._why_branch(call)
-        if why is not None:
-            self._branches += 1
-            self._has_branched = True
-            raise RefusedCallError(
-                422, f"a call must continue the one before by messages behind the policy's answer, but {why}."
-            )
-        self._num_calls += 1
-        self._last = _Pending(call)
-        self._arrivals.put_nowait(call)
-        return self._last
-
-    def _why_branch(self, call: ChatCall) -> str | None:
-        """Why a call does not continue the last one; None: it does."""
-        if self._last is None:
-            return None
-        if not self._last.answer.done():
-            return "that one still waits for its answer"
-        if call.tools != self._last.call.tools:
-            return "its tools are others"
-        if call.messages[: len(self._known)] != self._known:
-            return "it has other messages before"
-        new = call.messages[len(self._known) :]
-        if not new:
-            return "it has no new message"
-        if any(message["role"] == "assistant" for message in new):
-            return "it has an assistant's message of its own"
-        return None
+        lost = next((one for one in self._calls if one.is_lost and one.call == call), None)
+        if lost is not None:
+            return lost
+        if self._is_cut:
+            raise RefusedCallError(400, _CUT)
+        self._calls.append(_Pending(call))
+        self._arrivals.put_nowait(self._calls[-1])
+        return self._calls[-1]
 
 
 def _function(name: str, arguments: Mapping[str, Any]) -> Callable[[AgentTask], Awaitable[Any]]:

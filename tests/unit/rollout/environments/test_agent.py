@@ -27,6 +27,7 @@ STUBBORN = [*COMMAND, '{"stubborn": 9}']
 """Does not end when its calls fail."""
 ASKED = [{"role": "user", "content": "guess 7"}]
 H = [{"role": "user", "content": "h"}]
+SAID = {"role": "assistant", "content": "4"}
 LIMITS = HostLimits(step_seconds=20)
 
 
@@ -111,14 +112,40 @@ def test_calls_of_tools_are_taken_out_of_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reward"),
-    [("edited", 2.0), ("own words", 2.0), ("twice", 2.0), ("dies of a branch", 0.0)],
+    ("fault", "begun"),
+    [
+        ("edited", [[*ASKED, {"role": "assistant", "content": "edited"}, *H], [*ASKED, SAID, *H]]),
+        (
+            "own words",
+            [
+                [
+                    *ASKED,
+                    SAID,
+                    *H,
+                    {"role": "assistant", "content": "mine"},
+                    {"role": "user", "content": "x"},
+                ],
+                [*ASKED, SAID, *H],
+            ],
+        ),
+        ("other", [[{"role": "user", "content": "another conversation"}], [*ASKED, SAID, *H]]),
+        ("twice", [[*ASKED, SAID, *H]]),
+        ("gives up", [[{"role": "user", "content": "another conversation"}], [*ASKED, SAID, *H]]),
+    ],
 )
-def test_what_is_no_continuation_is_refused_and_counted(fault: str, reward: float) -> None:
-    """The episode goes on where the agent does; else it ends there, without a reward."""
-    given = replies(run(outcomes(playing({fault: 1}), 2)))
-    assert sum(reply.metrics.get("branches", 0) for reply in given) == 1.0
-    assert (given[-1].reward, given[-1].done, given[-1].truncated) == (reward, reward > 0, reward == 0)
+def test_what_is_no_continuation_begins_another_conversation_of_the_episode(
+    fault: str, begun: list[list[dict[str, Any]]]
+) -> None:
+    """Calls that are made at the same time, too; the score is that of the episode."""
+    given = replies(run(outcomes(playing({fault: 1}), 9)))
+    assert [list(one.opening.messages) for one in given if one.opening is not None] == begun
+    assert sum(reply.metrics.get("branches", 0) for reply in given) == len(begun)
+    assert (given[-1].reward, given[-1].done) == (2.0, True)
+
+
+def test_an_agent_that_ends_while_a_call_waits_has_its_score() -> None:
+    given = replies(run(outcomes(host_of(function="agents_of_a_user:hurried"), 9)))
+    assert (given[-1].reward, given[-1].done) == (3.0, True)
 
 
 def test_options_that_change_how_tokens_are_drawn_are_refused_and_the_others_warned_of() -> None:
