@@ -34,6 +34,7 @@ MODES = {
     "replayed in turns": IN_HOSTS,
     "cut": (*CUT, *IN_ENGINE),
     "replayed and cut": (*CUT, *IN_HOSTS),
+    "cut at a limit": (*CUT, *IN_HOSTS, "actor_rollout_ref.rollout.environment.max_turns=2"),
 }
 KILLS = [(call, moment) for call in (1, 7, 20, 33, 46) for moment in ("before", "after")]
 """How many turns the process of the environment was asked in this life, and the side of the reply."""
