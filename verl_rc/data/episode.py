@@ -63,6 +63,9 @@ class Reply:
     """Seconds that the sample waited for it; whoever asks for a reply measures them."""
     asked_again: int = field(default=0, compare=False)
     """Calls that were made once more for it, because one failed."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """For the reward function, which finds it in its ``extra_info``: plain values by name. Of several replies
+    with one name the last counts."""
 
     def __post_init__(self) -> None:
         """Raise ``BadReplyError`` naming what is wrong."""

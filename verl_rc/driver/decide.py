@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ def score(
     """
     texts: list[str] = services.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
     environment = services.config.actor_rollout_ref.rollout.environment
+    rows = [_with_episode(row, replies) for row, replies in zip(rows, episodes, strict=True)]
     if environment.name is None:
         return _scores_of_function(services.scorer, rows, texts)
     columns, rewards = _environment_columns(episodes), _turn_rewards(episodes)
@@ -61,6 +63,17 @@ def score(
     scores = _scores_of_function(services.scorer, rows, texts)
     values = episode_scores(rewards, scores.values, environment.reward)
     return Scores(values, texts, {**columns, **scores.extras})
+
+
+def _with_episode(row: PromptRow, replies: Replies) -> PromptRow:
+    """The row with what its episode says to the reward function, if it is one."""
+    if not replies:
+        return row
+    # the prompt, every turn, and the replies between them
+    facts: dict[str, Any] = {"num_turns": 2 * len(replies)}
+    for reply in replies:
+        facts |= reply.extra_info
+    return replace(row, extra_info={**row.extra_info, **facts})
 
 
 def _turn_rewards(episodes: Sequence[Replies]) -> list[list[float]]:

@@ -86,6 +86,33 @@ def test_rewards_are_those_of_turns_of_the_function_or_both(
         assert rewards[batch.rollouts.response_mask].count_nonzero() == rewards.count_nonzero()
 
 
+class Telling(Episodes):
+    """Its second reply tells the reward function something."""
+
+    def sample(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
+        return [
+            replace(one, replies=[replace(one.replies[0], extra_info={"a": 1, "b": 1}), told])
+            for one in super().sample(requests, options)
+            for told in [replace(one.replies[1], extra_info={"b": one.replies[1].reward})]
+        ]
+
+
+def test_the_reward_function_gets_what_replies_tell_it_and_the_number_of_messages() -> None:
+    run, seen = run_of(f"{REWARD}=function"), []
+    run.engines = Telling()
+    score = run.scorer.score
+
+    def scored(rows: Sequence[PromptRow], texts: Sequence[str]) -> Any:
+        seen.extend(row.extra_info for row in rows)
+        return score(rows, ["x"] * len(texts))
+
+    run.scorer.score = scored
+    batch, _ = sample(run)
+    # a prompt, two turns, and a reply between them; of two values of one name the last counts
+    assert seen == [{"num_turns": 4, "a": 1, "b": float(k)} for k in (0, 1, 0, 1)]
+    assert [row.extra_info for row in batch.prompts] == [{}] * len(batch.prompts)
+
+
 class Failing(Episodes):
     """The environment fails in every first attempt, or always."""
 
