@@ -172,7 +172,7 @@ class EnvironmentConfig(StrictModel):
     """Keyword arguments of the class."""
     choices: dict[str, NamedEnvironmentConfig] = {}
     """Further environments by name. The column ``agent_name`` of a row names its environment; a row without a
-    name gets ``environment.name``."""
+    name gets ``environment.name``, and without choices every row does."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of the policy's turns; null: only tokens are limited."""
     reward: Literal["turns", "function", "sum"] = "turns"

@@ -246,7 +246,7 @@ def environment_host(config: EnvironmentConfig) -> Host:
 
     def make(row: Mapping[str, Any]) -> Environment:
         name = row.get("agent_name")
-        if name is None:
+        if name is None or not choices:
             return default()
         if name not in choices:
             raise EpisodeFailedError(

@@ -147,6 +147,9 @@ def test_a_row_names_its_environment() -> None:
     assert isinstance(unknown, Failed)
     assert not unknown.again
     assert "choices=['guess'], got 'gess'" in unknown.why
+    without_choices = both.model_copy(update={"choices": {}})
+    (unread,) = play(without_choices, turns("2"), {"ground_truth": "", "agent_name": "gess"})
+    assert unread.reply.metrics == {"left": 2.0}
 
 
 def test_an_environment_has_limits_of_time_and_of_its_state() -> None:
