@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.task import DataConfig
 from verl_rc.data.episode import Message, Opening
-from verl_rc.data.records import CustomRecords, Record, RecordFile, check_messages
+from verl_rc.data.records import CustomRecords, Record, RecordFile, VerifiersRecords, check_messages
 from verl_rc.data.tokenize import encode_prompt
 
 
@@ -249,7 +249,7 @@ class PromptDataset(Dataset[PromptRow]):
         Raises ``ValueError`` naming the file, column or row that is wrong, or the class that cannot be
         loaded.
         """
-        self._files: list[RecordFile | CustomRecords]
+        self._files: list[RecordFile | VerifiersRecords | CustomRecords]
         if config.custom_cls.path is not None:
             self._files = [CustomRecords(config, files, tokenizer)]
         elif files:
@@ -354,8 +354,13 @@ class PromptDataset(Dataset[PromptRow]):
             raise ValueError(f"{where}: {error}") from error
 
 
-def _record_file(path: str, prompt_key: str) -> RecordFile:
-    file = RecordFile(path, (prompt_key, "data_source", "reward_model"), ["extra_info", "agent_name"])
+def _record_file(path: str, prompt_key: str) -> RecordFile | VerifiersRecords:
+    required = (prompt_key, "data_source", "reward_model")
+    further = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
+    file = RecordFile(path, (), [*required, *further])
+    if VerifiersRecords.fits(file):
+        return VerifiersRecords(file, prompt_key)
+    file.require(required)
     file.check_messages(prompt_key)
     file.check_given("data_source")
     file.check_given("reward_model")

@@ -28,22 +28,33 @@ class RecordFile:
         not valid UTF-8.
         """
         self.path = path
-        table = _read_table(path)
-        present = table.column_names
-        missing = [name for name in columns if name not in present]
-        if missing:
-            raise ValueError(
-                f"a data file must have the columns {list(columns)}, but {path} lacks {missing}; it has "
-                f"{present}. Convert the file, or name its columns with data.prompt_key (RL) or "
-                "data.messages_key (SFT)."
-            )
-        if table.num_rows == 0:
+        self._table = _read_table(path)
+        self.require(columns)
+        if self._table.num_rows == 0:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
-        selection = [*columns, *(name for name in optional_columns if name in present)]
-        self._table = table.select(selection)
+        selection = list(
+            dict.fromkeys([*columns, *(name for name in optional_columns if name in self.columns)])
+        )
+        self._table = self._table.select(selection)
         self._converted(lambda: self._table.validate(full=True), "its columns")
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        names: list[str] = self._table.column_names
+        return names
+
+    def require(self, columns: Sequence[str]) -> None:
+        """Raise ``ValueError`` naming those of ``columns`` that the file lacks."""
+        missing = [name for name in columns if name not in self.columns]
+        if missing:
+            raise ValueError(
+                f"a data file must have the columns {list(columns)}, but {self.path} lacks {missing}; it has "
+                f"{self.columns}. Convert the file, or name its columns with data.prompt_key (RL) or "
+                "data.messages_key (SFT)."
+            )
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -84,6 +95,60 @@ class RecordFile:
             raise ValueError(
                 f"{what} of {self.path} must be readable, but are not: {error}. Write it anew."
             ) from error
+
+
+class VerifiersRecords:
+    """The rows of a file in the format of ``verifiers`` as records in verl's.
+
+    A row has ``prompt`` (chat messages) or ``question`` (a text), and ``answer``; ``info`` (a mapping, or one
+    as JSON text) and ``task`` if there are any. ``answer`` becomes the ground truth, ``info`` the extra info
+    and ``task`` the data source.
+    """
+
+    COLUMNS = ("question", "answer", "info", "task")
+
+    @staticmethod
+    def fits(file: RecordFile) -> bool:
+        """Whether a file is in this format."""
+        return "reward_model" not in file.columns and "answer" in file.columns
+
+    def __init__(self, file: RecordFile, prompt_key: str) -> None:
+        """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it has
+        no prompts."""
+        self.path = file.path
+        self._file = file
+        self._prompt_key = prompt_key
+        if prompt_key not in file.columns:
+            file.require(("question", "answer"))
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._file)
+
+    def column(self, name: str) -> list[Any]:
+        """The values of one column in verl's format, row by row."""
+        return [self[index][name] for index in range(len(self))]
+
+    def __getitem__(self, index: int) -> Record:
+        """Row ``index`` as a record. Raises ``ValueError`` when its ``info`` is no JSON."""
+        row = self._file[index]
+        prompt = row.get(self._prompt_key)
+        if prompt is None or isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt or row.get("question")}]
+        info = row.get("info")
+        try:
+            info = json.loads(info) if isinstance(info, str) and info else info
+        except ValueError as error:
+            raise ValueError(
+                f"column 'info' must hold a mapping, or one as JSON, but row {index} of {self.path} does "
+                f"not: {error}."
+            ) from error
+        return {
+            self._prompt_key: prompt,
+            "data_source": row.get("task") or "verifiers",
+            "reward_model": {"ground_truth": row["answer"]},
+            "extra_info": info or None,
+        }
 
 
 def _first_row_without_messages(column: pa.ChunkedArray) -> int | None:

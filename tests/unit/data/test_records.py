@@ -214,3 +214,37 @@ def test_a_wrong_class_is_named(source, name, message, config, tokenizer):
 def test_its_data_sources_are_found(config, tokenizer):
     loader = build_train_loader(config(SOURCE.replace("KEY", "'prompt'")), tokenizer)
     assert loader.dataset.data_sources() == {"t": f"row 0 of Squares of {config(SOURCE).custom_cls.path}"}
+
+
+VERIFIERS = [
+    {"question": "2 + 2", "answer": "4", "info": '{"steps": [1]}', "task": "sums"},
+    {"question": "3 + 3", "answer": "6", "info": "", "task": None},
+]
+
+
+def test_a_file_of_verifiers_is_read_as_one_of_verl(write_parquet, tokenizer):
+    """Its columns as the package's documents describe them: question or prompt, answer, info, task."""
+    path = write_parquet([*VERIFIERS])
+    first, second = build_validation_rows(options_of(path), tokenizer)
+    assert first.messages == [{"role": "user", "content": "2 + 2"}]
+    assert (first.ground_truth, first.data_source, first.extra_info) == ("4", "sums", {"steps": [1]})
+    assert (second.ground_truth, second.data_source, second.extra_info) == ("6", "verifiers", {})
+
+
+def test_messages_of_a_file_of_verifiers_win_over_its_question(write_parquet, tokenizer):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    path = write_parquet([{"prompt": messages, "question": "?", "answer": "4", "info": {"a": 1}}])
+    (row,) = build_validation_rows(options_of(path), tokenizer)
+    assert (row.messages, row.extra_info) == (messages, {"a": 1})
+
+
+def test_what_lacks_in_a_file_of_verifiers_is_named(write_parquet, tokenizer):
+    with pytest.raises(ValueError, match=r"lacks \['question'\]"):
+        build_validation_rows(options_of(write_parquet([{"answer": "4", "task": "t"}])), tokenizer)
+    path = write_parquet([{"question": "q", "answer": "4", "info": "{"}])
+    with pytest.raises(ValueError, match=r"'info' must hold a mapping, .*row 0 of"):
+        build_validation_rows(options_of(path), tokenizer)
+
+
+def options_of(path):
+    return DataConfig(train_files=[path], val_files=[path], seed=1, gen_batch_size=1)
