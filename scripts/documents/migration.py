@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
 
+from verl_rc.config.verl import environments
 from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, WRITTEN_HERE
 from verl_rc.config.verl.migration import migrate
 from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
@@ -121,9 +122,15 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     ),
     "a tool that raises": (
         "the policy reads the exception and goes on",
-        "`ToolError` is what the policy reads; any other exception ends the run",
+        "as in verl for tools of verl's files, counted as `env/tool_errors/*`; for `multi_turn.tools` "
+        "`ToolError` is what the policy reads, and any other exception fails its sample",
     ),
-    "a call that is not JSON": ("ignored", "answered with what is wrong"),
+    "a call that is not JSON": (
+        "ignored",
+        "ignored with verl's files; with `multi_turn.tools` answered with what is wrong",
+    ),
+    "further words of a `tool_schema` (`items` of an array)": ("left out of the prompt", "kept"),
+    "the last words of an interaction that is done": ("appended to the response", "left out"),
     "the limit of a tool's answer": ("of its result", "of errors as well"),
 }
 """What verl does, and what happens here."""
@@ -189,6 +196,9 @@ def _moved() -> str:
         + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
         + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
+        + "\nThese belong to tools, interactions and agent loops, where one of their files is given "
+        + "([environments.md](environments.md#coming-from-verl)):\n\n"
+        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
         + "\nThese may be given as long as they say what another key says:\n\n"

@@ -338,7 +338,7 @@ def _multi_turn(config: RunConfig) -> Iterator[str]:
     if turns.enable and not turns.tools:
         yield (
             f"{key}.enable=True needs a tool: pass {key}.tools=[calculator], or module:attribute of one of "
-            "your own."
+            f"your own, or a file of verl's as {key}.tool_config_path."
         )
     if turns.enable and rollout.ignore_eos:
         yield (

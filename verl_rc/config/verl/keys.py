@@ -7,7 +7,8 @@ from typing import Any
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import default_at, leaves_of, set_value
+from verl_rc.config.schema import default_at, leaves_of, set_value, value_at
+from verl_rc.config.verl import environments
 from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
@@ -43,17 +44,20 @@ Translated = tuple[str, Any] | None
 """The key that a value belongs to here, and what it is there; None: it says what happens anyway."""
 
 
-def with_verls_async_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The given leaves, with what verl's ``separate_async`` takes for those of its keys that were not
-    given."""
+def with_verls_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The given leaves, with what verl takes for keys that were not given: beside ``separate_async``, and
+    beside files of tools. Raises ``ConfigError`` where those contradict others."""
+    leaves = environments.with_environment(leaves)
     if not _is_separate(leaves):
-        return dict(leaves)
+        return leaves
     return {**leaves, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in leaves}}
 
 
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
-    """Whether ``_TRANSLATIONS`` has this key of verl with this value, and what the key means beside all
-    ``leaves``."""
+    """Whether this key of verl with this value depends on others, and what it means beside all ``leaves``."""
+    known, translation = environments.translate(key, value, leaves)
+    if known:
+        return True, translation
     if (
         key == "data.gen_batch_size"
         and value == 1
@@ -172,6 +176,10 @@ def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
     )
 
 
+def _environment_argument(name: str) -> Callable[[RunConfig], Any]:
+    return lambda config: value_at(config.actor_rollout_ref.rollout.environment.arguments, name)
+
+
 _SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
 
 AGREEMENTS = {
@@ -181,6 +189,10 @@ AGREEMENTS = {
     "actor_rollout_ref.rollout.prompt_length": _equal(
         lambda config: config.data.max_prompt_length, "data.max_prompt_length"
     ),
+    **{
+        f"data.{name}": _equal(_environment_argument(name), f"{_ROLLOUT}.multi_turn.{name}")
+        for name in ("tool_config_path", "function_tool_path")
+    },
     "trainer.max_critic_ckpt_to_keep": _equal(
         lambda config: config.trainer.max_actor_ckpt_to_keep,
         "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint",
@@ -250,7 +262,8 @@ def refused_for(pairs: Sequence[str], reason: str) -> str:
 
 def is_verl_key(key: str) -> bool:
     """Whether ``key`` is one of verl's that ``translate_tree`` knows, or lies below one."""
-    return moved(key) != key or key in AGREEMENTS or key in _TRANSLATIONS or refusal_of(key) is not None
+    by_table = key in AGREEMENTS or key in _TRANSLATIONS or key in environments.WRITTEN_HERE
+    return moved(key) != key or by_table or refusal_of(key) is not None
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
@@ -308,7 +321,7 @@ def translate_tree(source: Mapping[str, Any]) -> TranslatedTree:
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
-    leaves = with_verls_async_defaults(dict(leaves_of(source)))
+    leaves = with_verls_defaults(dict(leaves_of(source)))
     tree: dict[str, Any] = {}
     demands: list[tuple[str, Any]] = []
     refused: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ import yaml
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.verl.keys import moved, translate_key, with_verls_async_defaults
+from verl_rc.config.verl.keys import moved, translate_key, with_verls_defaults
 from verl_rc.config.verl.refused import RENAMED
 from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 
@@ -164,7 +164,7 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
     Raises ``ValueError`` for what is neither an override nor a file, and for correction settings that no
     release accepted.
     """
-    leaves = with_verls_async_defaults(
+    leaves = with_verls_defaults(
         dict(pair for argument in _overrides_of(arguments) for pair in _read(argument))
     )
     correction = {key: value for key, value in leaves.items() if is_correction_key(key)}

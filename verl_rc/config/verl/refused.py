@@ -212,21 +212,16 @@ _ROLLOUT_LEAVES = {
     ),
     "router_config_path": Refusal("the driver shares requests out to the engines; drop it", _NOTHING),
     "agent.num_workers": Refusal(
-        "one loop drives all engines; environments run in rollout.environment.hosts processes; drop it",
-        (8, None),
+        "one loop drives all engines, and there is no environment to give processes to; drop it", (8, None)
     ),
     "agent": Refusal(
-        "there is one loop, which multi_turn.enable=True starts; give tools as "
-        "multi_turn.tools=[module:attribute], any other loop as rollout.environment.name=module:Class",
+        "one loop drives all engines; write rollout.environment.name=module:Class for what answers a turn, "
+        "and let a loop that drives an engine itself call the chat endpoint as an agent",
         _NOTHING,
     ),
-    "multi_turn.tool_config_path": Refusal(
-        "tools are named, not configured in a file; write multi_turn.tools=[calculator] or [module:attribute]",  # noqa: E501
+    "multi_turn.tool_env_manifest_path": Refusal(
+        "write all tools into multi_turn.tool_config_path; a row chooses by extra_info.tool_selection",
         _NOTHING,
-    ),
-    "multi_turn.function_tool_path": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
-    "multi_turn.interaction_config_path": Refusal(
-        "a simulated user is an environment; write rollout.environment.name=module:Class", _NOTHING
     ),
     "multi_turn.use_inference_chat_template": Refusal(
         "sampled tokens are never made from text again; drop it", _OFF
@@ -266,8 +261,6 @@ _DATA_LEAVES = {
     "reward_fn_key": Refusal(
         "the column that chooses a reward function is data_source; rename yours", ("data_source",)
     ),
-    "tool_config_path": _ROLLOUT_LEAVES["multi_turn.tool_config_path"],
-    "function_tool_path": _ROLLOUT_LEAVES["multi_turn.function_tool_path"],
     "return_raw_chat": Refusal("prompts always travel as chat messages; drop it", _EITHER),
     "return_raw_input_ids": Refusal("prompts always travel as chat messages; drop it", _OFF),
     "return_full_prompt": Refusal(

@@ -118,8 +118,7 @@ REFUSED_BY_NAME = {
     "actor_rollout_ref.model.use_shm=True": "copy the folder to /dev/shm",
     "data.use_shm=True": "files are read where they lie",
     "actor_rollout_ref.rollout.agent.num_workers=4": "one loop drives all engines",
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",  # noqa: E501
-    "data.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",
+    "data.tool_config_path=tools.yaml": "it always equals actor_rollout_ref.rollout.multi_turn.tool_config",
     "actor_rollout_ref.model.override_config.attn_implementation=eager": "edit config.json",
     "critic.model.override_config.num_labels=1": "edit config.json",
 }
