@@ -196,7 +196,7 @@ def _moved() -> str:
         + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
         + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
-        + "\nThese belong to tools, interactions and agent loops, where one of their files is given "
+        + "\nThese belong to tools, interactions and agent loops, where one of their files is given\n"
         + "([environments.md](environments.md#coming-from-verl)):\n\n"
         + _table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"

@@ -29,7 +29,7 @@ _ARGUMENTS = (
 """Keys that become ``environment.arguments`` by their last name, where a file is given."""
 _HAPPENS = "nothing beside one of these files: their loops are chosen by row"
 WRITTEN_HERE = {
-    **{key: f"`{_ENVIRONMENT}.arguments.{key.rpartition('.')[2]}`" for key in _ARGUMENTS},
+    **{key: f"the environment's argument `{key.rpartition('.')[2]}`" for key in _ARGUMENTS},
     f"{_TURNS}.tool_timeout_seconds": f"`{_ENVIRONMENT}.step_seconds`",
     f"{_TURNS}.enable": _HAPPENS,
     f"{_AGENT}.num_workers": f"`{_ENVIRONMENT}.hosts`, beside any environment",
