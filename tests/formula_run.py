@@ -20,6 +20,7 @@ from verl_rc.checkpoint import CheckpointStore, RunState
 from verl_rc.cluster.engine_work import Request
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.parts import Sample
 from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.guards import Guards
@@ -208,12 +209,13 @@ class World:
         planned = [mini.num_loss_tokens for mini in mini_batches]
         empty = [0] * len(planned)
         kept = {2: [planned[0], *empty[1:]], 3: empty}.get(request.policy_version + 1, planned)
-        norms = [math.nan if request.policy_version == 1 else 1.0 for count in kept if count]
+        norm = math.nan if request.policy_version == 1 else 1.0
+        steps = [OptimizerStep(norm) for count in kept if count]
         self.updates += 1
         self.trained += 0.1 + 0.01 * float((batch.advantages * batch.loss_mask).abs().sum())
-        records = [Metric("actor/grad_norm", norm) for norm in norms]
+        records = [Metric("actor/grad_norm", norm) for _ in steps]
         records.append(Metric("rollout_corr/skipped_updates", kept.count(0)))
-        return Timed(ActorReport(records, norms, kept), 0.5)
+        return Timed(ActorReport(records, steps, kept), 0.5)
 
     def save(self, folder: Path) -> list[Any]:
         folder.mkdir()

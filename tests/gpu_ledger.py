@@ -27,6 +27,7 @@ from verl_rc.config.models import FsdpConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.driver import setup, weights
 from verl_rc.driver.train import train
@@ -211,7 +212,7 @@ class LedgerActor(LedgerRank, PolicyWorker):
     def update(self, batch: TrainBatch, request: Any) -> ActorReport:
         self.model.learn()
         planned = [mini.num_loss_tokens for mini in request.mini_batches]
-        return ActorReport([], [1.0] * len(planned), planned)
+        return ActorReport([], [OptimizerStep(1.0)] * len(planned), planned)
 
 
 class LedgerCritic(LedgerRank):
@@ -224,7 +225,7 @@ class LedgerCritic(LedgerRank):
 
     def update(self, batch: Any, mini_batches: Sequence[Any]) -> UpdateReport:
         self.model.learn()
-        return UpdateReport([], [1.0] * len(mini_batches))
+        return UpdateReport([], [OptimizerStep(1.0)] * len(mini_batches))
 
 
 class LedgerReference(LedgerRank):

@@ -9,6 +9,7 @@ import torch
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -138,8 +139,8 @@ def update_critic(
     step: int,
     record: StepRecord,
     beside: Beside | None = None,
-) -> list[float]:
-    """One optimizer step per mini-batch and epoch, none without a critic; returns their gradient norms."""
+) -> list[OptimizerStep]:
+    """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
         return []
     critic = services.config.critic
@@ -156,7 +157,7 @@ def update_critic(
         answer = services.critic.update(rows, mini_batches, critic_limit(services.config.critic), beside)
     record.add_busy("update_critic", answer.busy_seconds)
     record.add_records(answer.result.metrics)
-    return answer.result.grad_norms
+    return answer.result.steps
 
 
 def update_actor(
@@ -194,9 +195,7 @@ def update_actor(
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(
-        accounts_of_update(planned_tokens, report.kept_tokens, report.grad_norms, actor.ppo_epochs)
-    )
+    record.ledger.book(accounts_of_update(planned_tokens, report.kept_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report

@@ -107,9 +107,9 @@ def update(
     step = state.step + 1
     correction = config.algorithm.rollout_correction
     limit = config.trainer.max_nonfinite_updates
-    norms = stages.update_critic(services, batch, evaluations, step, record, beside)
+    critic_steps = stages.update_critic(services, batch, evaluations, step, record, beside)
     state.nonfinite_critic_updates = count_nonfinite_updates(
-        state.nonfinite_critic_updates, "critic", norms, limit
+        state.nonfinite_critic_updates, "critic", critic_steps, limit
     )
     if step < config.trainer.critic_warmup:
         guards.withhold(batch, record)
@@ -119,7 +119,7 @@ def update(
         state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
     )
     state.nonfinite_actor_updates = count_nonfinite_updates(
-        state.nonfinite_actor_updates, "actor", report.grad_norms, limit
+        state.nonfinite_actor_updates, "actor", report.steps, limit
     )
     if report.correction is not None:  # the actor has corrected
         record.add({} if report.signatures is None else report.signatures.signatures())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_rc.data.optimizer_step import OptimizerStep
+
 
 class TooManySkippedUpdatesError(RuntimeError):
     """Too many mini-batches in a row kept no token."""
@@ -36,14 +38,14 @@ class NonFiniteGradientsError(RuntimeError):
     """Too many gradients in a row were not finite."""
 
 
-def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float], limit: int) -> int:
+def count_nonfinite_updates(in_a_row: int, role: str, steps: Iterable[OptimizerStep], limit: int) -> int:
     """Optimizer steps in a row of ``role`` that were left out because their gradient was NaN or infinite.
 
-    ``in_a_row`` were left out up to now; ``grad_norms`` are those of the following steps, in their order.
+    ``in_a_row`` were left out up to now; ``steps`` are those that follow, in their order.
     Raises ``NonFiniteGradientsError`` at ``limit`` (``trainer.max_nonfinite_updates``).
     """
-    for norm in grad_norms:
-        in_a_row = 0 if math.isfinite(norm) else in_a_row + 1
+    for step in steps:
+        in_a_row = 0 if step.outcome == "trained" else in_a_row + 1
         if in_a_row >= limit:
             raise NonFiniteGradientsError(
                 f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were "

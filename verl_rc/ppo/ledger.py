@@ -10,7 +10,6 @@ in tokens, where the closing balance is counted among the open groups, never inf
 number below ``admitted`` is exactly one of trained, filtered, failed, stale and in flight.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.ppo.admission import NumberRanges, PlainRanges
 
 TOKEN_ACCOUNTS = {
@@ -128,33 +128,32 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
 
 
 def accounts_of_update(
-    planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
+    planned_tokens: Sequence[int], kept_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
 ) -> dict[str, int]:
     """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor) and
     ``nonfinite``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
-    the gradient norm of every optimizer step that was not skipped. A token's account is that of its first
+    what became of every optimizer step that was not skipped. A token's account is that of its first
     epoch; later ones train on it again. Raises ``LedgerError`` when the counts do not belong together.
     """
-    norms = list(grad_norms)
     if (
         len(planned_tokens) != len(kept_tokens)
         or len(kept_tokens) % epochs
-        or len(norms) != sum(num_kept > 0 for num_kept in kept_tokens)
+        or len(steps) != sum(num_kept > 0 for num_kept in kept_tokens)
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
-            f"kept tokens, and a gradient norm for every one that kept any; got {len(norms)} norms and the "
+            f"kept tokens, and an optimizer step for every one that kept any; got {len(steps)} steps and the "
             f"counts {list(kept_tokens)}."
         )
     accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0})
-    remaining = iter(norms)
+    remaining = iter(steps)
     first = len(kept_tokens) // epochs
     for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
         accounts["rejected"] += num_planned - num_kept
         if num_kept:
-            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += num_kept
+            accounts[next(remaining).outcome] += num_kept
     return dict(accounts)
 
 

@@ -65,11 +65,11 @@ class CriticWorker(Learner):
                 # match.
                 if share.num_loss_tokens:
                     self.accumulate(batch, share, totals)
-                    totals.add_grad_norm(self.model.step())
+                    totals.steps.append(self.model.step())
         # The rate that this step had; advancing the schedule returns it before it moves on.
         learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
         return UpdateReport(
-            [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.grad_norms
+            [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.steps
         )
 
     def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:

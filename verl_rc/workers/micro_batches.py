@@ -1,7 +1,6 @@
 """The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact
 totals."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
+from verl_rc.data.optimizer_step import OptimizerStep, Outcome
 from verl_rc.data.ragged import Ragged, Record
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.objective import Objective
@@ -23,8 +23,8 @@ class ObjectiveTotals:
         self._role = role
         self._terms: dict[str, Tensor] = {}
         self._averages: dict[str, Mean[Tensor]] = {}
-        self.grad_norms: list[float] = []
-        """Gradient norm of every optimizer step, before clipping."""
+        self.steps: list[OptimizerStep] = []
+        """Every optimizer step so far."""
 
     def add(self, objective: Objective) -> None:
         """Add one micro-batch."""
@@ -37,12 +37,11 @@ class ObjectiveTotals:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps that changed the weights so far; one whose gradient is not finite is left out."""
-        return sum(map(math.isfinite, self.grad_norms))
+        """Optimizer steps that changed the weights so far."""
+        return self._count("trained")
 
-    def add_grad_norm(self, grad_norm: float) -> None:
-        """Add the gradient norm of one optimizer step."""
-        self.grad_norms.append(grad_norm)
+    def _count(self, outcome: Outcome) -> int:
+        return sum(step.outcome == outcome for step in self.steps)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
         """Metric records whose reduction over ranks is exact; losses are means over optimizer steps, without
@@ -50,15 +49,16 @@ class ObjectiveTotals:
         sums = [part for mean in self._averages.values() for part in (mean.total, mean.count)]
         # One copy from the device for all metrics of an update.
         flat = [*self._terms.values(), *sums]
-        num_steps = max(len(self.grad_norms), 1)
+        num_steps = max(len(self.steps), 1)
         values = iter(torch.stack([value.double() for value in flat]).tolist() if flat else [])
         records = [Metric(name, next(values) / num_steps, Reduction.SUM) for name in self._terms]
         records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
-            records += [Metric(f"{self._role}/grad_norm", norm) for norm in self.grad_norms]
-            dropped = len(self.grad_norms) - self.num_updates
-            records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
+            records += [Metric(f"{self._role}/grad_norm", step.grad_norm) for step in self.steps]
+            records.append(
+                Metric(f"{self._role}/nonfinite_gradients", self._count("nonfinite"), Reduction.SUM)
+            )
         return records
 
 

@@ -166,7 +166,7 @@ class PolicyWorker(Learner):
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
                 kept_tokens.append(num_kept)
                 if num_kept:
-                    totals.add_grad_norm(self.model.step())
+                    totals.steps.append(self.model.step())
                 else:
                     # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
                     # weights.
@@ -182,9 +182,9 @@ class PolicyWorker(Learner):
         if correction is not None or covariance_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
-            return ActorReport(records, totals.grad_norms, kept_tokens)
+            return ActorReport(records, totals.steps, kept_tokens)
         return ActorReport(
-            records, totals.grad_norms, kept_tokens, correction.statistics(), gap, correction.signatures()
+            records, totals.steps, kept_tokens, correction.statistics(), gap, correction.signatures()
         )
 
     def accumulate(

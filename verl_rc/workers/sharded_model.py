@@ -20,6 +20,7 @@ from verl_rc.checkpoint import (
     write_shards,
 )
 from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, OptimConfig
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
 from verl_rc.workers.language_model import torch_dtype
@@ -139,19 +140,18 @@ class LearningModel(ShardedModel):
         ``use_no_sync_for_gradient_accumulation`` every one does."""
         self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
-    def step(self) -> float:
-        """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before
-        clipping."""
+    def step(self) -> OptimizerStep:
+        """Clip and step; a gradient that is not finite is dropped instead."""
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
         # ranks then see one number and drop, or take, the step together.
-        grad_norm = float(gather_full_tensor(norm))
+        step = OptimizerStep(float(gather_full_tensor(norm)))
         # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
         # NaN.
-        if math.isfinite(grad_norm):
+        if step.outcome == "trained":
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return grad_norm
+        return step
 
     def advance_schedule(self) -> float:
         """End a training step; returns the learning rate it had."""

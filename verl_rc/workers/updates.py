@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import LogProbGap
@@ -30,8 +31,8 @@ class UpdateReport:
 
     metrics: list[Metric]
     """Metrics to be reduced over ranks."""
-    grad_norms: list[float]
-    """Gradient norm of every optimizer step before clipping, over the shards of all ranks."""
+    steps: list[OptimizerStep]
+    """Every optimizer step, the same on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.health.guards import (
     NonFiniteGradientsError,
     RewardHistory,
@@ -30,19 +31,23 @@ def test_the_limit_holds_across_steps_and_at_once() -> None:
         count_skipped_updates(in_a_row, [EMPTY, FULL], limit=3)
 
 
+def steps(*grad_norms: float) -> list[OptimizerStep]:
+    return [OptimizerStep(norm) for norm in grad_norms]
+
+
 def test_a_finite_gradient_in_between_starts_the_count_again() -> None:
     in_a_row = 0
     for norms, expected in (([math.nan, 1.0], 0), ([math.inf], 1), ([0.0, math.nan], 1)):
-        in_a_row = count_nonfinite_updates(in_a_row, "actor", norms, limit=2)
+        in_a_row = count_nonfinite_updates(in_a_row, "actor", steps(*norms), limit=2)
         assert in_a_row == expected
 
 
 def test_the_limit_holds_across_steps_and_the_role_is_named() -> None:
-    in_a_row = count_nonfinite_updates(0, "critic", [1.0, math.nan], limit=2)
+    in_a_row = count_nonfinite_updates(0, "critic", steps(1.0, math.nan), limit=2)
     with pytest.raises(
         NonFiniteGradientsError, match="the critic's gradients must be finite, but those of 2"
     ):
-        count_nonfinite_updates(in_a_row, "critic", [-math.inf, 1.0], limit=2)
+        count_nonfinite_updates(in_a_row, "critic", steps(-math.inf, 1.0), limit=2)
 
 
 def scores(mean: float, count: int = 64) -> torch.Tensor:

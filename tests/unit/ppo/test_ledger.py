@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.metrics.catalog.samples import ACCOUNTING
 from verl_rc.ppo.ledger import (
     PROMPT_ACCOUNTS,
@@ -67,13 +68,18 @@ def test_only_known_accounts_and_counts(entries: dict[str, int]) -> None:
         Ledger().book(entries)
 
 
+def steps(*grad_norms: float) -> list[OptimizerStep]:
+    return [OptimizerStep(norm) for norm in grad_norms]
+
+
 def test_fates_follow_gradient_norms_of_mini_batches_that_kept_something() -> None:
-    booked = accounts_of_update([10, 20, 30, 40], [10, 0, 25, 40], [1.0, math.nan, 3.0], epochs=1)
+    booked = accounts_of_update([10, 20, 30, 40], [10, 0, 25, 40], steps(1.0, math.nan, 3.0), epochs=1)
     assert booked == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25}
 
 
 def test_later_epochs_book_nothing() -> None:
-    assert accounts_of_update([10, 20] * 3, [10, 15, 9, 20, 0, 0], [1.0, 1.0, math.inf, 1.0], epochs=3) == {
+    taken = steps(1.0, 1.0, math.inf, 1.0)
+    assert accounts_of_update([10, 20] * 3, [10, 15, 9, 20, 0, 0], taken, epochs=3) == {
         "trained": 25,
         "rejected": 5,
         "nonfinite": 0,
@@ -86,7 +92,7 @@ def test_later_epochs_book_nothing() -> None:
 )
 def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int], norms: list[float]) -> None:
     with pytest.raises(LedgerError, match="1 epochs of 2 mini-batches"):
-        accounts_of_update(planned, kept, norms, epochs=1)
+        accounts_of_update(planned, kept, steps(*norms), epochs=1)
 
 
 def test_a_batch_must_hold_every_token_without_an_account() -> None:

@@ -13,6 +13,7 @@ from small_models import make_train_batch, small_run_config
 
 from verl_rc.data.batches import TrainBatch, positions_mask
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.metrics import reduce_metrics
@@ -178,6 +179,6 @@ def test_losses_are_means_over_optimizer_steps_and_what_was_left_out_changed_no_
     totals = ObjectiveTotals("actor")
     for loss, norm in ((0.5, 1.0), (1.5, math.nan)):
         totals.add(Objective(torch.tensor(loss), {"actor/loss": torch.tensor(loss)}, {}))
-        totals.add_grad_norm(norm)
+        totals.steps.append(OptimizerStep(norm))
     assert reduce_metrics(totals.metrics(is_first_rank=True))["actor/loss"] == 1.0
     assert totals.num_updates == 1

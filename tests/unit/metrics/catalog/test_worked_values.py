@@ -39,6 +39,7 @@ from verl_rc.data.batches import (
     TrainBatch,
 )
 from verl_rc.data.episode import Reply
+from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.token_rows import record_of_rows
 from verl_rc.driver.decide import environment_metrics, waiting_metrics
 from verl_rc.driver.evaluate import validation_metrics
@@ -403,7 +404,7 @@ def the_actors_loss():
     totals = ObjectiveTotals("actor")
     for norm in (1.0, 3.0):
         totals.add(objective)
-        totals.add_grad_norm(norm)
+        totals.steps.append(OptimizerStep(norm))
     return reported(totals), {
         "actor/pg_loss": (-1.2 + 0.8 + 3 - 1) / 4,
         "actor/entropy_loss": 2.5,
@@ -466,7 +467,7 @@ def the_critics_loss():
     )
     totals = ObjectiveTotals("critic")
     totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
-    totals.add_grad_norm(2.5)
+    totals.steps.append(OptimizerStep(2.5))
     expected = {
         "critic/vf_loss": (1 / 4 + 4) / 2 / 2,
         "critic/vf_clipfrac": 1 / 2,
@@ -486,7 +487,7 @@ def gradients_that_are_not_finite():
     for role in ("actor", "critic"):
         totals = ObjectiveTotals(role)
         for norm in (1.0, math.nan, math.inf):
-            totals.add_grad_norm(norm)
+            totals.steps.append(OptimizerStep(norm))
         found |= reported(totals)
     return found, {"actor/nonfinite_gradients": 2, "critic/nonfinite_gradients": 2}
 
