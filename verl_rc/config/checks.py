@@ -468,15 +468,14 @@ def _shard_groups(config: RunConfig) -> Iterator[str]:
 
 
 def _half_precision(config: RunConfig) -> Iterator[str]:
-    """Small gradients are 0 in float16 unless the loss is scaled."""
+    """Small updates of weights are lost in float16."""
     for role, fsdp in config.fsdp_configs.items():
-        for key in ("model_dtype", "dtype") if isinstance(fsdp, LearnerFsdpConfig) else ():
-            if torch_name(dtype := getattr(fsdp, key)) == "float16":
-                yield (
-                    f"{FSDP_SECTIONS[role]}.{key} must be bfloat16 or float32, got {dtype}: training in "
-                    "float16 needs a loss scaler, which is not built. Pass bfloat16; engines and reference "
-                    "may have float16."
-                )
+        if isinstance(fsdp, LearnerFsdpConfig) and torch_name(fsdp.model_dtype) == "float16":
+            yield (
+                f"{FSDP_SECTIONS[role]}.model_dtype must be float32 or bfloat16, got {fsdp.model_dtype}: the "
+                "optimizer's small updates are lost in float16. Pass float32, and "
+                f"{FSDP_SECTIONS[role]}.dtype=float16 for forward and backward in float16."
+            )
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

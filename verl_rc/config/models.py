@@ -103,7 +103,8 @@ class FsdpConfig(StrictModel):
     model_dtype: Precision = "fp32"
     """Precision of the master weights that the optimizer updates; no float16 where a model learns."""
     dtype: Precision = "bfloat16"
-    """Precision of forward and backward; no float16 where a model learns."""
+    """Precision of forward and backward. Where a model learns in float16, its loss has a dynamic scale; that
+    needs a GPU, or a CPU with products in float16."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = False

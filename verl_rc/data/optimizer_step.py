@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["trained", "nonfinite"]
+Outcome = Literal["trained", "nonfinite", "overflow"]
 
 
 @dataclass(frozen=True)
@@ -12,10 +12,17 @@ class OptimizerStep:
     """One optimizer step of a model, over all ranks."""
 
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the whole gradient before clipping, without the scale of the loss."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by, in float16; None: it was not."""
 
     @property
     def outcome(self) -> Outcome:
-        """The account of the ledger that the step's tokens belong to: ``trained`` where the step was
-        taken."""
-        return "trained" if math.isfinite(self.grad_norm) else "nonfinite"
+        """The account of the ledger that the step's tokens belong to: ``trained`` where the step was taken.
+
+        A gradient that is not finite is an ``overflow`` of float16 while a smaller scale may help, and a
+        fault after that.
+        """
+        if math.isfinite(self.grad_norm):
+            return "trained"
+        return "nonfinite" if self.loss_scale is None or self.loss_scale <= 1.0 else "overflow"

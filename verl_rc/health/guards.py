@@ -41,10 +41,14 @@ class NonFiniteGradientsError(RuntimeError):
 def count_nonfinite_updates(in_a_row: int, role: str, steps: Iterable[OptimizerStep], limit: int) -> int:
     """Optimizer steps in a row of ``role`` that were left out because their gradient was NaN or infinite.
 
-    ``in_a_row`` were left out up to now; ``steps`` are those that follow, in their order.
-    Raises ``NonFiniteGradientsError`` at ``limit`` (``trainer.max_nonfinite_updates``).
+    ``in_a_row`` were left out up to now; ``steps`` are those that follow, in their order. An overflow of
+    float16 is none of them and ends no row: it halves the scale of the loss, and from a scale of 1 on the
+    gradient itself is not finite. Raises ``NonFiniteGradientsError`` at ``limit``
+    (``trainer.max_nonfinite_updates``).
     """
     for step in steps:
+        if step.outcome == "overflow":
+            continue
         in_a_row = 0 if step.outcome == "trained" else in_a_row + 1
         if in_a_row >= limit:
             raise NonFiniteGradientsError(

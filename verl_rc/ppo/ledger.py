@@ -24,6 +24,7 @@ TOKEN_ACCOUNTS = {
     "trained": "in the loss of an optimizer step that was taken",
     "rejected": "left out by rollout correction",
     "nonfinite": "in an optimizer step that was left out because its gradient was not finite",
+    "overflow": "in an optimizer step that was left out because the loss's scale was too large for float16",
     "withheld": "in a batch that the actor did not train on: critic warm-up, or an alert with the action "
     "skip",
     "filtered": "of prompts whose samples tell nothing (algorithm.filter_groups)",
@@ -130,8 +131,8 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
 def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
 ) -> dict[str, int]:
-    """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor) and
-    ``nonfinite``.
+    """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor),
+    ``nonfinite`` and ``overflow``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
     what became of every optimizer step that was not skipped. A token's account is that of its first
@@ -147,7 +148,7 @@ def accounts_of_update(
             f"kept tokens, and an optimizer step for every one that kept any; got {len(steps)} steps and the "
             f"counts {list(kept_tokens)}."
         )
-    accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0})
+    accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0, "overflow": 0})
     remaining = iter(steps)
     first = len(kept_tokens) // epochs
     for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):

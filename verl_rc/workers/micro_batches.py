@@ -55,10 +55,19 @@ class ObjectiveTotals:
         records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
-            records += [Metric(f"{self._role}/grad_norm", step.grad_norm) for step in self.steps]
+            records += [
+                Metric(f"{self._role}/grad_norm", step.grad_norm)
+                for step in self.steps
+                if step.outcome != "overflow"
+            ]
             records.append(
                 Metric(f"{self._role}/nonfinite_gradients", self._count("nonfinite"), Reduction.SUM)
             )
+            if self.steps and (scale := self.steps[-1].loss_scale) is not None:
+                records.append(Metric(f"{self._role}/loss_scale", scale, Reduction.LAST))
+                records.append(
+                    Metric(f"{self._role}/overflowed_updates", self._count("overflow"), Reduction.SUM)
+                )
         return records
 
 
@@ -119,7 +128,7 @@ def accumulate_gradients(
         # Added up on each rank, gradients travel once, but are whole in its memory until then.
         model.set_gradient_sync(index == len(micro_batches) - 1)
         objective = compute_objective(rows)
-        (objective.loss * world_size).backward()
+        model.backward(objective.loss * world_size)
         totals.add(objective)
 
 

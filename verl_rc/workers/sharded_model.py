@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,6 +23,7 @@ from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, OptimCo
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
+from verl_rc.workers.float16 import LossScale, require_float16_products
 from verl_rc.workers.language_model import torch_dtype
 
 
@@ -117,8 +118,11 @@ class LearningModel(ShardedModel):
         self, module: nn.Module, mesh: DeviceMesh, config: ActorConfig | CriticConfig, total_steps: int
     ) -> None:
         """Shard ``module`` over ``mesh``. ``total_steps`` bounds the learning-rate schedule."""
+        compute_dtype, device = torch_dtype(config.fsdp_config.dtype), torch.device(mesh.device_type)
+        require_float16_products(compute_dtype, device)
         # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         super().__init__(module, mesh, config.fsdp_config)
+        self._loss_scale = LossScale(compute_dtype, device)
         self._whole_gradients = config.fsdp_config.use_no_sync_for_gradient_accumulation is not False
         self.optimizer = build_optimizer(module.parameters(), config.optim)
         self._scheduler = build_scheduler(self.optimizer, config.optim, total_steps)
@@ -140,17 +144,23 @@ class LearningModel(ShardedModel):
         ``use_no_sync_for_gradient_accumulation`` every one does."""
         self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss, multiplied by the scale that ``step`` divides by."""
+        self._loss_scale.scale(loss).backward()
+
     def step(self) -> OptimizerStep:
         """Clip and step; a gradient that is not finite is dropped instead."""
+        self._loss_scale.unscale(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
         # ranks then see one number and drop, or take, the step together.
-        step = OptimizerStep(float(gather_full_tensor(norm)))
+        step = OptimizerStep(float(gather_full_tensor(norm)), self._loss_scale.value)
         # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
         # NaN.
         if step.outcome == "trained":
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self._loss_scale.adjust()
         return step
 
     def advance_schedule(self) -> float:
@@ -160,12 +170,12 @@ class LearningModel(ShardedModel):
         return rate
 
     def save(self, folder: Path) -> None:
-        """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only
-        copied now."""
+        """Write shards, moments, schedule and scale of the loss below ``folder``; collective. With
+        ``async_save`` they are only copied now."""
         # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
-            extra = {"schedule": schedule_state(self._scheduler)}
+            extra = {"schedule": schedule_state(self._scheduler), "loss_scale": self._loss_scale.state()}
             shards = collect_shards(self.module, self.optimizer, extra, adapters_only)
             if self._writer is None:
                 write_shards(folder, shards)
@@ -183,6 +193,7 @@ class LearningModel(ShardedModel):
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
         resume_schedule(self._scheduler, extra["schedule"])
+        self._loss_scale.resume(extra.get("loss_scale", {}))
 
     def _rest(self) -> None:
         if self._offloads_moments:

@@ -186,8 +186,13 @@ VARIANTS: list[Mistake] = [
         "'bfloat16'",
     ),
     *(
-        (f"{key}={given}", key, "must be bfloat16 or float32", given, "Pass bfloat16")
-        for key in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.model_dtype")
+        (
+            f"{ACTOR}.fsdp_config.model_dtype={given}",
+            f"{ACTOR}.fsdp_config.model_dtype",
+            "must be float32 or bfloat16",
+            given,
+            "Pass float32",
+        )
         for given in ("fp16", "float16")
     ),
     (
@@ -487,11 +492,11 @@ def test_a_missing_file_gives_one_message(
     assert_complete(str(caught.value), key, "must", "nowhere")
 
 
-def test_a_critic_in_float16_is_refused_and_a_frozen_reference_is_not():
-    gae = ["algorithm.adv_estimator=gae", "critic.model.path=model"]
+def test_master_weights_of_a_critic_in_float16_are_refused_and_those_of_a_frozen_reference_are_not():
+    gae = ["algorithm.adv_estimator=gae", "critic.model.path=model", "critic.fsdp_config.dtype=fp16"]
     with pytest.raises(
-        ConfigError, match=r"critic\.fsdp_config\.dtype must be bfloat16 or float32, got fp16"
+        ConfigError, match=r"critic\.fsdp_config\.model_dtype must be float32 or bfloat16, got fp16"
     ):
-        load_run_config([*SOUND, *gae, "critic.fsdp_config.dtype=fp16"])
-    frozen = [f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.fsdp_config.dtype=fp16"]
-    assert load_run_config([*SOUND, *frozen]).actor_rollout_ref.ref.fsdp_config.dtype == "fp16"
+        load_run_config([*SOUND, *gae, "critic.fsdp_config.model_dtype=fp16"])
+    frozen = [f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.fsdp_config.model_dtype=fp16"]
+    assert load_run_config([*SOUND, *gae, *frozen]).actor_rollout_ref.ref.fsdp_config.model_dtype == "fp16"

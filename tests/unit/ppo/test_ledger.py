@@ -74,7 +74,17 @@ def steps(*grad_norms: float) -> list[OptimizerStep]:
 
 def test_fates_follow_gradient_norms_of_mini_batches_that_kept_something() -> None:
     booked = accounts_of_update([10, 20, 30, 40], [10, 0, 25, 40], steps(1.0, math.nan, 3.0), epochs=1)
-    assert booked == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25}
+    assert booked == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25, "overflow": 0}
+
+
+def test_an_overflow_is_no_fault_until_its_scale_is_one() -> None:
+    taken = [OptimizerStep(1.0, 4.0), OptimizerStep(math.inf, 2.0), OptimizerStep(math.nan, 1.0)]
+    assert accounts_of_update([10, 20, 30], [10, 20, 30], taken, epochs=1) == {
+        "trained": 10,
+        "rejected": 0,
+        "overflow": 20,
+        "nonfinite": 30,
+    }
 
 
 def test_later_epochs_book_nothing() -> None:
@@ -83,6 +93,7 @@ def test_later_epochs_book_nothing() -> None:
         "trained": 25,
         "rejected": 5,
         "nonfinite": 0,
+        "overflow": 0,
     }
 
 

@@ -82,6 +82,17 @@ _ACTOR = (
         "updates of the step skipped because the gradient was not finite",
         (0, 0),
     ),
+    MetricSpec(
+        "actor/loss_scale",
+        "1",
+        "what the loss of the step's last update was multiplied by; in float16",
+    ),
+    MetricSpec(
+        "actor/overflowed_updates",
+        "1",
+        "updates of the step skipped because the loss's scale was too large for float16, and halved; in "
+        "float16",
+    ),
     MetricSpec("actor/lr", "1", "learning rate of the step's last update"),
     MetricSpec(
         "actor/reward_kl_penalty",
@@ -112,6 +123,17 @@ _CRITIC = (
         "1",
         "critic updates of the step skipped because the gradient was not finite",
         (0, 0),
+    ),
+    MetricSpec(
+        "critic/loss_scale",
+        "1",
+        "what the critic's loss of the step's last update was multiplied by; in float16",
+    ),
+    MetricSpec(
+        "critic/overflowed_updates",
+        "1",
+        "critic updates of the step skipped because the loss's scale was too large for float16, and halved; "
+        "in float16",
     ),
     MetricSpec("critic/lr", "1", "learning rate of the step's last critic update"),
     MetricSpec(

@@ -128,6 +128,10 @@ _TOKENS = {
     "trained": ("tokens in the loss of an optimizer step that was taken (first epoch)", None),
     "rejected": ("tokens left out by rollout correction (by the actor: in the first epoch)", None),
     "nonfinite": ("tokens in an optimizer step left out because its gradient was not finite", (0, 0)),
+    "overflow": (
+        "tokens in an optimizer step left out because the loss's scale was too large for float16",
+        None,
+    ),
     "withheld": ("tokens of a batch that the actor did not train on: critic warm-up, or an alert", None),
     "filtered": ("tokens of prompts that algorithm.filter_groups dropped", None),
     "surplus": ("tokens of prompts beyond data.train_batch_size after filtering", None),

@@ -493,6 +493,19 @@ def gradients_that_are_not_finite():
 
 
 @example
+def float16_overflows():
+    """Scales 4 and 2 were too large, at 1 the gradient itself is infinite; an overflow has no norm."""
+    found = {}
+    for role in ("actor", "critic"):
+        totals = ObjectiveTotals(role)
+        for norm, scale in ((math.inf, 4.0), (math.nan, 2.0), (math.inf, 1.0), (3.0, 1.0)):
+            totals.steps.append(OptimizerStep(norm, scale))
+        found |= reported(totals)
+    values = {"loss_scale": 1, "overflowed_updates": 2, "nonfinite_gradients": 1, "grad_norm": math.inf}
+    return found, {f"{role}/{name}": value for role in ("actor", "critic") for name, value in values.items()}
+
+
+@example
 def rewards_that_fail_and_columns():
     outputs = [
         RewardOutput(1.0, {"acc": 1.0}),
@@ -751,18 +764,19 @@ def every_account_of_the_ledger():
         "rejected": 2,
         "nonfinite": 3,
         "withheld": 4,
+        "overflow": 8,
         "filtered": 5,
         "surplus": 6,
         "baseline": 7,
     }
     prompts = {"in_batch": 3, "filtered": 2, "surplus": 1}
     record = StepRecord()
-    record.ledger.sampled(28, prompts=6)
+    record.ledger.sampled(36, prompts=6)
     record.ledger.book(tokens)
     record.ledger.book_prompts(prompts)
     expected = {f"ledger/{account}_tokens": count for account, count in tokens.items()}
     expected |= {f"ledger/prompts_{account}": count for account, count in prompts.items()}
-    return record.ledger.close(), {**expected, "ledger/sampled_tokens": 28, "ledger/prompts_sampled": 6}
+    return record.ledger.close(), {**expected, "ledger/sampled_tokens": 36, "ledger/prompts_sampled": 6}
 
 
 @example
