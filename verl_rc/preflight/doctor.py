@@ -17,6 +17,7 @@ from verl_rc.preflight.machine import (
     check_devices,
     check_disk,
     check_driver,
+    check_float16,
     check_folder,
     check_fp8,
     check_memory,
@@ -278,6 +279,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield from check_driver()
     yield from check_devices(config)
     yield from check_fp8(config)
+    yield from check_float16(config)
     yield from check_ports()
     yield from check_folder(folder)
     yield from check_models(config, inputs)

@@ -419,6 +419,12 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
                 )
             if update.ranks > 1:
                 yield from _wrapped("  ", f"{role}: {_GRADIENT_SUMS[update.sums_gradients_once]}")
+            if update.scales_loss:
+                yield from _wrapped(
+                    "  ",
+                    f"{role}: float16, its loss times a dynamic scale; an optimizer step whose gradient "
+                    "overflows is skipped, and the scale halved",
+                )
     yield f"  training steps: {steps}"
 
 

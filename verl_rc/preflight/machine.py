@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
 from verl_rc.preflight import gpu_host
@@ -26,6 +27,7 @@ from verl_rc.preflight.memory import (
     host_bytes,
 )
 from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
+from verl_rc.workers.float16 import SLOWEST_RATIO, SlowFloat16Error, float16_product_seconds
 from verl_rc.workers.host import available_memory, usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -171,6 +173,21 @@ def check_fp8(config: RunConfig) -> Iterator[Finding]:
         yield Finding("ok", "fp8 products", products.describe())
     except SlowFp8Error as error:
         yield Finding("failed", "fp8 products", products.times(), error.must, error.remedy)
+
+
+def check_float16(config: RunConfig) -> Iterator[Finding]:
+    """Check that a CPU computes float16 products fast enough when a model learns in float16."""
+    learners = [fsdp for fsdp in config.fsdp_configs.values() if isinstance(fsdp, LearnerFsdpConfig)]
+    if uses_gpus(config) or all(torch_name(fsdp.dtype) != "float16" for fsdp in learners):
+        return
+    float16, float32 = float16_product_seconds()
+    yield Finding.from_condition(
+        float16 <= SLOWEST_RATIO * float32,
+        "float16 products",
+        f"{1e3 * float16:.2f} ms in float16, {1e3 * float32:.2f} ms in float32",
+        SlowFloat16Error.must,
+        SlowFloat16Error.remedy,
+    )
 
 
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:

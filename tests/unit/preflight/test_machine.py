@@ -69,6 +69,19 @@ def test_cores_for_ranks_and_engines(cores: int, status: str, monkeypatch: pytes
     assert statuses(machine.check_devices(config_of({}))) == {"cores": "ok"}
 
 
+@pytest.mark.parametrize(("milliseconds", "status"), [(3.9, "ok"), (4.1, "failed")])
+def test_float16_products_where_a_model_learns_in_float16(
+    milliseconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "float16_product_seconds", lambda: (milliseconds * 1e-3, 1e-3))
+    key, reference = "actor_rollout_ref.actor.fsdp_config.dtype", "actor_rollout_ref.ref.fsdp_config.dtype"
+    found = machine.check_float16(config_of({key: "fp16", "trainer.device": "cpu"}))
+    assert statuses(found) == {"float16 products": status}
+    assert statuses(machine.check_float16(config_of({key: "fp16", "trainer.device": "cuda"}))) == {}
+    frozen: Given = {reference: "fp16", "trainer.device": "cpu", "actor_rollout_ref.actor.use_kl_loss": True}
+    assert statuses(machine.check_float16(config_of(frozen))) == {}
+
+
 @pytest.mark.parametrize(
     ("gpus", "shared", "status"),
     [(2, True, "ok"), (1, True, "failed"), (3, False, "failed"), (4, False, "ok")],

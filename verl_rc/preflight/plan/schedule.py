@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rc.config.models import LearnerFsdpConfig
+from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import actor_limit, critic_limit
@@ -31,6 +31,8 @@ class UpdateArithmetic:
     memory decides."""
     ranks_per_copy: int = 1
     """Ranks that share one copy of weights and moments."""
+    scales_loss: bool = False
+    """Whether the loss has a dynamic scale, as float16 needs it."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -97,6 +99,7 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
             sharing=fsdp.ulysses_sequence_parallel_size,
             sums_gradients_once=True if setting is None and trainer.device == "cpu" else setting,
             ranks_per_copy=fsdp.ranks_per_copy(ranks),
+            scales_loss=torch_name(fsdp.dtype) == "float16",
         )
 
     warmup = max(trainer.critic_warmup - 1, 0)
