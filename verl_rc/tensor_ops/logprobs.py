@@ -77,7 +77,7 @@ def scores_from_hidden_states(
 
     Args:
         hidden: ``[K, H]``.
-        weight: ``[V, H]`` in the dtype of ``hidden``, in which logits are computed before they are cast.
+        weight: ``[V, H]`` in the dtype of ``hidden``, or a narrower one, cast to it a block at a time.
         token_ids: int64 ``[K]``.
         options: What to compute.
         bias: ``[V]``, optional.
@@ -160,7 +160,7 @@ class _HiddenStateScores(torch.autograd.Function):
         sum_words, sums = _fused(_sum_words, hidden.device), None
         chosen = hidden.new_zeros(hidden.shape[0], dtype=_precision(hidden))
         for words in _word_slices(hidden, weight):
-            logits = F.linear(hidden, weight[words], None if bias is None else bias[words])
+            logits = _logits(hidden, weight[words], bias, words)
             places, is_inside = _places(token_ids, words)
             chosen = torch.where(
                 is_inside, _scaled(logits.gather(-1, places), options.temperature)[:, 0], chosen
@@ -217,11 +217,8 @@ class _HiddenStateScores(torch.autograd.Function):
         # Each row of the weight's gradient is one sum over all tokens, as if there were no blocks, and is
         # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
         for words in _word_slices(hidden, weight):
-            logits = (
-                F.linear(hidden, weight[words], None if bias is None else bias[words])
-                if kept is None
-                else kept
-            )
+            of_words = weight[words].to(hidden.dtype)
+            logits = _logits(hidden, of_words, bias, words) if kept is None else kept
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             places, is_inside = _places(token_ids, words)
             others = grad_logits.gather(-1, places)
@@ -229,11 +226,13 @@ class _HiddenStateScores(torch.autograd.Function):
                 -1, places, torch.where(is_inside[:, None], of_tokens[:, None].to(others.dtype), others)
             )
             if ctx.needs_input_grad[0]:
-                grad_hidden = _add_product(grad_hidden, grad_logits, weight[words])
-            if grad_weight is not None:
+                grad_hidden = _add_product(grad_hidden, grad_logits, of_words)
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[words])
+            elif grad_weight is not None:
+                grad_weight[words] = grad_logits.t() @ hidden
             if grad_bias is not None:
-                torch.sum(grad_logits, dim=0, out=grad_bias[words])
+                grad_bias[words] = grad_logits.sum(dim=0)
             del logits, grad_logits  # before the next block's: two blocks are alive at once, not three
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
@@ -242,6 +241,12 @@ class _HiddenStateScores(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _logits(hidden: Tensor, of_words: Tensor, bias: Tensor | None, words: slice) -> Tensor:
+    """Logits of some words in the dtype of the hidden states."""
+    dtype = hidden.dtype
+    return F.linear(hidden, of_words.to(dtype), None if bias is None else bias[words].to(dtype))
 
 
 def _sum_words(logits: Tensor, temperature: float, with_entropies: bool, with_squares: bool) -> _WordSums:

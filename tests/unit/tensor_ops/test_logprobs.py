@@ -180,6 +180,33 @@ def test_in_low_precision_chunks_add_no_rounding_to_the_weights_and_little_to_hi
 
 
 @pytest.mark.parametrize("elements", CHUNKS)
+def test_a_narrower_head_is_computed_in_the_precision_of_the_hidden_states(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 weights and bias, float32 hidden states: the numbers of the weights cast as a whole, whose
+    gradient is rounded once."""
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 3, generator=generator).requires_grad_()
+    head = [torch.randn(7, *more, generator=generator).bfloat16().requires_grad_() for more in ([3], [])]
+    wide = [
+        hidden.detach().double().requires_grad_(),
+        *(part.detach().double().requires_grad_() for part in head),
+    ]
+    for states, weight, bias in ([hidden, *head], wide):
+        scores = scores_from_hidden_states(states, weight, TOKENS, EVERYTHING, bias)
+        assert scores.entropies is not None
+        (scores.log_probs.sum() + 0.3 * scores.entropies.sum()).backward()
+        if states is hidden:
+            found = scores
+    assert found.log_probs.dtype == torch.float32
+    torch.testing.assert_close(found.log_probs.double(), scores.log_probs, rtol=0, atol=1e-5)
+    for narrow, exact, rounding in zip([hidden, *head], wide, (1e-5, 2**-8, 2**-8), strict=True):
+        assert narrow.grad is not None
+        torch.testing.assert_close(narrow.grad.double(), exact.grad, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", CHUNKS)
 def test_excluded_tokens_have_probability_zero(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their logits are -inf, here by a bias; in the first case they fill a block."""
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
