@@ -319,6 +319,12 @@ def _engine_arguments(config: RunConfig) -> Iterator[str]:
     arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(arguments)):
         yield f"{key}.{name}={arguments[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
+    if "head_dtype" in (arguments.get("hf_overrides") or {}):
+        yield (
+            f"{key}.hf_overrides.head_dtype={arguments['hf_overrides']['head_dtype']} is refused: a head in "
+            "another precision on one side alone widens the gap; pass "
+            "actor_rollout_ref.model.head_dtype=float32, which sets trainer and engines."
+        )
     if "async_scheduling" in arguments and config.async_training.on_update != "finish":
         yield (
             f"{key}.async_scheduling={arguments['async_scheduling']} is refused: weights that change under "

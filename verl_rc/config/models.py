@@ -32,6 +32,9 @@ class ModelConfig(StrictModel):
     output)."""
     exclude_modules: str | list[str] | None = None
     """Modules that get none: names or a regular expression."""
+    head_dtype: Literal["float32"] | None = None
+    """Precision of the output layer, in actor, reference and engines alike: with ``float32`` logits are
+    products in float32 of weights and hidden states in their ``dtype``. Null: products in ``dtype``, too."""
 
 
 def model_source(path: str) -> str:

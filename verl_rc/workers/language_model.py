@@ -31,9 +31,10 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
+    head_dtype: str | None = None,
 ) -> nn.Module:
     """Load a Hugging Face causal language model whose attention understands packed input and which can score
-    tokens.
+    tokens, with logits in ``head_dtype`` (None: ``dtype``).
 
     With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward
     pass.
@@ -44,7 +45,8 @@ def load_causal_lm(
     source, arguments = _model_source(path, dtype, trust_remote_code)
     with _reading_shards(mesh) as further:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **further)
-    return add_scoring(_with_checkpointing(model, gradient_checkpointing))
+    precision = None if head_dtype is None else torch_dtype(head_dtype)
+    return add_scoring(_with_checkpointing(model, gradient_checkpointing), precision)
 
 
 def load_value_model(

@@ -88,6 +88,7 @@ class PolicyWorker(Learner):
             recomputes_activations(model_config, self._device.type == "cuda"),
             model_config.trust_remote_code,
             shards,
+            model_config.head_dtype,
         )
         self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
@@ -317,6 +318,7 @@ class ReferenceWorker:
             gradient_checkpointing=False,
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
+            head_dtype=model.head_dtype,
         )
         self.model = FrozenModel(module, mesh, reference.fsdp_config)
         _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)

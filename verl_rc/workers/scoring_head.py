@@ -22,9 +22,10 @@ class PredictedTokens:
     options: ScoreOptions
 
 
-def add_scoring(model: nn.Module) -> nn.Module:
+def add_scoring(model: nn.Module, head_dtype: torch.dtype | None = None) -> nn.Module:
     """The model, whose forward pass returns ``HiddenStateScores`` when it is given ``predicted``.
 
+    ``head_dtype`` is the precision of its logits; None: that of its hidden states.
     Raises ``ValueError`` when the logits are not a constant times a linear layer of the last hidden states.
     """
     causal_lm: Any = model
@@ -38,9 +39,10 @@ def add_scoring(model: nn.Module) -> nn.Module:
         # PEFT passes arguments that it was not given as None.
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = causal_lm.base_model(*args, **given).last_hidden_state.flatten(0, 1)
+        states = hidden.index_select(0, predicted.positions)
         head, options = causal_lm.get_output_embeddings(), predicted.options
         return scores_from_hidden_states(
-            hidden.index_select(0, predicted.positions),
+            states if head_dtype is None else states.to(head_dtype),
             head.weight,
             predicted.token_ids,
             replace(options, temperature=options.temperature / factor),

@@ -196,6 +196,13 @@ VARIANTS: list[Mistake] = [
         for given in ("fp16", "float16")
     ),
     (
+        f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype=float32",
+        f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype",
+        "on one side alone widens the gap",
+        "=float32",
+        "pass actor_rollout_ref.model.head_dtype=float32",
+    ),
+    (
         f"{CORRECTION}.rollout_is=tokens",
         f"{CORRECTION}.rollout_is",
         "must be one of token, prefix, turn, sequence",

@@ -92,6 +92,14 @@ ENGINE: list[tuple[str, str, Any]] = [
     (f"{R}.seed=7", "seed", 7),
     (f"+{R}.engine_kwargs.vllm.block_size=32", "block_size", 32),
     ("actor_rollout_ref.model.trust_remote_code=True", "trust_remote_code", True),
+    # also where it is not set: config.json could name a head for the engine alone
+    ("actor_rollout_ref.model.head_dtype=null", "hf_overrides", {"head_dtype": "model"}),
+    ("actor_rollout_ref.model.head_dtype=float32", "hf_overrides", {"head_dtype": "float32"}),
+    (
+        f"+{R}.engine_kwargs.vllm.hf_overrides.rope_theta=5",
+        "hf_overrides",
+        {"rope_theta": 5, "head_dtype": "model"},
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import VOCABULARY, make_tokens, small_model_config
 from torch import Tensor, nn
 from transformers import (
@@ -124,6 +125,23 @@ def test_with_adapters_the_adapters_learn_and_without_them_it_is_the_base_model(
         assert torch.equal(
             without, score_tokens(base, TOKENS, ForwardOptions(1.0), with_entropy=False).log_probs
         )
+
+
+def test_a_head_in_float32_takes_weights_and_states_as_they_are(model_folder: Path) -> None:
+    """bfloat16 everywhere else: products in float64 of the same numbers."""
+    model = load_causal_lm(str(model_folder), torch.bfloat16, head_dtype="float32")
+    found = score_tokens(model, TOKENS, ForwardOptions(0.7), with_entropy=False).log_probs
+    assert found.dtype == torch.float32
+    plain = load_causal_lm(str(model_folder), torch.bfloat16)
+    rounded = score_tokens(plain, TOKENS, ForwardOptions(0.7), with_entropy=False).log_probs
+    head = plain.get_submodule("lm_head")
+    head.forward = lambda states: F.linear(states.double(), head.weight.double())  # type: ignore[method-assign]
+    expected = unfused_scores(plain, 0.7)[0]
+    at = PackedSequences.from_tokens(TOKENS).is_response
+    torch.testing.assert_close(found[at].double(), expected.double(), atol=1e-5, rtol=1e-5)
+    assert float((rounded[at] - expected).detach().abs().max()) > 1e-3
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_soft_caps_are_refused_by_name(tmp_path: Path) -> None:

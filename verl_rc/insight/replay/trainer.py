@@ -26,6 +26,7 @@ class Scoring:
     temperature: float = 1.0
     packs: bool = False
     trust_remote_code: bool = False
+    head_dtype: str | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scoring":
@@ -37,6 +38,7 @@ class Scoring:
             rollout.temperature,
             model.use_remove_padding,
             model.trust_remote_code,
+            model.head_dtype,
         )
 
 
@@ -47,7 +49,10 @@ class TrainerReplay:
         """Load the model in the trainer's precision of computing, or in ``dtype``."""
         self._dtype = dtype or torch_dtype(scoring.dtype)
         self._model: nn.Module = load_causal_lm(
-            model_folder, self._dtype, trust_remote_code=scoring.trust_remote_code
+            model_folder,
+            self._dtype,
+            trust_remote_code=scoring.trust_remote_code,
+            head_dtype=scoring.head_dtype,
         )
         self._model.eval()
         self._temperature, self._packs = scoring.temperature, scoring.packs

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from verl_rc.rollout.vllm.float32_head import forget_float32_heads
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
@@ -95,6 +96,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             self.finish_weight_update()
         self.digests, self.loaded = {}, set()
         self._updating = True
+        forget_float32_heads()
         initialize_layerwise_reload(self.model)
         # A model in loadable form has no parameters that online quantisation derives from weights. It has the
         # scales of an fp8 cache, which only some checkpoints fill.
