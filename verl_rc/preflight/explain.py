@@ -425,6 +425,8 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
                     f"{role}: float16, its loss times a dynamic scale; an optimizer step whose gradient "
                     "overflows is skipped, and the scale halved",
                 )
+    if config.actor_rollout_ref.model.head_dtype is not None:
+        yield "  logits: products in float32, in actor, reference and engines"
     yield f"  training steps: {steps}"
 
 

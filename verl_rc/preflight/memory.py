@@ -161,6 +161,8 @@ class _Update:
     checkpointing: bool
     gpu_bytes: int | None
     """Memory of the GPU; None on a CPU."""
+    logit_bytes: int
+    """Bytes per logit."""
 
     def activations(self) -> int:
         """Bytes of the activations at the start of a backward pass, and of a block of logits."""
@@ -169,9 +171,9 @@ class _Update:
         if self.checkpointing:
             recomputed = numbers * _RECOMPUTED_BYTES * self.compute_bytes // 2
             layer_bytes = numbers * self.compute_bytes * self.shape.layers + recomputed
-        most_logits = logits_at_once(self.gpu_bytes, self.compute_bytes)
+        most_logits = logits_at_once(self.gpu_bytes, self.logit_bytes)
         bytes_each = (
-            4 * _LOGIT_COPIES if self.gpu_bytes is None else self.compute_bytes * _COMPILED_LOGIT_COPIES
+            4 * _LOGIT_COPIES if self.gpu_bytes is None else self.logit_bytes * _COMPILED_LOGIT_COPIES
         )
         return layer_bytes + min(self.predicted_tokens * self.shape.vocabulary, most_logits) * bytes_each
 
@@ -190,7 +192,8 @@ def estimate_roles(
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
         tokens = _micro_batch_tokens(sizes.critic, config.longest_sequence)
         checkpointing = recomputes_activations(critic.model, on_gpus)
-        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, checkpointing, gpu_bytes)
+        width = _bytes(fsdp.dtype)
+        update = _Update(shape, width, tokens, 0, checkpointing, gpu_bytes, width)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(
             replace(
@@ -220,7 +223,8 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, gpu_byt
     tokens = _micro_batch_tokens(sizes.actor, config.longest_sequence)
     predicted = tokens * config.data.max_response_length // config.longest_sequence
     checkpointing = recomputes_activations(model, on_gpus)
-    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, checkpointing, gpu_bytes)
+    width, logit_bytes = _bytes(fsdp.dtype), _bytes(model.head_dtype or fsdp.dtype)
+    update = _Update(shape, width, tokens, predicted, checkpointing, gpu_bytes, logit_bytes)
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
     largest = max(_beside_gathered(learner, update, shape, fsdp), _bucket_bytes(rollout, shape))
     return replace(
@@ -311,6 +315,8 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     per_engine, width = rollout.tensor_model_parallel_size, _bytes(rollout.dtype)
     blocks = shape.parameters - shape.embedding_parameters
     weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
+    if gpu_bytes is None and _bytes(config.actor_rollout_ref.model.head_dtype or rollout.dtype) > width:
+        weights += shape.vocabulary * shape.width * 4  # of the head, cast once for every update
     staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
     # Where engines share no device, the KV cache stays while weights arrive: a bucket that is received, one
     # that is loaded, and the tensors of a layer that is not complete.

@@ -110,7 +110,8 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     ({"trainer.n_gpus_per_node": 2, f"{ACTOR}.fsdp_config.fsdp_size": 8}, [], ["copies of weights"]),
     ({f"{ACTOR}.fsdp_config.dtype": "fp16"}, ["actor: float16, its loss times a dynamic scale"], []),
-    ({f"{ACTOR}.fsdp_config.dtype": "bf16"}, [], ["dynamic scale"]),
+    ({f"{ACTOR}.fsdp_config.dtype": "bf16"}, [], ["dynamic scale", "logits: products in float32"]),
+    ({"actor_rollout_ref.model.head_dtype": "float32"}, ["logits: products in float32, in actor"], []),
     (
         {**AHEAD, **TOKEN_WEIGHTS},
         [

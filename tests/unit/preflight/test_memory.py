@@ -199,6 +199,19 @@ def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:
     assert on_gpu.model == 5 * 10**10
 
 
+def test_a_head_in_float32_costs_an_engine_on_a_cpu_a_copy_and_a_gpu_wider_logits() -> None:
+    """Of the shape's 100,000 words and its width of 2,000."""
+    head: Given = {"actor_rollout_ref.model.head_dtype": "float32"}
+    for dtype, copies in (("bfloat16", 1), ("float32", 0)):
+        given: Given = {f"{ROLLOUT}.dtype": dtype}
+        more = roles_of({**given, **head})["engine"].weights - roles_of(given)["engine"].weights
+        assert more == copies * 100_000 * 2_000 * 4
+    on_gpu: Given = {f"{ROLLOUT}.dtype": "bfloat16", f"{ACTOR}.fsdp_config.dtype": "bfloat16"}
+    plain, wide = (roles_of(given, gpu_bytes=10**11) for given in (on_gpu, {**on_gpu, **head}))
+    assert wide["engine"].model == plain["engine"].model
+    assert wide["actor"].activations >= plain["actor"].activations
+
+
 @pytest.mark.parametrize(("megabytes", "expected"), [(2048, 4.43), (1024, 2.43)])
 def test_an_engine_alone_needs_two_buckets_and_a_layer_beside_its_share(
     megabytes: int, expected: float

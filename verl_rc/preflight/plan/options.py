@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
 from verl_rc.config.async_training import SECTION, unread_keys
+from verl_rc.config.models import torch_name
 from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
@@ -149,6 +150,13 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
         f"actor_rollout_ref.model.{option}" for option in ("lora_alpha", "target_modules", "exclude_modules")
     )
     yield not has_adapters, adapters, "lora_rank=0"
+    policy = config.actor_rollout_ref
+    dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype}
+    yield (
+        {torch_name(dtype) for dtype in dtypes} == {"float32"},
+        ("actor_rollout_ref.model.head_dtype",),
+        "actor, reference and engines compute in float32 anyway",
+    )
     switches = {
         "algorithm.filter_groups": config.algorithm.filter_groups.enable,
         "reward.reward_model": config.reward.reward_model.enable,
