@@ -1,0 +1,26 @@
+"""An engine that can be given weights without a trainer, and says how many heads it keeps in float32."""
+
+import torch
+from torch import Tensor
+
+from verl_rc.rollout.vllm import float32_head
+from verl_rc.rollout.vllm.engine import VllmEngine
+from verl_rc.weight_sync.manifest import Manifest, TensorSpec
+
+
+class Float32HeadEngine(VllmEngine):
+    """The engine, in a process of its own."""
+
+    def load(self, tensors: dict[str, Tensor], version: int) -> None:
+        """Take ``tensors`` by name as a weight update, in bfloat16."""
+        names = {name: TensorSpec(name, "bfloat16", tuple(value.shape)) for name, value in tensors.items()}
+        staged = [
+            (bucket, torch.cat([tensors[spec.name].bfloat16().flatten() for spec in bucket]))
+            for bucket in Manifest(tuple(names.values())).buckets(1 << 30)
+        ]
+        self.begin_update()
+        self._loop.call(lambda sampler: sampler.load(staged=staged))
+        self.finish_update(version)
+
+    def num_kept(self) -> int:
+        return len(float32_head._weights)
