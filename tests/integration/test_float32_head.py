@@ -80,6 +80,7 @@ def test_both_sides_have_one_head_and_one_side_alone_is_further_off(
     assert same < one_sided
     # What is kept of the output layer belongs to the weights: an update brings others.
     model = AutoModelForCausalLM.from_pretrained(task["model"])
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
