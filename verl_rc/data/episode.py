@@ -92,8 +92,8 @@ class Reply:
         names = {**self.metrics, **last.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + last.metrics.get(name, 0.0) for name in names}
         again = self.asked_again + last.asked_again
-        reward = self.reward + last.reward
-        return Reply(reward=reward, truncated=True, metrics=metrics, asked_again=again)
+        reward, facts = self.reward + last.reward, {**self.extra_info, **last.extra_info}
+        return Reply(reward=reward, truncated=True, metrics=metrics, asked_again=again, extra_info=facts)
 
 
 @dataclass(frozen=True)

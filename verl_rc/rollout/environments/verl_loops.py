@@ -197,6 +197,8 @@ class ToolLoop(Environment):
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``."""
         data, limits = self._data, self._limits
+        if not (turn.text or turn.stopped):  # a limit has ended the episode behind the last turn
+            return Reply(done=True, extra_info=self._facts())
         data.assistant_turns = turn.number + 1
         data.messages.append({"role": "assistant", "content": turn.text})
         calls = [call for call in parse_hermes(turn.text) if isinstance(call, ToolCall)]
