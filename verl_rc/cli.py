@@ -104,6 +104,13 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def _dtypes(text: str) -> tuple[str, str]:
+    trainer, comma, engine = text.partition(",")
+    if not {trainer, engine or trainer} <= {"float32", "bfloat16", "float16"} or (comma and not engine):
+        raise ValueError("they must be of float32, bfloat16 and float16")
+    return trainer, engine or trainer
+
+
 def _step_range(options: Options) -> dict[str, int]:
     return {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
 
@@ -174,10 +181,23 @@ def _diagnose(options: Options) -> None:
     names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAYS]:
         raise ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
-    request = DiagnosisRequest(options.folder, names, options.rows, **_step_range(options))
-    if names:
+    request = DiagnosisRequest(
+        options.folder,
+        names,
+        options.rows,
+        **_step_range(options),
+        model=options.model,
+        temperature=options.temperature,
+        dtypes=options.dtypes,
+    )
+    if options.model is not None:
         _quieten_libraries()
-        from verl_rc.insight.replay import diagnose_with_replays  # noqa: PLC0415  (torch, transformers)
+        from verl_rc.insight.replay.foreign import diagnose_with_model  # noqa: PLC0415  (torch, transformers)
+
+        diagnosis = diagnose_with_model(request)
+    elif names:
+        _quieten_libraries()
+        from verl_rc.insight.replay.diagnosis import diagnose_with_replays  # noqa: PLC0415  (torch, transformers)
 
         diagnosis = diagnose_with_replays(request)
     else:
@@ -318,7 +338,7 @@ def _what_if(options: Options) -> None:
     clip = clip_of(run.settings)
     if options.gradients:
         _quieten_libraries()
-        from verl_rc.insight.replay import ParameterGradients  # noqa: PLC0415  (transformers)
+        from verl_rc.insight.replay.gradients import ParameterGradients  # noqa: PLC0415  (transformers)
 
         gradients = ParameterGradients(options.folder, *steps)
         batch = replace(gradients.batch, clip=clip)
@@ -385,6 +405,22 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "most rows of a record (default: 64)",
             },
             **_STEPS,
+            "--model": {
+                "metavar": "FOLDER",
+                "type": Path,
+                "help": "for a run of another trainer: the model that it began with (with --steps A-B: that "
+                "of step A), which scores the first recorded step again",
+            },
+            "--temperature": {
+                "metavar": "T",
+                "type": float,
+                "help": "with --model: temperature of sampling, where the run's files do not say it",
+            },
+            "--dtypes": {
+                "metavar": "TRAINER,ENGINE",
+                "type": _dtypes,
+                "help": "with --model: precisions, such as float32,bfloat16, where the files do not say",
+            },
             "--digests": {
                 "metavar": "WEIGHTS",
                 "type": Path,

@@ -16,7 +16,7 @@ from verl_rc.config.load import save_resolved_config
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.health.cause_table import STALE_CACHE
 from verl_rc.insight.diagnosis import DiagnosisRequest
-from verl_rc.insight.replay import diagnose_with_replays
+from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 

@@ -17,7 +17,7 @@ STOP_LOST = Cause(
     "token records: the last id of a finished row is no stop token",
     (
         "{count:.0f} of {rows:.0f} rows that are called finished do not end with a stop token: ids were lost "
-        "between engine and trainer, or rows are not what they are called"
+        "or changed between engine and trainer, or rows are not what they are called"
     ),
     (
         "Compare the ids that the engine returned with those that were trained on, at the ends of rows. "
@@ -261,11 +261,29 @@ OTHER_CODE = Cause(
     evidence="replays",
     is_repairable=True,
 )
+NOT_THE_MODEL = Cause(
+    20,
+    "the engine's log-probs are not its model's",
+    f"--model: they are more than {BOUNDS.far_above_floor:g} times as far from transformers in the engine's "
+    "precision as rounding makes",
+    (
+        "For the ids of step {step:.0f} transformers give log-probs {size:.4f} nats from the engine's, where "
+        "its precision rounds by {rounding:.4f}; {share:.0%} of the gap. The engine had other prompts, "
+        "sampling or weights, or computes otherwise"
+    ),
+    (
+        "Compare the ids and the sampling parameters that the engine was sent with the recorded ids; then "
+        "its weights: verl-rc diagnose MODEL --digests OTHER names tensors that differ."
+    ),
+    evidence="replays",
+    is_repairable=True,
+    is_specific=False,
+)
 LARGER_THAN_HEALTHY = Cause(
     20,
     "larger than this precision makes for this model",
-    f"R2: the gap of the replayed step, or of later ones, is {BOUNDS.above_floor:g} times that between the "
-    "trainer's code in both precisions",
+    f"R2: the gap of the replayed step, or of later ones, is {BOUNDS.above_floor:g} times what the "
+    "precisions of trainer and engine round",
     (
         "The gap is {gap:.4f} nats, {times:.1f} times what rounding to the engine's precision made with this "
         "model in step {step:.0f} ({healthy:.4f}): look what else differs"
@@ -299,6 +317,7 @@ REPLAY_CAUSES = (
     ENGINES_INPUTS,
     OTHER_ENGINE,
     OTHER_CODE,
+    NOT_THE_MODEL,
     LARGER_THAN_HEALTHY,
 )
 CAUSES: Mapping[str, Cause] = {

@@ -15,7 +15,7 @@ from verl_rc.insight.verdict.signatures import Row
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
     "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
-    "R2": "the trainer's code in the engine's precision: 1 forward",
+    "R2": "the model in the engine's precision: 1 forward, 3 where the trainer does not compute in float32",
     "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
     "R4": "ids decoded and encoded again: no model",
     "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
@@ -24,6 +24,10 @@ REPLAYS: Mapping[str, str] = {
     "as R5, and 3 generations a record",
 }
 """What is built of the replays in docs/see_why.md, and what each costs for a record."""
+WITH_MODEL = (
+    "--model FOLDER, the model that the run began with, scores its first recorded step again: up to three "
+    "times the model's weights, seven forwards"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,12 @@ class DiagnosisRequest:
     """Most rows of a record that are replayed."""
     first_step: int = 0
     last_step: int = LARGEST_STEP
+    model: Path | None = None
+    """Of another trainer's run: the model that it began with, or that of ``first_step`` where it is given."""
+    temperature: float | None = None
+    """At which it sampled, where its files do not say so."""
+    dtypes: tuple[str, str] | None = None
+    """Precisions of its trainer and of its engine, where its files do not say so."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,15 @@ class Diagnosis:
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
     """Judge the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
     run = read_run(request.folder, request.first_step, request.last_step)
+    diagnosis = diagnosis_of(run)
     replays = "; ".join(f"{name} ({cost})" for name, cost in REPLAYS.items())
-    replays_note = (f"replays that --replay makes: {replays}",)
-    notes = replays_note if run.is_own else (f"read as: {run.source}", *run.notes)
+    further = f"replays that --replay makes: {replays}" if run.is_own else WITH_MODEL
+    return replace(diagnosis, notes=(*diagnosis.notes, further))
+
+
+def diagnosis_of(run: RunData) -> Diagnosis:
+    """What the metrics of a run name."""
+    notes = () if run.is_own else (f"read as: {run.source}", *run.notes)
     verdict = judge(replace(run, replays=()))
     unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]
     return Diagnosis(tuple(_of_the_gap(verdict)), notes=(*notes, *unasked), rows=verdict.rows)

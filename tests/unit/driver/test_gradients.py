@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from verl_rc.cli import main
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.insight.replay import NothingToReplayError, ParameterGradients
+from verl_rc.insight.replay.gradients import ParameterGradients
+from verl_rc.insight.replay.rows import NothingToReplayError
 from verl_rc.insight.what_if import Estimate, estimate_presets
 
 LENGTHS = (5, 2, 4, 3, 6, 4)

@@ -18,19 +18,18 @@ from verl_rc.data.token_parquet import record_files
 from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.health.statement import Statement
-from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, causes_from_metrics
+from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, causes_from_metrics
 from verl_rc.insight.replay.engine import ReplayEngine
-from verl_rc.insight.replay.rows import RecordedRows, chosen, read_rows
-from verl_rc.insight.replay.trainer import Scoring, TrainerReplay, wrong_inputs
+from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
+from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
+from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder import DIAGNOSIS, RunData, read_run
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.healthy_gap import HEALTHY
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord, merged, replayed_records
-from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
-
-_SAME = 1e-4
-"""Nats; below it log-probs count as reproduced by a mistake in the inputs."""
+from verl_rc.insight.verdict.replays import Part, ReplayedRecord, merged, parts_of, replayed_records
+from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
+from verl_rc.workers.language_model import torch_dtype
 
 
 def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
@@ -41,6 +40,8 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         ValueError: the folder holds no run, or lacks what the replays need.
     """
     run = read_run(request.folder, request.first_step, request.last_step)
+    if not run.is_own:
+        raise NothingToReplayError(f"{request.folder} is read as {run.source}: {WITH_MODEL}.")
     statements = causes_from_metrics(run)
     config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,7 +115,7 @@ class _Session:
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
         scores: dict[int, Tensor] = {}
-        mistakes = _Mistakes()
+        mistakes = Mistakes()
         model = self._model(rows.trainer_version)
         with self._timed("R0"):
             scores[rows.trainer_version] = clean = model.score(rows.tokens)
@@ -140,10 +141,7 @@ class _Session:
                     scores[version] = self._model(version).score(rows.tokens)
         if "R2" in self._wanted:
             with self._timed("R2"):
-                numbers["precision"] = rows.rms(model.score_in_engine_precision(rows.tokens), clean)
-            rollout = self._config.actor_rollout_ref.rollout
-            if rollout.quantization is None and not rollout.kv_cache_dtype.startswith("fp8"):
-                numbers[HEALTHY] = numbers["precision"]
+                numbers |= self._precision(rows, clean)
         gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
         sizes = {
             version: rows.rms(values, rows.rollout)
@@ -154,6 +152,22 @@ class _Session:
         return ReplayedRecord(
             rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken
         ), scores
+
+    def _precision(self, rows: RecordedRows, clean: Tensor) -> dict[str, float]:
+        """R2: what the engine's dtype makes beside the trainer's, and the healthy gap: each rounds on its
+        own."""
+
+        def score(dtype: torch.dtype) -> Tensor:
+            folder = self._kept.folder(rows.trainer_version)
+            return TrainerReplay(self._scoring, folder, dtype).score(rows.tokens)
+
+        engine = score(torch_dtype(self._scoring.engine_dtype))
+        numbers = {"precision": rows.rms(engine, clean)}
+        rollout = self._config.actor_rollout_ref.rollout
+        if rollout.quantization is None and not rollout.kv_cache_dtype.startswith("fp8"):
+            exact = clean if torch_name(self._scoring.dtype) == "float32" else score(torch.float32)
+            numbers[HEALTHY] = math.hypot(rows.rms(engine, exact), rows.rms(clean, exact))
+        return numbers
 
     def _by_engines(self, versions: Sequence[int]) -> list["_EngineResult"]:
         """What engines measure of each record with the weights that the run's engine held."""
@@ -211,26 +225,15 @@ class _Session:
                 )
                 result.numbers["kernels"] = rows.rms(exact, result.plain)
 
-    def _mistakes(self, model: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
-        mistakes, padding = _Mistakes(), self._tokenizer.pad_token_id
+    def _mistakes(self, model: TrainerReplay, rows: RecordedRows, clean: Tensor) -> Mistakes:
+        longest, padding = self._config.data.max_prompt_length, self._tokenizer.pad_token_id
         mistaken = {
-            name: model.score(tokens)
-            for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)
+            name: model.score(rows.with_prompts(prompts))
+            for name, prompts in wrong_prompts(rows.prompts, longest, padding)
         }
-
-        def nearest(recorded: Tensor) -> tuple[float, str]:
-            return min((rows.rms(recorded, scored), name) for name, scored in mistaken.items())
-
-        if rows.train is not None:
-            distance, name = nearest(rows.train)
-            if rows.rms(rows.train, clean) > max(_SAME, 10 * distance):
-                mistakes.of_trainer = name
-        if rows.version == rows.trainer_version:  # other weights would be in the comparison, too
-            distance, name = nearest(rows.rollout)
-            # The engine rounds: its log-probs never come out to the last digits.
-            if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * distance:
-                mistakes.of_engine, mistakes.numbers["engine_reproduced"] = name, distance
-        return mistakes
+        # Else other weights would be in the comparison, too.
+        rollout = rows.rollout if rows.version == rows.trainer_version else None
+        return Mistakes.from_scores(rows.rms, clean, mistaken, rows.train, rollout)
 
     def _retokenised_share(self, rows: RecordedRows) -> float:
         """Share of rows whose ids do not come back from their text."""
@@ -255,15 +258,6 @@ class _Session:
 
 
 @dataclass
-class _Mistakes:
-    """Mistakes in the inputs with which recorded log-probs come out again; empty where none does."""
-
-    of_trainer: str = ""
-    of_engine: str = ""
-    numbers: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
 class _EngineResult:
     """What engines measured of a record, as far as they were asked: log-probs float32 ``[B, R]``, nats."""
 
@@ -283,15 +277,7 @@ def _parts(
     measured = [(name, values) for name, values in chain if values is not None]
     if measured[-1][0] == "decode":  # what separates the two was not replayed
         measured[-1] = ("rest", measured[-1][1])
-    gap = (measured[0][1].double() - rows.rollout.double())[rows.counted]
-    parts = {}
-    for (name, values), (_, following) in zip(measured, [*measured[1:], ("", rows.rollout)], strict=True):
-        parts[name] = _part((values.double() - following.double())[rows.counted], gap)
-    return parts
-
-
-def _part(values: Tensor, gap: Tensor) -> Part:
-    variance = float(gap.var(unbiased=False)) if len(gap) else 0.0
-    covariance = float(((values - values.mean()) * (gap - gap.mean())).mean()) if len(gap) else 0.0
-    size = float(values.square().mean().sqrt()) if len(gap) else 0.0
-    return Part(size, covariance / variance if variance else 0.0)
+    return parts_of(
+        [(name, values[rows.counted].numpy()) for name, values in measured],
+        rows.rollout[rows.counted].numpy(),
+    )

@@ -63,12 +63,11 @@ def _plain_options(options: VllmOptions) -> VllmOptions:
 
 def _token_prompts(rows: RecordedRows) -> list[_Row]:
     """Prompt and response ids of the rows that have a response."""
-    tokens = rows.tokens
-    prompts = []
-    for row in _answered(rows):
-        prompt = tokens.prompts[row, tokens.prompts.shape[1] - int(tokens.prompt_lengths[row]) :]
-        prompts.append((prompt.tolist(), tokens.responses[row, : int(tokens.response_lengths[row])].tolist()))
-    return prompts
+    tokens, prompts = rows.tokens, rows.prompts
+    return [
+        (prompts[row], tokens.responses[row, : int(tokens.response_lengths[row])].tolist())
+        for row in _answered(rows)
+    ]
 
 
 def _answered(rows: RecordedRows) -> list[int]:

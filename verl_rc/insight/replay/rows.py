@@ -35,6 +35,26 @@ class RecordedRows:
     train: Tensor | None
     """float32 ``[B, R]``, nats: those of the trainer; None where the actor corrects."""
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Ids of every row's prompt."""
+        lengths = self.tokens.prompt_lengths.tolist()
+        return [
+            row[len(row) - length :]
+            for row, length in zip(self.tokens.prompts.tolist(), lengths, strict=True)
+        ]
+
+    def with_prompts(self, prompts: list[list[int]]) -> TokenBatch:
+        """The tokens behind other prompts."""
+        padded, lengths = left_padded(prompts, pad_token_id=0)
+        return TokenBatch(
+            prompts=padded,
+            prompt_lengths=lengths,
+            responses=self.tokens.responses,
+            response_lengths=self.tokens.response_lengths,
+            batch_size=self.tokens.batch_size,
+        )
+
     def rms(self, first: Tensor, second: Tensor) -> float:
         """Root mean square of a difference over the counted tokens, nats."""
         difference = (first.double() - second.double())[self.counted]

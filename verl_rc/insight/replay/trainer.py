@@ -1,6 +1,5 @@
 """The trainer's side of a replay: recorded rows scored by clean code with the weights of a version."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
-from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 
@@ -47,16 +45,14 @@ class TrainerReplay:
 
     def __init__(self, scoring: Scoring, model_folder: str, dtype: torch.dtype | None = None) -> None:
         """Load the model in the trainer's precision of computing, or in ``dtype``."""
-        self._dtype = dtype or torch_dtype(scoring.dtype)
         self._model: nn.Module = load_causal_lm(
             model_folder,
-            self._dtype,
+            dtype or torch_dtype(scoring.dtype),
             trust_remote_code=scoring.trust_remote_code,
             head_dtype=scoring.head_dtype,
         )
         self._model.eval()
         self._temperature, self._packs = scoring.temperature, scoring.packs
-        self._engine_dtype = torch_dtype(scoring.engine_dtype)
 
     def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
         """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
@@ -96,36 +92,3 @@ class TrainerReplay:
             return self.score(tokens)
         finally:
             self._model.eval()
-
-    def score_in_engine_precision(self, tokens: TokenBatch) -> Tensor:
-        """As ``score``, computed in the dtype of the engine."""
-        self._model.to(self._engine_dtype)
-        try:
-            return self.score(tokens)
-        finally:
-            self._model.to(self._dtype)
-
-
-def wrong_inputs(
-    rows: RecordedRows, longest_prompt: int, pad_token_id: int
-) -> Iterator[tuple[str, TokenBatch]]:
-    """Mistakes in the inputs of trainer or engine, each in words with the rows as they would be scored."""
-    tokens = rows.tokens
-    short: Any = tokens.clone()
-    short.prompt_lengths = (tokens.prompt_lengths - 1).clamp_min(1)
-    yield "prompts without their first token", short
-    doubled: Any = tokens.clone()
-    first = tokens.prompts.shape[1] - tokens.prompt_lengths
-    doubled.prompts = torch.nn.functional.pad(tokens.prompts, (1, 0))
-    doubled.prompts[torch.arange(len(tokens)), first] = tokens.prompts[torch.arange(len(tokens)), first]
-    doubled.prompt_lengths = tokens.prompt_lengths + 1
-    yield "the first token of prompts twice", doubled
-    padded: Any = tokens.clone()
-    padding_width = longest_prompt - tokens.prompts.shape[1]
-    is_real = (
-        torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
-    )
-    filled = torch.where(is_real, tokens.prompts, pad_token_id)
-    padded.prompts = torch.nn.functional.pad(filled, (max(padding_width, 0), 0), value=pad_token_id)
-    padded.prompt_lengths = torch.full_like(tokens.prompt_lengths, padded.prompts.shape[1])
-    yield "padding attended as if it were prompt", padded

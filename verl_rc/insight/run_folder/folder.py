@@ -60,7 +60,10 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
     except OSError as error:
         raise NothingToReadError(f"{path} must be readable: {error.strerror or error}.") from error
     if not run.steps and not run.settings:
-        raise NothingToReadError(f"{path} must hold at least one step or a configuration; it holds neither.")
+        reasons = " ".join(run.notes)
+        raise NothingToReadError(
+            f"{path} must hold at least one step or a configuration; it holds neither. {reasons}".rstrip()
+        )
     if first_step > 0 or last_step < LARGEST_STEP:
         run = _cut(run, first_step, last_step)
     return run
@@ -123,6 +126,11 @@ def with_tokens(run: RunData, source: TokenSource) -> RunData:
     run.trainer = run.trainer or source.trainer
     if run.tokens is None:
         return run
+    if not any("rollout_corr/kl" in metrics for metrics in run.tokens.metrics.values()):
+        run.notes.append(
+            "The token records hold no log-probs of the trainer, without which the gap cannot be told; "
+            "verl-rc diagnose RUN --model FOLDER takes a model's for the first step."
+        )
     columns = Columns()
     for step, metrics in run.tokens.metrics.items():
         columns.add(step, metrics)

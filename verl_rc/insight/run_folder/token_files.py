@@ -173,7 +173,10 @@ def own_source(path: Path) -> TokenSource | None:
         DamagedRecordError: the path is a single file of JSON lines that is none.
     """
     if path.is_file():
-        return _single_file(path) if _has_facts(path) else None
+        try:
+            return _single_file(path) if _has_facts(path) else None
+        except DamagedRecordError as error:
+            raise DamagedRecordError(f"{path} must be a token record, but {error}") from error
     folders = (path, path / FOLDER)
     files = _files_by_step([file for folder in folders for file in sorted(folder.glob("step_*"))], _OWN)
     if not files:

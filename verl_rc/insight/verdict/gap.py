@@ -507,16 +507,17 @@ def _rounding(gap: Series, unit: str) -> Statement:
 
 
 def _not_measured(run: RunData) -> Statement:
-    key = (
-        "diagnostics are part of every run with updates"
-        if run.is_own
-        else f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
-    )
+    if run.is_own:
+        how = "diagnostics are part of every run with updates"
+    elif run.tokens is not None:
+        how = "verl-rc diagnose RUN --model FOLDER compares those of its first step with a model's"
+    else:
+        how = f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
     return say(
         "gap",
         "not measured",
         "unknown",
-        f"The gap cannot be told: no log-probs of the engine were compared; {key}",
+        f"The gap cannot be told: no log-probs of the engine were compared; {how}",
         {},
     )
 

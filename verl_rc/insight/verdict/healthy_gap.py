@@ -37,7 +37,9 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
             return []
         largest, steps = max(sizes[step] for step in sizes if begin <= step <= end), (begin, end)
     evidence = {"gap": largest, "healthy": healthy, "step": first.step, "times": largest / healthy}
-    return [state(table.LARGER_THAN_HEALTHY, evidence, confidence="possible", steps=steps)]
+    cause = table.LARGER_THAN_HEALTHY
+    next_test = cause.next_test if run.is_own else table.NOT_THE_MODEL.next_test
+    return [state(cause, evidence, confidence="possible", steps=steps, next_test=next_test)]
 
 
 def _sizes(run: RunData, first: ReplayedRecord) -> dict[int, float]:

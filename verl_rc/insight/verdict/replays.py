@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from verl_rc.data.token_record import Array
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import state
 from verl_rc.health.statement import Statement
@@ -52,7 +55,8 @@ class ReplayedRecord:
     them. ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32.
     ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
     ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
-    of prompts came from there."""
+    of prompts came from there. ``engine_rounding``: nats between the model in the engine's precision and in
+    float32, where transformers stands for the engine of another trainer."""
     reproduced_by: str = ""
     """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
     engine_reproduced_by: str = ""
@@ -68,6 +72,31 @@ class ReplayedRecord:
     def as_json(self) -> dict[str, Any]:
         """Return the record for machines."""
         return asdict(self)
+
+
+def parts_of(chain: Sequence[tuple[str, Array]], rollout: Array) -> dict[str, Part]:
+    """The gap as a sum: each of ``chain`` less the one behind it, the last less ``rollout``.
+
+    Log-probs ``[tokens]`` by the name of the part that begins with them, from the trainer to the engine.
+    """
+    columns = [values.astype("float64") for _, values in chain] + [rollout.astype("float64")]
+    differences = zip(chain, columns, columns[1:], strict=False)
+    return {
+        name: _part(values - behind, columns[0] - columns[-1]) for (name, _), values, behind in differences
+    }
+
+
+def _part(values: Array, gap: Array) -> Part:
+    if not len(gap):
+        return Part(0.0, 0.0)
+    variance = float(gap.var())
+    covariance = float(np.mean((values - values.mean()) * (gap - gap.mean())))
+    return Part(rms(values), covariance / variance if variance else 0.0)
+
+
+def rms(values: Array) -> float:
+    """Root mean square; 0 of no values."""
+    return float(np.sqrt(np.mean(np.square(values, dtype="float64")))) if len(values) else 0.0
 
 
 def replayed_records(entries: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
@@ -124,7 +153,15 @@ def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
     those.
     """
     input_fault = _stale_cache(records) or _engines_inputs(records)
-    further = (input_fault,) if input_fault is not None else (_older_weights(records), _other_engine(records))
+    further = (
+        (input_fault,)
+        if input_fault is not None
+        else (
+            _older_weights(records),
+            _other_engine(records),
+            _not_the_model(records),
+        )
+    )
     statements = (_other_inputs(records), *further, _other_code(records))
     return [statement for statement in statements if statement is not None]
 
@@ -273,6 +310,18 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         },
         **_sure(examples),
     )
+
+
+def _not_the_model(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """The engine of another trainer is far from the model in its precision."""
+    for record in records:
+        rest, rounding = record.parts.get("rest"), record.numbers.get("engine_rounding")
+        if rest is None or rounding is None or rest.share <= BOUNDS.part_share:
+            continue
+        if rest.size > max(BOUNDS.reproduced, BOUNDS.far_above_floor * rounding):
+            evidence = {"size": rest.size, "rounding": rounding, "share": rest.share, "step": record.step}
+            return state(table.NOT_THE_MODEL, evidence, **_sure([record]))
+    return None
 
 
 def _rounding_of(record: ReplayedRecord) -> float:

@@ -65,6 +65,10 @@ class RecordedBatch:
         return bool((turn_numbers(self.mask) > 0).any())
 
 
+_NEEDED = ("old_log_prob", "advantage")
+"""Fields of a token record."""
+
+
 def read_batch(
     folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, only: Container[int] | None = None
 ) -> RecordedBatch:
@@ -80,14 +84,14 @@ def read_batch(
         raise NoRecordsError(
             f"{folder} must have token records; trainer.token_records.enable=True writes them."
         )
-    usable = [
-        record for record in records if "old_log_prob" in record.tokens and "advantage" in record.tokens
-    ]
+    usable = [record for record in records if all(name in record.tokens for name in _NEEDED)]
     if not any((record.rows["chosen_by"] == "random").any() for record in usable):
+        lacking = [name for name in _NEEDED if not any(name in record.tokens for record in records)]
         raise NoRecordsError(
-            f"the token records of {folder} must hold log-probs of the trainer before the update; where the "
-            "actor corrects (bypass mode, proximal=interpolate) there are none: record a few steps with "
-            "algorithm.rollout_correction.bypass_mode=False."
+            f"the token records of {folder} must hold {' and '.join(_NEEDED)} of rows that were drawn at "
+            f"random; they lack {' and '.join(lacking) or 'such rows'}. Where an actor of verl_rc corrects "
+            "(bypass mode, proximal=interpolate) there are no log-probs of the trainer before the update: "
+            "record a few steps with algorithm.rollout_correction.bypass_mode=False."
         )
     return _joined(usable)
 

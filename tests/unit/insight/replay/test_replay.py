@@ -3,6 +3,7 @@ that is named."""
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +30,9 @@ from verl_rc.health.cause_table import (
     STALE_CACHE,
 )
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
-from verl_rc.insight.replay import NothingToReplayError, diagnose_with_replays, diagnosis
-from verl_rc.insight.replay.rows import RecordedRows
+from verl_rc.insight.replay import diagnosis
+from verl_rc.insight.replay.diagnosis import diagnose_with_replays
+from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
 from verl_rc.workers.export import ExportRequest, export_checkpoint
@@ -282,4 +284,42 @@ def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:
         diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
     without = diagnose(DiagnosisRequest(folder))
     assert without.replayed == ()
-    assert "R3 (the trainer with each version" in without.notes[0]
+    assert "R3 (the trainer with each version" in without.notes[-1]
+
+
+def test_the_engine_s_precision_is_that_of_a_model_loaded_in_it(
+    kept: dict[str, Path], tmp_path: Path
+) -> None:
+    """Casting a loaded model would round its rotary frequencies, too: at position 600 by a radian."""
+    length = 600
+    response = torch.tensor([48 + (7 * position**2) % 10 for position in range(length)])
+    folder = shutil.copytree(kept["base"], tmp_path / "attentive")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weights *= 20
+    model.save_pretrained(folder)
+    scores = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        with torch.no_grad():
+            logits: Tensor = model(torch.cat([torch.tensor([49]), response])[None]).logits[0, :-1].float()
+        scores.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    exact = scores[0].numpy()
+    config = small_run_config(folder, "actor_rollout_ref.rollout.dtype=bfloat16")
+    (tmp_path / "run").mkdir()
+    save_resolved_config(config, tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "actor/grad_norm": 1.0}\n')
+    record = token_record(
+        1,
+        (length, 1),  # the second row is the worst one
+        prompts=[np.array([49])] * 2,
+        response_ids=np.append(response.numpy(), 48),
+        old_log_prob=np.append(exact, -1.0).astype("float32"),
+        rollout_log_prob=np.append(exact, -1.0).astype("float32"),
+    )
+    write_tokens(tmp_path / "run", [record])
+    found = diagnose_with_replays(DiagnosisRequest(tmp_path / "run", ("R2",), rows=1))
+    expected = float((scores[1] - scores[0]).square().mean().sqrt())
+    assert found.replayed[0].numbers["precision"] == pytest.approx(expected, rel=0.2)

@@ -1,0 +1,358 @@
+"""``verl-rc diagnose RUN --model FOLDER``: the first recorded step of another trainer's run, scored again
+with the model that it began with.
+
+Needs torch and transformers alone, in whatever versions stand beside that trainer.
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from verl_rc.config.models import torch_name
+from verl_rc.data.token_record import PROMPTS, Array, TokenRecord
+from verl_rc.data.token_rows import record_of_rows, rows_of
+from verl_rc.health.cause_table import CAUSES
+from verl_rc.health.causes import PREFIX, cause_of, statement_of
+from verl_rc.health.statement import Statement
+from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
+from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
+from verl_rc.insight.run_folder import RunData, read_run, token_source
+from verl_rc.insight.run_folder.token_metrics import metrics_of
+from verl_rc.insight.run_folder.trainers.options import RECORDINGS
+from verl_rc.insight.verdict.diagnosis import with_replays
+from verl_rc.insight.verdict.healthy_gap import HEALTHY
+from verl_rc.insight.verdict.replays import ReplayedRecord, parts_of, rms
+from verl_rc.metrics.bounds import BOUNDS
+
+_FIRST_STEPS = (0, 1)
+"""Numbers that trainers give the step before the first update."""
+_PRECISIONS = ("float32", "bfloat16", "float16")
+_ASSUMED = "bfloat16"
+"""Precision of a trainer or engine that is not known: the widest rounding that is usual."""
+_MOST_LOGITS = 1 << 30
+"""Numbers; rows whose logits would be more are left out."""
+
+
+class _NotAskedError(ValueError):
+    """The run lacks what its replay needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class _Policies:
+    """In what precision and at which temperature trainer and engine computed."""
+
+    temperature: float
+    engine_temperature: float
+    """1 where it reports raw log-probs."""
+    trainer_dtype: str
+    engine_dtype: str
+
+
+def diagnose_with_model(request: DiagnosisRequest) -> Diagnosis:
+    """Judge the gap of another trainer's run from its records, and from the first recorded step with
+    ``request.model``.
+
+    Raises:
+        ValueError: the folder holds no run, or one of verl_rc; there is no such model.
+    """
+    run = read_run(request.folder, request.first_step, request.last_step)
+    if run.is_own:
+        raise ValueError(f"{request.folder} must be a run of another trainer; one of verl_rc has --replay.")
+    if request.model is None or not request.model.is_dir():
+        raise ValueError(f"--model must be a model folder, got {request.model}.")
+    diagnosis, began = diagnosis_of(run), time.monotonic()
+    notes = [
+        "not asked with a model alone: older weights (R3), an engine built as the run's was (R5, R6, R7)"
+    ]
+    try:
+        record = _first_record(run, request)
+        policies = _policies(record.facts, request, notes)
+        scores = _scores(record, request.model, policies, request.rows, notes)
+        replayed = _replayed(scores, policies)
+        _check_model(replayed, request.model, policies)
+    except _NotAskedError as error:
+        return replace(diagnosis, notes=(f"not replayed: {error}", *diagnosis.notes))
+    notes += _in_words(replayed, policies)
+    statements = diagnosis.statements
+    if _is_reproduced(replayed, "trainer"):
+        statements = _with_filled(statements, scores.filled, policies)
+    return replace(
+        diagnosis,
+        statements=tuple(with_replays(run, statements, [replayed])),
+        replayed=(replayed,),
+        seconds={"the model": time.monotonic() - began},
+        notes=(*notes, *diagnosis.notes),
+    )
+
+
+def _first_record(run: RunData, request: DiagnosisRequest) -> TokenRecord:
+    source = token_source(request.folder)
+    records = () if source is None else source.records(request.first_step, request.last_step)
+    record = next(iter(records), None)
+    if record is None:
+        recording = RECORDINGS.get(run.trainer)
+        raise _NotAskedError(
+            "the run has no token records" + (f"; to record them: {recording.option}" if recording else "")
+        )
+    if record.prompts is None or "response_ids" not in record.tokens:
+        raise _NotAskedError("the token records must hold ids of prompts and responses")
+    if record.step not in _FIRST_STEPS and not request.first_step:
+        raise _NotAskedError(
+            f"the first recorded step is {record.step}, whose weights are not those that the run began with. "
+            f"With the weights before that step: --model FOLDER --steps {record.step}-{record.step}"
+        )
+    return record
+
+
+def _policies(facts: Mapping[str, Any], request: DiagnosisRequest, notes: list[str]) -> _Policies:
+    temperature = facts.get("temperature") if request.temperature is None else request.temperature
+    if not isinstance(temperature, int | float) or not temperature > 0:
+        raise _NotAskedError("the temperature of sampling is not in the run's files: --temperature T says it")
+    dtypes = []
+    for name, given in zip(("trainer_dtype", "engine_dtype"), request.dtypes or ("", ""), strict=True):
+        dtype = torch_name(given or str(facts.get(name, "")))
+        if dtype not in _PRECISIONS:
+            notes.append(f"{name} is not in the run's files, {_ASSUMED} is assumed: --dtypes TRAINER,ENGINE")
+            dtype = _ASSUMED
+        dtypes.append(dtype)
+    is_raw = str(facts.get("logprobs_mode", "")).startswith("raw")
+    return _Policies(float(temperature), 1.0 if is_raw else float(temperature), *dtypes)
+
+
+_Ids = Sequence[Sequence[int]]
+"""Token ids of each row."""
+
+
+class _Model:
+    """The model in one precision."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        # transformers before 4.56 does not know this argument as ``dtype``.
+        model = AutoModelForCausalLM.from_pretrained(str(folder), torch_dtype=getattr(torch, dtype)).eval()
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model.to(self._device)
+        self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that it knows."""
+        return int(self._model.get_input_embeddings().num_embeddings)
+
+    @property
+    def padding(self) -> int:
+        """Id of padding, or of the end."""
+        config = self._model.config
+        return next(one for one in (config.pad_token_id, config.eos_token_id, 0) if isinstance(one, int))
+
+    def fields(self, prompts: _Ids, responses: _Ids, temperature: float) -> list[dict[str, Array]]:
+        """What a token record holds of the trainer's distributions, for each row."""
+        rows = []
+        for log_probs, of_tokens in self._distributions(prompts, responses, temperature):
+            probs = log_probs.exp()
+            entropy = -(probs * log_probs).sum(-1)
+            fields = {
+                "old_log_prob": of_tokens,
+                "entropy": entropy,
+                "sum_pi_squared": probs.square().sum(-1),
+                "varentropy": (probs * (log_probs + entropy[:, None]).square()).sum(-1),
+            }
+            rows.append({name: values.cpu().numpy() for name, values in fields.items()})
+        return rows
+
+    def log_probs(self, prompts: _Ids, responses: _Ids, temperature: float) -> Array:
+        """float32 ``[tokens]``, nats: of all responses, one behind the other."""
+        rows = self._distributions(prompts, responses, temperature)
+        return np.concatenate([of_tokens.cpu().numpy() for _, of_tokens in rows])
+
+    def _distributions(
+        self, prompts: _Ids, responses: _Ids, temperature: float
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each row the log-probs ``[R, V]``, and those of its tokens ``[R]``."""
+        for prompt, response in zip(prompts, responses, strict=True):
+            ids = torch.tensor([[*prompt, *response]], device=self._device)
+            few = {"logits_to_keep": len(response) + 1} if self._keeps_some_logits else {}
+            with torch.no_grad():
+                logits = self._model(ids, use_cache=False, **few).logits[0]
+            log_probs = (logits[-len(response) - 1 : -1].float() / temperature).log_softmax(-1)
+            yield log_probs, log_probs.gather(-1, ids[0, -len(response) :, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Log-probs of the replayed rows by the model: float32 ``[tokens]``, nats."""
+
+    filled: TokenRecord
+    """The rows, and what their files lack of the trainer's distributions by the model in float32."""
+    recorded: Array | None
+    """Those of the trainer in its files."""
+    exact: Array
+    """In float32, as ``trainer``."""
+    trainer: Array
+    """In the trainer's precision."""
+    engine: Array
+    """In the engine's precision, at the temperature of the log-probs that it reports."""
+    exact_engine: Array
+    """In float32, as ``engine``."""
+    mistaken: Mapping[str, Array]
+    """As ``trainer``, by the mistake in the prompts."""
+
+
+def _scores(
+    record: TokenRecord, folder: Path, policies: _Policies, most_rows: int, notes: list[str]
+) -> _Scores:
+    models = {"float32": _Model(folder, "float32")}
+    for dtype in (policies.trainer_dtype, policies.engine_dtype):
+        if dtype not in models:
+            models[dtype] = _Model(folder, dtype)
+    exact, trainer = models["float32"], models[policies.trainer_dtype]
+    rows = _scorable(record, exact.vocabulary, most_rows, notes)
+    prompts, responses = ([row[name].tolist() for row in rows] for name in (PROMPTS, "response_ids"))
+    fields = exact.fields(prompts, responses, policies.temperature)
+    filled = [{**computed, **row} for computed, row in zip(fields, rows, strict=True)]
+    scores = {("float32", policies.temperature): _column(fields, "old_log_prob")}
+
+    def scored(dtype: str, temperature: float) -> Array:
+        if (dtype, temperature) not in scores:
+            scores[dtype, temperature] = models[dtype].log_probs(prompts, responses, temperature)
+        return scores[dtype, temperature]
+
+    longest = max(map(len, record.prompts or prompts))
+    return _Scores(
+        record_of_rows(record.facts, record.step, filled),
+        _column(rows, "old_log_prob") if "old_log_prob" in record.tokens else None,
+        scored("float32", policies.temperature),
+        scored(policies.trainer_dtype, policies.temperature),
+        scored(policies.engine_dtype, policies.engine_temperature),
+        scored("float32", policies.engine_temperature),
+        {
+            mistake: trainer.log_probs(wrong, responses, policies.temperature)
+            for mistake, wrong in wrong_prompts(prompts, longest, exact.padding)
+        },
+    )
+
+
+def _scorable(record: TokenRecord, vocabulary: int, most: int, notes: list[str]) -> list[dict[str, Any]]:
+    """Rows of a record that were drawn at random and can be scored."""
+    rows = [row for row in rows_of(record) if row["chosen_by"] == "random" and len(row["response_ids"])]
+    fitting = [
+        row
+        for row in rows
+        if len(row[PROMPTS]) and (len(row["response_ids"]) + 1) * vocabulary <= _MOST_LOGITS
+    ]
+    if not fitting:
+        raise _NotAskedError("no row of the step has a prompt and a response that is short enough")
+    if len(fitting) < len(rows):
+        notes.append(f"{len(rows) - len(fitting)} rows without a prompt, or too long, are not replayed")
+    largest = max(int(ids.max()) for row in fitting for ids in (row[PROMPTS], row["response_ids"]))
+    if largest >= vocabulary:
+        raise _NotAskedError(
+            f"the records have ids up to {largest:,}, and the model knows {vocabulary:,}: it is another model"
+        )
+    return fitting[:most]
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Array:
+    column: Array = np.concatenate([row[name] for row in rows])
+    return column
+
+
+def _replayed(scores: _Scores, policies: _Policies) -> ReplayedRecord:
+    """What was measured, as of a run of verl_rc."""
+    recorded, rollout = scores.recorded, scores.filled.tokens["rollout_log_prob"]
+    counted = scores.filled.tokens["response_mask"] & np.isfinite(rollout)
+    if recorded is not None:
+        counted &= np.isfinite(recorded)
+
+    def distance(first: Array, second: Array) -> float:
+        return rms((first.astype("float64") - second)[counted])
+
+    chain = [("precision", scores.trainer), ("rest", scores.engine)]
+    if recorded is not None:
+        chain.insert(0, ("trainer", recorded))
+    parts = parts_of([(name, values[counted]) for name, values in chain], rollout[counted])
+    # Raw log-probs are at another temperature than those that mistakes are scored at.
+    engine = rollout if policies.engine_temperature == policies.temperature else None
+    mistakes = Mistakes.from_scores(distance, scores.trainer, scores.mistaken, recorded, engine)
+    rounding = distance(scores.trainer, scores.exact)
+    engine_rounding = distance(scores.engine, scores.exact_engine)
+    return ReplayedRecord(
+        scores.filled.step,
+        version=0,
+        tokens=int(counted.sum()),
+        gap=distance(chain[0][1], rollout),
+        parts=parts,
+        versions={0: distance(scores.trainer, rollout)},
+        numbers={
+            "precision": parts["precision"].size,
+            "noise": BOUNDS.far_above_floor * rounding,
+            "engine_rounding": engine_rounding,
+            HEALTHY: math.hypot(rounding, engine_rounding),
+            **mistakes.numbers,
+        },
+        reproduced_by=mistakes.of_trainer,
+        engine_reproduced_by=mistakes.of_engine,
+    )
+
+
+def _check_model(replayed: ReplayedRecord, folder: Path, policies: _Policies) -> None:
+    """Raise ``_NotAskedError`` where trainer and engine agree with each other, and neither with the model."""
+    trainer, rest = replayed.parts.get("trainer"), replayed.parts["rest"]
+    near = max(replayed.gap, replayed.numbers[HEALTHY], BOUNDS.reproduced)
+    if trainer is not None and min(trainer.size, rest.size) > BOUNDS.far_above_floor * near:
+        raise _NotAskedError(
+            f"the log-probs of step {replayed.step} are {trainer.size:.4f} (trainer) and {rest.size:.4f} "
+            f"nats (engine) from those of {folder}, and {replayed.gap:.4f} from each other: it is not the "
+            f"model of that step, or the temperature of both is not {policies.temperature:g}"
+        )
+
+
+def _is_reproduced(replayed: ReplayedRecord, side: str) -> bool:
+    """Whether the log-probs of ``trainer`` or ``engine`` come out again."""
+    name, noise = {
+        "trainer": ("trainer", replayed.numbers["noise"]),
+        "engine": ("rest", BOUNDS.far_above_floor * replayed.numbers["engine_rounding"]),
+    }[side]
+    part = replayed.parts.get(name)
+    return part is None or part.size <= max(BOUNDS.reproduced, noise)
+
+
+def _in_words(replayed: ReplayedRecord, policies: _Policies) -> Iterator[str]:
+    sides = (
+        ("trainer", "trainer", policies.trainer_dtype, policies.temperature),
+        ("engine", "rest", policies.engine_dtype, policies.engine_temperature),
+    )
+    for side, name, dtype, temperature in sides:
+        if (part := replayed.parts.get(name)) is None:
+            yield f"the {side}'s log-probs are not in the run's files"
+            continue
+        outcome = "reproduced" if _is_reproduced(replayed, side) else "not reproduced"
+        yield (
+            f"log-probs of the {side}, step {replayed.step}: {outcome} by the model in {dtype} at "
+            f"temperature {temperature:g}, {part.size:.2g} nats apart"
+        )
+
+
+def _with_filled(
+    statements: Sequence[Statement], filled: TokenRecord, policies: _Policies
+) -> tuple[Statement, ...]:
+    """The statements; where they name no fault, what the step's signatures name with all fields."""
+    faults = [CAUSES[statement.cause] for statement in statements if statement.level == "fault"]
+    metrics = {
+        name.removeprefix(PREFIX): value
+        for name, value in metrics_of(filled).items()
+        if name.startswith(PREFIX)
+    }
+    cause = cause_of(metrics)
+    if cause is None or any(fault.is_specific for fault in faults):
+        return tuple(statements)
+    steps = (filled.step, filled.step)
+    return (replace(statement_of(cause, [metrics], policies.temperature, steps), confidence="likely"),)
