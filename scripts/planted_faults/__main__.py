@@ -63,7 +63,7 @@ def main() -> int:
 def replay(folder: Path, names: list[str]) -> None:
     """Replay what a run recorded; says why where it cannot be done."""
     from verl_rc.insight.diagnosis import DiagnosisRequest
-    from verl_rc.insight.replay import diagnose_with_replays
+    from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 
     try:
         seconds = diagnose_with_replays(DiagnosisRequest(folder, names)).seconds

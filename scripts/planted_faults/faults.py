@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from verl_rc.health.cause_table import STOP_LOST
+
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 HEALTHY = ("rounding",)
 """What a run without a fault must be called. A statement that is neither fault nor notice counts as this."""
@@ -88,7 +90,11 @@ ARMS: Mapping[str, Fault] = {
     ),
     "tokens changed": Fault(
         12,
-        ("few tokens are others than sampled", "not the sampled tokens, or not their log-probs"),
+        (
+            "few tokens are others than sampled",
+            "not the sampled tokens, or not their log-probs",
+            STOP_LOST.name,  # stop tokens are among those that are changed
+        ),
         _BF16,
         "changed_tokens",
     ),

@@ -38,6 +38,11 @@ def named_first(run: RunData, fault: Fault, ended_with: str) -> Named:
     if fault.checks and any(word in ended_with for word in fault.checks):
         return Named(STOPPED, "right", ended_with)
     statements = [statement for statement in judge(run).statements if statement.topic == "gap"]
+    return named_of(statements, fault, ended_with)
+
+
+def named_of(statements: Sequence[Statement], fault: Fault, ended_with: str = "") -> Named:
+    """The first fault or notice of some statements about the gap."""
     first = next(
         (statement for statement in statements if statement.level in ("fault", "notice")),
         statements[0] if statements else None,
