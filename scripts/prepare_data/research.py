@@ -78,7 +78,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--informed", type=float, default=0.75, help="share of SFT turns that are right")
     parser.add_argument("--num_train", type=int, default=8192, help="RL training questions")
     parser.add_argument("--num_val", type=int, default=256, help="RL validation questions")
-    parser.add_argument("--num_sft", type=int, default=8192, help="conversations to train on")
+    parser.add_argument("--num_sft", type=int, default=16384, help="conversations to train on")
     parser.add_argument("--num_sft_val", type=int, default=256, help="conversations that say when to stop")
     parser.add_argument("--seed", type=int, default=1, help="seed of all questions")
     return parser.parse_args(arguments)
