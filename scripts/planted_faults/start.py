@@ -36,8 +36,8 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(
         (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", ""))
     )
-    VllmOptions.worker = "planted_faults.held_out_workers:HeldOutEngine"
-    ActorGroup.worker = "planted_faults.held_out_workers:HeldOutPolicyWorker"
+    VllmOptions.worker = "planted_faults.held_out_fourth_workers:FourthEngine"
+    ActorGroup.worker = "planted_faults.held_out_fourth_workers:FourthPolicyWorker"
     if fault == "shifted_mask":
         shift_mask()
     sys.argv = [main_ppo.__file__, *overrides]

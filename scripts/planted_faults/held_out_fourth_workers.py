@@ -1,0 +1,146 @@
+"""Workers with the faults of ``held_out_fourth.py``."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from planted_faults.faults import planted
+from planted_faults.held_out_workers import HeldOutEngine, HeldOutPolicyWorker
+from torch import Tensor
+
+from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.rollout.engine import Collected, QueuedSample
+from verl_rc.rollout.sampling import request_seed
+from verl_rc.rollout.vllm import sampler
+from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.tensor_ops import logprobs
+
+EOS, SEVEN = 256, 22
+"""Ids in the quickstart's tokenizer."""
+FOREIGN = 1 / 16
+"""Share of samples that change places with another one."""
+
+
+class FourthEngine(HeldOutEngine):
+    """An engine with a fault of the fourth set, or with one of the others."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        faults = planted()
+        self._first_head: Tensor | None = None
+        if "rope_theta" in faults:
+            rope = {"rope_type": "default", "rope_theta": float(faults["rope_theta"])}
+            options.arguments["hf_overrides"] = {"rope_parameters": rope}
+        if "attention_window" in faults:
+            _attend_to(int(faults["attention_window"]))
+        if "lost_turn_ends" in faults:
+            sampler.token_ids = without_turn_ends
+        super().__init__(options)
+        if "logit_bias" in faults:
+            sampler.sampling_parameters = _biased(sampler.sampling_parameters, float(faults["logit_bias"]))
+
+    def submit(self, samples: Sequence[QueuedSample]) -> None:
+        """Queue samples, those of a prompt perhaps with one seed."""
+        if "shared_seed" in self._planted:
+            requests = [
+                replace(sample.request, seed=seed_of(sample.request.prompt_token_ids)) for sample in samples
+            ]
+            samples = [
+                replace(sample, request=request) for sample, request in zip(samples, requests, strict=True)
+            ]
+        super().submit(samples)
+
+    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+        """Report some samples under the numbers of others."""
+        collected = super().collect(at_least, wait_seconds)
+        if "foreign_samples" not in self._planted:
+            return collected
+        return replace(collected, samples=exchanged(collected.samples, self._chance))
+
+    def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super()._as_loaded(tensors, version):
+            if "stale_head" in self._planted and name == "lm_head.weight":
+                self._first_head = tensor.clone() if self._first_head is None else self._first_head
+                yield name, self._first_head.clone()
+            else:
+                yield name, tensor
+
+    def _misreported(self, sample: Sample) -> Sample:
+        sample = super()._misreported(sample)
+        if "log_prob_floor" in self._planted:
+            floor = float(self._planted["log_prob_floor"])
+            parts = [
+                replace(part, log_probs=part.log_probs.clamp_min(floor)) if isinstance(part, Part) else part
+                for part in sample.parts
+            ]
+            sample = replace(sample, parts=parts)
+        if "stripped_stop" in self._planted:
+            sample = without_stop(sample)
+        return sample
+
+
+class FourthPolicyWorker(HeldOutPolicyWorker):
+    """A trainer rank with a fault of the fourth set, or with one of the others."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if "logit_softcap" in self._planted:
+            cap, scale = float(self._planted["logit_softcap"]), logprobs._scaled
+            logprobs._scaled = lambda logits, temperature: scale(
+                cap * torch.tanh(logits.float() / cap), temperature
+            )
+
+
+def seed_of(prompt: Sequence[int]) -> int:
+    """One seed for every request with this prompt."""
+    return request_seed({str(place): token for place, token in enumerate(prompt)})
+
+
+def exchanged(samples: Sequence[Sample], chance: torch.Generator) -> list[Sample]:
+    """The samples, of which a share have the response of one half a list away."""
+    others, half = list(samples), len(samples) // 2
+    for place in (torch.rand(half, generator=chance) < FOREIGN).nonzero()[:, 0].tolist():
+        one, other = samples[place], samples[place + half]
+        others[place] = replace(other, number=one.number)
+        others[place + half] = replace(one, number=other.number)
+    return others
+
+
+def without_stop(sample: Sample) -> Sample:
+    """The sample without the stop token that ended it, where something is left."""
+    last = sample.parts[-1]
+    if not sample.finished or not isinstance(last, Part) or len(last.token_ids) < 2:
+        return sample
+    cut = replace(last, token_ids=last.token_ids[:-1], log_probs=last.log_probs[:-1])
+    return replace(sample, parts=[*sample.parts[:-1], cut])
+
+
+def without_turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
+    """The tokens of a response without the EOS of its turns."""
+    return [
+        token
+        for part in parts
+        for token in part.token_ids.tolist()
+        if isinstance(part, Answer) or token != EOS
+    ]
+
+
+def _attend_to(window: int) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    build = CPUAttentionBackendImpl.__init__
+
+    def build_with_window(self: Any, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **named)
+        self.sliding_window = window
+
+    CPUAttentionBackendImpl.__init__ = build_with_window
+
+
+def _biased(make: Callable[..., Any], bias: float) -> Callable[..., Any]:
+    def make_biased(*arguments: Any) -> Any:
+        parameters = make(*arguments)
+        parameters.logit_bias = {SEVEN: bias}
+        return parameters
+
+    return make_biased
