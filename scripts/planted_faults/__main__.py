@@ -22,6 +22,7 @@ RESULTS = {
     "faults": LOG / "2026-11-22-planted-faults.json",
     "held-out": LOG / "2026-11-22-held-out-faults.json",
     "held-out-second": LOG / "2026-11-23-held-out-faults-second.json",
+    "held-out-fourth": LOG / "2026-11-25-held-out-faults-fourth.json",
     "healthy": LOG / "2026-11-23-healthy-for-long.json",
 }
 

@@ -18,6 +18,8 @@ nothing is called wrong) or "false alarm".
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planted_faults.faults import HEALTHY, Fault
+
 TOOLS = (
     "data.max_prompt_length=12",
     "data.max_response_length=48",
@@ -46,7 +48,7 @@ class Expected:
 FOURTH: Mapping[str, Expected] = {
     # transformers 5 moved rope_theta into rope_parameters; engines that read the old key fall back.
     "another rotary base in the engine": Expected(
-        "rope_theta=500000",
+        "rope_theta:500000",
         "The engine computes positions with another rotary base than the trainer: the same weights, from the "
         "first step on another model.",
         "Trainer and engine do not compute the same model though the weights arrive, from the first step on: "
@@ -54,7 +56,7 @@ FOURTH: Mapping[str, Expected] = {
     ),
     # Windowed layers of Gemma and Mistral, which one of two attention kernels applies.
     "an attention window in the engine alone": Expected(
-        "attention_window=16",
+        "attention_window:16",
         "The engine's attention sees the last 16 tokens alone, the trainer's all: the gap begins where a "
         "sequence is longer than that.",
         "The gap grows with the position, from the first step on and not with age: context, positions, cache "
@@ -70,7 +72,7 @@ FOURTH: Mapping[str, Expected] = {
     ),
     # final_logit_softcapping of Gemma 2, which a fused loss or an engine leaves out.
     "a soft cap of the logits in the trainer alone": Expected(
-        "logit_softcap=30",
+        "logit_softcap:30",
         "The trainer caps its logits (30 tanh(x / 30)), the engine does not: large logits differ, small ones "
         "do not.",
         "The two make other probabilities of the same logits (cap, scale, temperature, precision of head) "
@@ -79,7 +81,7 @@ FOURTH: Mapping[str, Expected] = {
     ),
     # A bias that a generation config or a server's default brings along.
     "a logit bias in the engine": Expected(
-        "logit_bias=-1",
+        "logit_bias:-1",
         "The engine makes one token less likely (-1 on the digit 7), the trainer does not know of it.",
         "The gap belongs to certain tokens of the vocabulary: a sampling option that the trainer lacks "
         "(bias, penalty, banned or allowed tokens), or a wrong row of the head; list the gap by token.",
@@ -102,7 +104,7 @@ FOURTH: Mapping[str, Expected] = {
     ),
     # Servers that return the best few log-probs, and give a token outside of them the last of these.
     "reported log-probs with a floor": Expected(
-        "log_prob_floor=-3",
+        "log_prob_floor:-3",
         "The engine reports no log-prob below -3: unlikely tokens come as likelier than they are, the others "
         "are right.",
         "The gap is one-sided and belongs to unlikely tokens: the log-probs that are reported are cut or "
@@ -129,13 +131,13 @@ FOURTH: Mapping[str, Expected] = {
 """What goes wrong, by arm."""
 
 RIGHT_4: Mapping[str, Expected] = {
-    "right: tools, and an engine that is not quantised": Expected(
+    "right with tools": Expected(
         "",
         "Nothing is wrong.",
         overrides=(*TOOLS, "actor_rollout_ref.rollout.quantization=null"),
     ),
     # As one does to measure the gap alone; it looks like a trainer that forgot to learn.
-    "right: learning rate 0, hot, padded": Expected(
+    "right at learning rate 0 hot and padded": Expected(
         "",
         "Nothing is wrong: by its own settings this run learns nothing, samples at 1.5 and pads.",
         overrides=(
@@ -146,3 +148,12 @@ RIGHT_4: Mapping[str, Expected] = {
     ),
 }
 """What is right, by arm; the second merely looks odd."""
+
+
+def fourth_set() -> Mapping[str, Fault]:
+    """The arms in the terms of ``faults.py``."""
+    faults = {
+        arm: Fault(number, (), expected.overrides, expected.planted)
+        for number, (arm, expected) in enumerate(FOURTH.items(), 301)
+    }
+    return faults | {arm: Fault(0, HEALTHY, expected.overrides) for arm, expected in RIGHT_4.items()}

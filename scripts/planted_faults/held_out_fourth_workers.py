@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 from planted_faults.faults import planted
+from planted_faults.held_out_hooks import exchanged, seed_of, without_stop, without_turn_ends
 from planted_faults.held_out_workers import HeldOutEngine, HeldOutPolicyWorker
 from torch import Tensor
 
-from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.engine import Collected, QueuedSample
-from verl_rc.rollout.sampling import request_seed
 from verl_rc.rollout.vllm import sampler
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.tensor_ops import logprobs
 
-EOS, SEVEN = 256, 22
-"""Ids in the quickstart's tokenizer."""
-FOREIGN = 1 / 16
-"""Share of samples that change places with another one."""
+SEVEN = 22
+"""Id of the digit in the quickstart's tokenizer."""
 
 
 class FourthEngine(HeldOutEngine):
@@ -89,40 +87,6 @@ class FourthPolicyWorker(HeldOutPolicyWorker):
             logprobs._scaled = lambda logits, temperature: scale(
                 cap * torch.tanh(logits.float() / cap), temperature
             )
-
-
-def seed_of(prompt: Sequence[int]) -> int:
-    """One seed for every request with this prompt."""
-    return request_seed({str(place): token for place, token in enumerate(prompt)})
-
-
-def exchanged(samples: Sequence[Sample], chance: torch.Generator) -> list[Sample]:
-    """The samples, of which a share have the response of one half a list away."""
-    others, half = list(samples), len(samples) // 2
-    for place in (torch.rand(half, generator=chance) < FOREIGN).nonzero()[:, 0].tolist():
-        one, other = samples[place], samples[place + half]
-        others[place] = replace(other, number=one.number)
-        others[place + half] = replace(one, number=other.number)
-    return others
-
-
-def without_stop(sample: Sample) -> Sample:
-    """The sample without the stop token that ended it, where something is left."""
-    last = sample.parts[-1]
-    if not sample.finished or not isinstance(last, Part) or len(last.token_ids) < 2:
-        return sample
-    cut = replace(last, token_ids=last.token_ids[:-1], log_probs=last.log_probs[:-1])
-    return replace(sample, parts=[*sample.parts[:-1], cut])
-
-
-def without_turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
-    """The tokens of a response without the EOS of its turns."""
-    return [
-        token
-        for part in parts
-        for token in part.token_ids.tolist()
-        if isinstance(part, Answer) or token != EOS
-    ]
 
 
 def _attend_to(window: int) -> None:

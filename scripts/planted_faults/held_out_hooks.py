@@ -1,6 +1,6 @@
 """What faults change, each by itself: it needs no vLLM, so that unit tests can run it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.rollout.sampling import GenerationRequest
+from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.rollout.sampling import GenerationRequest, request_seed
 from verl_rc.workers.lora import MergedWeights
 
 SAMPLING = ("presence_penalty", "min_p", "repetition_penalty")
@@ -24,6 +25,8 @@ tokenizer."""
 LINEAR = "_proj.weight"
 """End of the names of the weights of all linear layers but the output."""
 _LARGEST_INT8 = 127
+FOREIGN = 1 / 16
+"""Share of samples that change places with another one."""
 
 
 def other_parameters(make: Callable[..., Any], planted: Mapping[str, str]) -> Callable[..., Any]:
@@ -70,3 +73,37 @@ def in_int8(weight: Tensor) -> Tensor:
 def without_adapters(model: nn.Module, config: ModelConfig) -> MergedWeights:
     """The weights of an adapted model as if its adapters were not there."""
     return MergedWeights(model, config.model_copy(update={"lora_alpha": 0}))
+
+
+def seed_of(prompt: Sequence[int]) -> int:
+    """One seed for every request with this prompt."""
+    return request_seed({str(place): token for place, token in enumerate(prompt)})
+
+
+def exchanged(samples: Sequence[Sample], chance: torch.Generator) -> list[Sample]:
+    """The samples, of which a share have the response of one half a list away."""
+    others, half = list(samples), len(samples) // 2
+    for place in (torch.rand(half, generator=chance) < FOREIGN).nonzero()[:, 0].tolist():
+        one, other = samples[place], samples[place + half]
+        others[place] = replace(other, number=one.number)
+        others[place + half] = replace(one, number=other.number)
+    return others
+
+
+def without_stop(sample: Sample) -> Sample:
+    """The sample without the stop token that ended it, where something is left."""
+    last = sample.parts[-1]
+    if not sample.finished or not isinstance(last, Part) or len(last.token_ids) < 2:
+        return sample
+    cut = replace(last, token_ids=last.token_ids[:-1], log_probs=last.log_probs[:-1])
+    return replace(sample, parts=[*sample.parts[:-1], cut])
+
+
+def without_turn_ends(parts: Sequence[Part | Answer]) -> list[int]:
+    """The tokens of a response without the EOS of its turns."""
+    return [
+        token
+        for part in parts
+        for token in part.token_ids.tolist()
+        if isinstance(part, Answer) or token != START
+    ]

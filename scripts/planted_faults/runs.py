@@ -9,6 +9,7 @@ from pathlib import Path
 from evidence.runs import INTERRUPTED, folder_of, run_in
 from planted_faults.faults import ARMS, COMMON, HEALTHY_FOR_LONG, Fault
 from planted_faults.held_out import HELD_OUT, RIGHT, as_faults
+from planted_faults.held_out_fourth import fourth_set
 from planted_faults.held_out_second import HELD_OUT_2, RIGHT_2
 
 DONE = "planted.json"
@@ -19,6 +20,7 @@ TABLES: Mapping[str, Mapping[str, Fault]] = {
     "faults": ARMS,
     "held-out": as_faults(HELD_OUT, RIGHT, 101),
     "held-out-second": as_faults(HELD_OUT_2, RIGHT_2, 201),
+    "held-out-fourth": fourth_set(),
     "healthy": HEALTHY_FOR_LONG,
 }
 PLANS: Mapping[str, Fault] = {arm: fault for table in TABLES.values() for arm, fault in table.items()}

@@ -6,16 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planted_faults.held_out_hooks import (
+    exchanged,
     in_fp8,
     in_int8,
     misses_update,
     other_parameters,
+    seed_of,
     with_prefix,
     without_adapters,
+    without_stop,
+    without_turn_ends,
 )
 from torch import nn
 
 from verl_rc.config.models import ModelConfig
+from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.workers.lora import MergedWeights
 
@@ -124,3 +129,42 @@ def test_a_rounded_cache_holds_what_fp8_can_say() -> None:
     given = torch.tensor([1.0625, 1.07, -0.3, 500.0, -1e4, 2.0**-9, 2.0**-11], dtype=torch.bfloat16)
     assert in_fp8(given).tolist() == [1.0, 1.125, -0.3125, 448.0, -448.0, 2.0**-9, 0.0]
     assert in_fp8(given).dtype == torch.bfloat16
+
+
+def sample(number: int, tokens: list[int], *, finished: bool = True) -> Sample:
+    part = Part(torch.tensor(tokens, dtype=torch.int32), -torch.arange(len(tokens)).float(), version=1)
+    return Sample(number, [part], finished)
+
+
+def test_samples_change_places_and_keep_their_numbers() -> None:
+    samples = [sample(number, [number]) for number in range(400)]
+    others = exchanged(samples, torch.Generator().manual_seed(7))
+    assert [one.number for one in others] == list(range(400))
+    tokens = [int(one.parts[0].token_ids[0]) for one in others]
+    moved = [number for number, token in enumerate(tokens) if token != number]
+    assert 10 <= len(moved) <= 50
+    assert all(tokens[number] == (number + 200) % 400 for number in moved)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finished", "left"), [([17, 16, 256], True, 2), ([17, 16], False, 2), ([256], True, 1)]
+)
+def test_a_stop_token_is_left_out_where_something_stays(tokens: list[int], finished: bool, left: int) -> None:
+    (part,) = without_stop(sample(3, tokens, finished=finished)).parts
+    assert part.token_ids.tolist() == tokens[:left]
+    assert isinstance(part, Part)
+    assert len(part.log_probs) == left
+
+
+def test_ends_of_turns_are_left_out_and_answers_stay() -> None:
+    turn = sample(0, [17, 256]).parts[0]
+    assert without_turn_ends([turn, Answer(torch.tensor([9, 256], dtype=torch.int32)), turn]) == [
+        17,
+        9,
+        256,
+        17,
+    ]
+
+
+def test_a_prompt_has_one_seed_and_another_prompt_another() -> None:
+    assert seed_of([17, 16]) == seed_of([17, 16]) != seed_of([16, 17])

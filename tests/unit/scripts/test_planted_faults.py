@@ -37,6 +37,7 @@ def test_held_out_faults_are_in_no_other_table_and_are_judged_by_causes_that_the
     assert len(PLANS) == sum(map(len, TABLES.values()))
     assert {fault.number for fault in TABLES["held-out"].values()} == set(range(101, 109))
     assert {fault.number for fault in TABLES["held-out-second"].values()} == set(range(201, 209))
+    assert {fault.number for fault in TABLES["held-out-fourth"].values()} == {0, *range(301, 311)}
     folders = (Path(gap.__file__).parent, Path(causes.__file__).parent)
     rules = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     assert all(f'"{cause}"' in rules for names in [*RIGHT.values(), *RIGHT_2.values()] for cause in names)
