@@ -111,7 +111,7 @@ FOURTH: Mapping[str, Expected] = {
         "those of another distribution (top-k, top-p) than was sampled from; look at the lowest ones.",
     ),
     # Turns that go through text and the chat template lose the token that ended them.
-    "turn ends lost in the engine's history": Expected(
+    "turn ends lost in the history of the engine": Expected(
         "lost_turn_ends",
         "From its second turn on the engine sees the conversation without the EOS that ended the first one, "
         "the trainer sees it: the gap begins behind the first answer of a tool.",
