@@ -111,7 +111,7 @@ def _dtypes(text: str) -> tuple[str, str]:
     return trainer, engine or trainer
 
 
-def _step_range(options: Options) -> dict[str, int]:
+def _step_range(options: Options) -> dict[str, Any]:
     return {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
 
 
@@ -181,15 +181,8 @@ def _diagnose(options: Options) -> None:
     names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAYS]:
         raise ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
-    request = DiagnosisRequest(
-        options.folder,
-        names,
-        options.rows,
-        **_step_range(options),
-        model=options.model,
-        temperature=options.temperature,
-        dtypes=options.dtypes,
-    )
+    given = {name: getattr(options, name) for name in ("model", "temperature", "dtypes")}
+    request = DiagnosisRequest(options.folder, names, options.rows, **given, **_step_range(options))
     if options.model is not None:
         _quieten_libraries()
         from verl_rc.insight.replay.foreign import diagnose_with_model  # noqa: PLC0415  (torch, transformers)
@@ -411,11 +404,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "for a run of another trainer: the model that it began with (with --steps A-B: that "
                 "of step A), which scores the first recorded step again",
             },
-            "--temperature": {
-                "metavar": "T",
-                "type": float,
-                "help": "with --model: temperature of sampling, where the run's files do not say it",
-            },
+            "--temperature": {"metavar": "T", "type": float, "help": "if the files do not say it"},
             "--dtypes": {
                 "metavar": "TRAINER,ENGINE",
                 "type": _dtypes,

@@ -27,6 +27,7 @@ FAULTS = {
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
     "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
+    "model-light": ("insight/replay/foreign.py", "def late():\n    import tensordict"),
     "bring-up-light": ("workers/policy_worker.py", "def late():\n    import vllm"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
@@ -68,6 +69,8 @@ def skeleton(tmp_path):
         "insight/hooks/recorder.py": "",
         "insight/hooks/verl.py": "",
         "insight/diagnosis.py": "",
+        "insight/replay/__init__.py": "",
+        "insight/replay/foreign.py": "import torch",
         "insight/picture.py": "",
         "insight/timeline.py": "",
         "insight/what_if.py": "import torch",
