@@ -17,6 +17,7 @@ from verl_rc.data.token_record import DamagedRecordError, TokenRecord
 from verl_rc.insight.run_folder import NothingToReadError, read_run
 from verl_rc.insight.run_folder import token_source as source_of
 from verl_rc.insight.run_folder.trainers.tensors import load_mapping, load_tensors
+from verl_rc.insight.verdict import judge
 
 ALL = sorted(WRITERS)
 HAVE_NO_SCORE = ("prime-rl", "SkyRL")
@@ -127,6 +128,8 @@ def test_rows_that_are_none_say_why(tmp_path: Path, changed: dict[str, Any], why
     WRITERS["prime-rl"](folder, 1, planted_rows(1, count=1, **changed))
     with pytest.raises(DamagedRecordError, match=why):
         record_at(folder, 1)
+    with pytest.raises(NothingToReadError, match=why):  # no step is left, and the user reads why
+        read_run(folder)
 
 
 def test_a_mask_of_zeros_says_so(tmp_path: Path) -> None:
@@ -138,6 +141,10 @@ def test_a_mask_of_zeros_says_so(tmp_path: Path) -> None:
 def test_log_probs_of_the_trainer_that_were_skipped_are_none(tmp_path: Path) -> None:
     write_layout(tmp_path, "NeMo-RL", (1,), old_log_prob=[0.0] * 3, count=1)
     assert "old_log_prob" not in record_at(tmp_path, 1).tokens
+    run = read_run(tmp_path)
+    assert any("hold no log-probs of the trainer" in note for note in run.notes)
+    (gap,) = (statement for statement in judge(run).statements if statement.topic == "gap")
+    assert "verl-rc diagnose RUN --model FOLDER" in gap.text
 
 
 def test_a_folder_of_two_trainers_is_refused(tmp_path: Path) -> None:
