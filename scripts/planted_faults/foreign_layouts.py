@@ -61,7 +61,7 @@ def prime_rl(folder: Path, step: int, rows: Sequence[Row]) -> None:
                 "loss_mask": [bool(one) for one in _sequence(row, "response_mask", 0)],
                 "inference_logprobs": _sequence(row, "rollout_log_prob", 0.0),
                 "trainer_logprobs": _sequence(row, "old_log_prob", 0.0),
-                "entropy": _sequence(row, "entropy" if "entropy" in row else "rollout_log_prob", 0.0),
+                **({"entropy": _sequence(row, "entropy", 0.0)} if "entropy" in row else {}),
                 "advantages": _sequence(row, "advantage", 0.0),
             }
             for row in rows[rank::2]

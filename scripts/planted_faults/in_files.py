@@ -49,11 +49,16 @@ def steps_of(folder: Path) -> dict[int, list[Row]]:
 
 
 def _plain(row: Mapping[str, Any]) -> Row:
-    return {
-        name: value.tolist() if hasattr(value, "tolist") else value
-        for name, value in row.items()
-        if name != "version"  # of tokens here, of samples in the dumps
-    } | ({"version": int(row["version"][-1])} if "version" in row else {})
+    not_computed = {"old_log_prob": [0.0] * len(row["response_mask"])}  # as trainers write it
+    return (
+        not_computed
+        | {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in row.items()
+            if name != "version"  # of tokens here, of samples in the dumps
+        }
+        | ({"version": int(row["version"][-1])} if "version" in row else {})
+    )
 
 
 def readings(
