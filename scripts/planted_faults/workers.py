@@ -28,6 +28,8 @@ FIRST_DIGIT = 15
 """Id of the digit 0 in the quickstart's tokenizer; a changed token becomes a 1, or a 2."""
 LONGEST_PROMPT, PADDING = 20, 257
 """Width of padded prompts, and the id that fills it."""
+MISREPORTING = {"shifted_log_probs", "rounded_log_probs", "changed_tokens"}
+"""Faults of what an engine returns."""
 CHANGED, NAN = 2e-3, 1e-3
 """Shares of tokens."""
 FEWEST_TOKENS = 11
@@ -124,7 +126,10 @@ class PlantedEngine(VllmEngine):
             yield name, loaded
 
     def _misreported(self, sample: Sample) -> Sample:
-        """The sample with other numbers in its parts; the faults are for runs without tools."""
+        """The sample with other numbers in its parts; these faults are for runs without tools, whose answers
+        they would drop."""
+        if not MISREPORTING & self._planted.keys():
+            return sample
         parts = [part for part in sample.parts if isinstance(part, Part)]
         log_probs = torch.cat([part.log_probs for part in parts])
         token_ids = torch.cat([part.token_ids for part in parts])
