@@ -32,7 +32,7 @@ class FourthEngine(HeldOutEngine):
         if "attention_window" in faults:
             _attend_to(int(faults["attention_window"]))
         if "lost_turn_ends" in faults:
-            sampler.token_ids = without_turn_ends
+            sampler.context = lambda prompt, parts: [*prompt, *without_turn_ends(parts)]
         super().__init__(options)
         if "logit_bias" in faults:
             sampler.sampling_parameters = _biased(sampler.sampling_parameters, float(faults["logit_bias"]))
