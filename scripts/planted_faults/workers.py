@@ -28,8 +28,6 @@ FIRST_DIGIT = 15
 """Id of the digit 0 in the quickstart's tokenizer; a changed token becomes a 1, or a 2."""
 LONGEST_PROMPT, PADDING = 20, 257
 """Width of padded prompts, and the id that fills it."""
-MISREPORTING = {"shifted_log_probs", "rounded_log_probs", "changed_tokens"}
-"""Faults of what an engine returns."""
 CHANGED, NAN = 2e-3, 1e-3
 """Shares of tokens."""
 FEWEST_TOKENS = 11
@@ -126,10 +124,7 @@ class PlantedEngine(VllmEngine):
             yield name, loaded
 
     def _misreported(self, sample: Sample) -> Sample:
-        """The sample with other numbers in its parts; these faults are for runs without tools, whose answers
-        they would drop."""
-        if not MISREPORTING & self._planted.keys():
-            return sample
+        """The sample with other numbers in the policy's parts; answers stay as they are."""
         parts = [part for part in sample.parts if isinstance(part, Part)]
         log_probs = torch.cat([part.log_probs for part in parts])
         token_ids = torch.cat([part.token_ids for part in parts])
@@ -142,7 +137,10 @@ class PlantedEngine(VllmEngine):
             struck = torch.rand(token_ids.shape, generator=self._chance) < CHANGED
             neighbours = torch.where(token_ids == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
             token_ids = torch.where(struck, neighbours, token_ids).to(torch.int32)
-        return replace(sample, parts=_as_long_as(parts, token_ids, log_probs))
+        others = iter(_as_long_as(parts, token_ids, log_probs))
+        return replace(
+            sample, parts=[next(others) if isinstance(part, Part) else part for part in sample.parts]
+        )
 
 
 def _as_long_as(parts: Sequence[Part], token_ids: Tensor, log_probs: Tensor) -> list[Part]:

@@ -17,6 +17,7 @@ from planted_faults.held_out_hooks import (
     without_stop,
     without_turn_ends,
 )
+from planted_faults.workers import PlantedEngine
 from torch import nn
 
 from verl_rc.config.models import ModelConfig
@@ -168,3 +169,15 @@ def test_ends_of_turns_are_left_out_and_answers_stay() -> None:
 
 def test_a_prompt_has_one_seed_and_another_prompt_another() -> None:
     assert seed_of([17, 16]) == seed_of([17, 16]) != seed_of([16, 17])
+
+
+@pytest.mark.parametrize("fault", ["", "rounded_log_probs", "changed_tokens"])
+def test_what_an_engine_misreports_leaves_the_answers_of_tools(fault: str) -> None:
+    turn = Part(torch.full([6000], 20, dtype=torch.int32), torch.full([6000], -0.123), 3)
+    answer = Answer(torch.tensor([7, 8], dtype=torch.int32))
+    engine = PlantedEngine.__new__(PlantedEngine)
+    engine._planted, engine._chance = {fault: ""}, torch.Generator().manual_seed(7)
+    first, kept, second = engine._misreported(Sample(0, [turn, answer, turn], True)).parts
+    assert kept is answer
+    assert torch.equal(first.token_ids, turn.token_ids) != (fault == "changed_tokens")
+    assert torch.equal(second.log_probs, turn.log_probs) != (fault == "rounded_log_probs")
