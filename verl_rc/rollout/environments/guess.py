@@ -34,7 +34,7 @@ class GuessNumber(Environment):
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. A game that a limit has ended is lost."""
-        if not (turn.text or turn.stopped):
+        if not turn.token_ids:
             return Reply(done=True, metrics={"acc": 0.0, "guesses": float(self._guesses)})
         self._guesses += 1
         text = turn.text.strip()

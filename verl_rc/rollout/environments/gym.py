@@ -28,7 +28,7 @@ class Gym(Environment):
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. A turn without tokens is no action."""
-        if not (turn.text or turn.stopped):
+        if not turn.token_ids:
             return Reply(truncated=True)
         observation, reward, terminated, truncated, facts = self._game.step(turn.text)
         numbers = {name: float(value) for name, value in facts.items() if isinstance(value, Real)}

@@ -197,7 +197,7 @@ class ToolLoop(Environment):
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``."""
         data, limits = self._data, self._limits
-        if not (turn.text or turn.stopped):  # a limit has ended the episode behind the last turn
+        if not turn.token_ids:  # a limit has ended the episode behind the last turn
             return Reply(done=True, extra_info=self._facts())
         data.assistant_turns = turn.number + 1
         data.messages.append({"role": "assistant", "content": turn.text})
