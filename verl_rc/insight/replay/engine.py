@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import unpadded
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import trainer_device
 from verl_rc.insight.replay.rows import RecordedRows
@@ -63,11 +64,8 @@ def _plain_options(options: VllmOptions) -> VllmOptions:
 
 def _token_prompts(rows: RecordedRows) -> list[_Row]:
     """Prompt and response ids of the rows that have a response."""
-    tokens, prompts = rows.tokens, rows.prompts
-    return [
-        (prompts[row], tokens.responses[row, : int(tokens.response_lengths[row])].tolist())
-        for row in _answered(rows)
-    ]
+    prompts, responses = rows.prompts, unpadded(rows.tokens.responses, rows.tokens.response_lengths)
+    return [(prompts[row], responses[row]) for row in _answered(rows)]
 
 
 def _answered(rows: RecordedRows) -> list[int]:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_rc.data.batches import TokenBatch, left_padded
 from verl_rc.data.token_parquet import read_record, record_files
 from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord
+from verl_rc.insight.verdict.replays import rms
 
 
 class NothingToReplayError(ValueError):
@@ -57,8 +58,7 @@ class RecordedRows:
 
     def rms(self, first: Tensor, second: Tensor) -> float:
         """Root mean square of a difference over the counted tokens, nats."""
-        difference = (first.double() - second.double())[self.counted]
-        return float(difference.square().mean().sqrt()) if len(difference) else 0.0
+        return rms((first.double() - second.double())[self.counted].numpy())
 
 
 def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> list[RecordedRows]:
