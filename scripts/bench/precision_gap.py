@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from verl_rc.config.load import load_run_config
-from verl_rc.data.batches import TokenBatch
+from verl_rc.data.batches import TokenBatch, left_padded
 from verl_rc.data.parts import token_ids
+from verl_rc.data.tokenize import encode_prompt
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import VllmOptions, engine_options
@@ -65,10 +66,10 @@ def sampled(
             seconds = time.perf_counter() - before
     finally:
         engine.end()
-    width = max(map(len, prompts))
+    padded, lengths = left_padded(list(prompts), pad_token_id=0)
     batch = TokenBatch(
-        prompts=torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
-        prompt_lengths=torch.tensor(list(map(len, prompts))),
+        prompts=padded,
+        prompt_lengths=lengths,
         responses=torch.tensor([token_ids(sample.parts) for sample in samples]),
         response_lengths=torch.full([len(prompts)], tokens),
         batch_size=[len(prompts)],
@@ -107,10 +108,7 @@ def main(model: str, file: str, rows: int = 64, tokens: int = 64) -> None:
     """Print the table."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     conversations = pq.read_table(file).column("prompt").to_pylist()[:rows]
-    prompts = [
-        list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
-        for conversation in conversations
-    ]
+    prompts = [encode_prompt(tokenizer, conversation) for conversation in conversations]
     sys.stdout.write(
         "engine, its head, trainer, its head, mean |gap|, k3, largest |gap|, engine s, trainer s\n"
     )
