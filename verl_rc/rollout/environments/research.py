@@ -41,11 +41,7 @@ class Research(Environment):
             numbers = sorted(map(int, text.split("+")))
             return reply(str(sum(numbers)), numbers == self._sum)
         is_right = text == self._answer
-        return Reply(
-            reward=RIGHT if is_right else 0.0,
-            done=True,
-            metrics={"acc": float(is_right), "turns": turn.number + 1.0},
-        )
+        return Reply(reward=RIGHT if is_right else 0.0, done=True, metrics={"acc": float(is_right)})
 
 
 def reply(content: str, is_useful: bool) -> Reply:
