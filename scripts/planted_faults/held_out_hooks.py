@@ -81,7 +81,7 @@ def seed_of(prompt: Sequence[int]) -> int:
 
 
 def exchanged(samples: Sequence[Sample], chance: torch.Generator) -> list[Sample]:
-    """The samples, of which a share have the response of one half a list away."""
+    """The samples; some have changed responses with the sample half a list away."""
     others, half = list(samples), len(samples) // 2
     for place in (torch.rand(half, generator=chance) < FOREIGN).nonzero()[:, 0].tolist():
         one, other = samples[place], samples[place + half]

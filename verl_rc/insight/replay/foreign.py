@@ -1,7 +1,7 @@
 """``verl-rc diagnose RUN --model FOLDER``: the first recorded step of another trainer's run, scored again
 with the model that it began with.
 
-Needs torch and transformers alone, in whatever versions stand beside that trainer.
+Needs torch and transformers alone, in the versions that are installed beside that trainer.
 """
 
 import inspect
