@@ -47,7 +47,8 @@ class DataConfig(StrictModel):
     seed: int = follows("trainer.seed")
     """Seed of the order of prompts."""
     filter_overlong_prompts: bool = False
-    """Drop prompts that are longer than ``max_prompt_length``."""
+    """Drop prompts that are longer than ``max_prompt_length``. One that an environment opens is measured when
+    it opens, with the descriptions of its tools."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """Treatment of a longer prompt that is not filtered out; ``left`` cuts off its beginning."""
     train_max_samples: int = Field(-1, ge=-1)

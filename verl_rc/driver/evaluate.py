@@ -14,7 +14,7 @@ from verl_rc.data.parts import Sample, token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver import stages
 from verl_rc.driver.decide import score
-from verl_rc.driver.openings import Openings
+from verl_rc.driver.openings import Openings, OverlongOpeningError
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.weights import Publisher
@@ -137,15 +137,18 @@ def _environment_seed(seed: int, row: PromptRow) -> int:
 def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed: int) -> list[PromptRow]:
     """The rows as environments open them, if there are any; at every validation they do so alike.
 
-    Raises ``ValueError`` when one fails.
+    Rows that ``data.filter_overlong_prompts`` leaves out are not among them. Raises ``ValueError`` when
+    another one fails, or none is left.
     """
     if openings is None:
         return rows
     opened = openings.open([(row, _environment_seed(seed, row)) for row in rows])
+    whole = [row for row in opened if isinstance(row, PromptRow)]
     for row in opened:
-        if isinstance(row, EpisodeFailedError):
+        is_left_out = isinstance(row, OverlongOpeningError) and whole
+        if isinstance(row, EpisodeFailedError) and not is_left_out:
             raise ValueError(str(row)) from row
-    return [row for row in opened if isinstance(row, PromptRow)]
+    return whole
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:

@@ -14,6 +14,10 @@ from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
 
 
+class OverlongOpeningError(EpisodeFailedError):
+    """An episode opens with more tokens than ``data.filter_overlong_prompts`` lets through."""
+
+
 class Openings:
     """Asks hosts what episodes open with, and encodes it: once for all samples of a prompt."""
 
@@ -25,7 +29,7 @@ class Openings:
 
     def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow | EpisodeFailedError]:
         """Each row with the prompt that its environment opens with, given the environment's seed; or why it
-        failed, also when asked again.
+        failed, also when asked again; ``OverlongOpeningError`` where the data's filter leaves it out.
 
         Raises ``ValueError`` when a prompt is too long, see ``data.truncation``.
         """
@@ -52,9 +56,14 @@ class Openings:
                 failure = error
         return failure
 
-    def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow:
+    def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow | OverlongOpeningError:
         if opening is None:
             return row
         token_ids = encode_opening(self._tokenizer, opening, self._data.apply_chat_template_kwargs)
-        where = f"the opening of an episode of row {row.row_index}"
+        where, limit = f"the opening of an episode of row {row.row_index}", self._data.max_prompt_length
+        if self._data.filter_overlong_prompts and len(token_ids) > limit:
+            return OverlongOpeningError(
+                f"data.filter_overlong_prompts lets through at most data.max_prompt_length={limit} "
+                f"tokens, and {where} has {len(token_ids)} with its tools. Raise the limit to train on it."
+            )
         return replace(row, opening=opening, prompt_token_ids=fit_prompt(token_ids, self._data, where))
