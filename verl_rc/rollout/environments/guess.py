@@ -36,8 +36,12 @@ class GuessNumber(Environment):
         """See ``Environment``. A game that a limit has ended is lost."""
         if not turn.token_ids:
             return Reply(done=True, metrics={"acc": 0.0, "guesses": float(self._guesses)})
+        return self.guess(turn.text)
+
+    def guess(self, text: str) -> Reply:
+        """The reply to a guess."""
         self._guesses += 1
-        text = turn.text.strip()
+        text = text.strip()
         guess = int(text) if text.isdecimal() and int(text) < self._numbers else None
         if guess == self._secret:
             return Reply(reward=RIGHT, done=True, metrics={"acc": 1.0, "guesses": float(self._guesses)})

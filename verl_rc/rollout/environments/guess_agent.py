@@ -13,7 +13,6 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from verl_rc.rollout.environment import Turn
 from verl_rc.rollout.environments.agent_task import AgentTask
 from verl_rc.rollout.environments.guess import GuessNumber
 
@@ -24,11 +23,11 @@ async def play(task: AgentTask, numbers: int = 10, turns: int = 4) -> dict[str, 
     client = _client(task.base_url).with_options(api_key=task.api_key)
     messages = [dict(message) for message in (await game.reset(task.row, task.seed)).messages]
     reward = 0.0
-    for number in range(turns):
+    for _ in range(turns):
         answer = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
         choice = answer.choices[0]
         text = choice.message.content or ""
-        reply = await game.step(Turn(number, text, (), choice.finish_reason != "length"))
+        reply = game.guess(text)
         reward += reply.reward
         if reply.done or choice.finish_reason == "length":
             break

@@ -100,6 +100,27 @@ def test_it_goes_on_elsewhere_from_its_turns() -> None:
     assert replies(run(moved())) == [Reply(reward=3.0, done=True, metrics={"branches": 0.0})]
 
 
+def test_the_guessing_agent_plays_the_game_of_the_guessing_environment() -> None:
+    """Four turns without a number: the hints and the whole reward are those of the environment itself."""
+    rooms = "verl_rc.rollout.environments"
+    plays = {"function": f"{rooms}.guess_agent:play"}
+
+    async def game(name: str, **arguments: Any) -> tuple[Opening | None, list[Reply]]:
+        make = environment_class(f"{rooms}.{name}", arguments)
+        host = Host(lambda _: make(), LIMITS)
+        opening = await host.open({"ground_truth": "7"}, 5)
+        return opening, replies([await host.step(episode(), turn(number, "x")) for number in range(4)])
+
+    opening, own = run(game("guess:GuessNumber"))
+    asked, agents = run(game("agent:Agent", **plays))
+    assert asked is not None
+    assert opening is not None
+    assert asked.messages == opening.messages
+    assert [one.messages for one in agents] == [one.messages for one in own]
+    assert agents[-1].reward == pytest.approx(-0.4)
+    assert agents[-1].metrics == {**own[-1].metrics, "branches": 0.0}
+
+
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:
     async def called() -> list[Outcome]:
         host = host_of(function="agents_of_a_user:add")
