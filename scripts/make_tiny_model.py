@@ -1,8 +1,8 @@
 """Make a small, untrained language model from nothing: a Hugging Face folder that transformers and vLLM load.
 
-The model has Qwen2's architecture. Its tokenizer maps every byte to one token, so any text can be written.
-Its chat template puts an equals sign between a question and its answer: "4071835926=" is answered by
-"0123456789" and the end token.
+The model has Qwen2's architecture, or Qwen3's with experts (--experts). Its tokenizer maps every byte to one
+token, so any text can be written. Its chat template puts an equals sign between a question and its answer:
+"4071835926=" is answered by "0123456789" and the end token.
 
 Example: python scripts/make_tiny_model.py --output_dir models/tiny
 """
@@ -11,7 +11,15 @@ import argparse
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from verl_rc.config.paths import output_folder
 
@@ -51,24 +59,33 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """A randomly initialised model in fp32; equal seeds give equal weights."""
     torch.manual_seed(options.seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=options.num_heads,
-        num_key_value_heads=options.num_kv_heads,
-        max_position_embeddings=options.max_length,
-        tie_word_embeddings=options.tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
-    )
-    return Qwen2ForCausalLM(config)
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "max_position_embeddings": options.max_length,
+        "tie_word_embeddings": options.tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": torch.float32,
+    }
+    if not options.experts:
+        return Qwen2ForCausalLM(Qwen2Config(**shared))
+    experts = {
+        "num_experts": options.experts,
+        "num_experts_per_tok": options.experts_per_token,
+        "moe_intermediate_size": options.intermediate_size,
+        "norm_topk_prob": True,
+        "head_dim": options.hidden_size // options.num_heads,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **experts))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +102,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num_kv_heads", type=int, default=2, help="key and value heads; must divide --num_heads"
     )
-    parser.add_argument("--intermediate_size", type=int, default=512, help="width of the MLP")
+    parser.add_argument(
+        "--intermediate_size", type=int, default=512, help="width of the MLP, or of each expert"
+    )
+    parser.add_argument("--experts", type=int, default=0, help="experts in each block; 0: a dense model")
+    parser.add_argument("--experts_per_token", type=int, default=2, help="experts that a token takes")
     parser.add_argument("--max_length", type=int, default=1024, help="longest sequence, tokens")
     parser.add_argument(
         "--tie_word_embeddings",
@@ -99,6 +120,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--num_heads must divide --hidden_size and --num_kv_heads must divide --num_heads, got "
             f"{options.hidden_size}, {options.num_heads}, {options.num_kv_heads}."
+        )
+    if options.experts and not 0 < options.experts_per_token < options.experts:
+        parser.error(
+            "--experts_per_token must be at least 1 and below --experts, got "
+            f"{options.experts_per_token} of {options.experts}."
         )
     return options
 

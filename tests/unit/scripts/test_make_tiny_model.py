@@ -104,3 +104,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, capsys):
         make_tiny_model.main(["--output_dir", str(tmp_path / "file" / "model")])
     assert refused.value.code == 2
     assert "--output_dir: must be a folder that can be written to" in capsys.readouterr().err
+
+
+def test_experts(tmp_path):
+    make_tiny_model.main(["--output_dir", str(tmp_path), *SMALL, "--experts", "4"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "qwen3_moe"
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (4, 16, 32)
+    with pytest.raises(SystemExit):
+        make_tiny_model.main(["--output_dir", str(tmp_path), *SMALL, "--experts", "2"])
