@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
@@ -26,6 +26,26 @@ def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
         initializer_range=0.3,
         **further,
     )
+
+
+def small_experts(kind: type[PreTrainedModel], vocabulary: int) -> PreTrainedModel:
+    """A causal language model with five experts in each layer, of which a token takes two."""
+    torch.manual_seed(0)
+    sizes = small_model_config(vocabulary).to_dict()
+    names = ("model_type", "architectures", "layer_types")
+    shared = {name: value for name, value in sizes.items() if name not in names}
+    experts = {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    # vLLM's attention on a CPU has no heads below 32.
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    # Qwen3 has none; vLLM would build one that nobody writes.
+    of_all = {"shared_expert_intermediate_size": 32} if kind is Qwen2MoeForCausalLM else {}
+    assert kind.config_class is not None
+    return kind(kind.config_class(**{**shared, **experts, **heads, **of_all, "norm_topk_prob": True}))
 
 
 def write_small_model(folder: Path) -> Path:

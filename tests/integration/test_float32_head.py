@@ -42,7 +42,7 @@ def engine(task: dict[str, Path], head: str | None) -> Iterator[ChildProcess]:
     )
     options = replace(engine_options(config, "cpu"), max_model_len=64)
     environment = engine_environment(1, "cpu", one_node=True)
-    process = ChildProcess("float32_head_engine:Float32HeadEngine", environment, options=options)
+    process = ChildProcess("loaded_engine:LoadedEngine", environment, options=options)
     yield process
     process.end()
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum
 
+from verl_rc.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.rollout.vllm.float32_head import keep_float32_heads
 from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
@@ -43,4 +44,5 @@ class EngineWorkerExtension(ReceiptExtension):
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 keep_float32_heads()
+pack_experts_after_updates()
 die_with_parent()

@@ -6,16 +6,18 @@ from torch import Tensor
 from verl_rc.rollout.vllm import float32_head
 from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
+from verl_rc.workers.language_model import torch_dtype
 
 
-class Float32HeadEngine(VllmEngine):
+class LoadedEngine(VllmEngine):
     """The engine, in a process of its own."""
 
-    def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Take ``tensors`` by name as a weight update, in bfloat16."""
-        names = {name: TensorSpec(name, "bfloat16", tuple(value.shape)) for name, value in tensors.items()}
+    def load(self, tensors: dict[str, Tensor], version: int, dtype: str = "bfloat16") -> None:
+        """Take ``tensors`` by name as a weight update, in ``dtype``."""
+        names = {name: TensorSpec(name, dtype, tuple(value.shape)) for name, value in tensors.items()}
+        cast = {name: value.detach().to(torch_dtype(dtype)) for name, value in tensors.items()}
         staged = [
-            (bucket, torch.cat([tensors[spec.name].bfloat16().flatten() for spec in bucket]))
+            (bucket, torch.cat([cast[spec.name].flatten() for spec in bucket]))
             for bucket in Manifest(tuple(names.values())).buckets(1 << 30)
         ]
         self.begin_update()

@@ -1,0 +1,58 @@
+"""Models with experts: a real engine and the trainer compute the same, before an update of the weights and
+after it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import log_probs, small_experts
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+
+from verl_rc.data.parts import token_ids
+from verl_rc.distributed.child_process import ChildProcess
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.workers.environment import engine_environment
+
+ROUNDING = 2e-5
+"""In nats: both sides compute in float32."""
+PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(9)] for row in range(8)]
+
+
+def start_engine(folder: Path) -> ChildProcess:
+    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32}
+    further = {"skip_tokenizer_init": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
+    options = VllmOptions(str(folder), "float32", max_model_len=64, arguments={**arguments, **further})
+    return ChildProcess("loaded_engine:LoadedEngine", engine_environment(1, "cpu", True), options=options)
+
+
+def gap(engine: ChildProcess, model: PreTrainedModel) -> float:
+    """Largest |log-ratio| of tokens that the engine samples."""
+    requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
+    sampling = SamplingOptions(1.0, 1.0, -1, max_tokens=16, stop_token_ids=(), ignore_eos=True)
+    differences: list[Tensor] = []
+    for prompt, sample in zip(PROMPTS, engine.call("generate", requests, sampling), strict=True):
+        expected = log_probs(model, prompt, token_ids(sample.parts))
+        differences.append(torch.cat([part.log_probs for part in sample.parts]) - expected)
+    return float(torch.cat(differences).abs().max())
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeForCausalLM, Qwen2MoeForCausalLM])
+def test_an_engine_computes_experts_as_the_trainer_also_after_updates(
+    kind: type[PreTrainedModel], tmp_path: Path
+) -> None:
+    model = small_experts(kind, 258)
+    model.save_pretrained(tmp_path)
+    engine = start_engine(tmp_path)
+    try:
+        assert gap(engine, model) < ROUNDING
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
+            assert gap(engine, model) > 1000 * ROUNDING
+            engine.call("load", dict(model.named_parameters()), version, "float32")
+            assert gap(engine, model) < ROUNDING
+    finally:
+        engine.end()

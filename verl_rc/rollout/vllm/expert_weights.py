@@ -1,0 +1,40 @@
+"""Weights of experts on a CPU, packed again after every update.
+
+vLLM 0.32 packs them for its kernel when it loads them first. An update writes what was packed over with plain
+weights, and the kernel reads those as packed: log-probs are off by nats, with every digest equal.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+_setup_of_vllm = UnquantizedFusedMoEMethod._setup_kernel
+_PARAMETERS = ["self", "layer", "w13", "w2"]
+
+
+def _setup_kernel(method: UnquantizedFusedMoEMethod, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """As vLLM's method, and what it does after a first load also after others."""
+    is_update = method.moe_kernel is not None
+    _setup_of_vllm(method, layer, w13, w2)
+    if is_update:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def pack_experts_after_updates() -> None:
+    """Let vLLM pack the weights of experts after every update, on a CPU.
+
+    Raises ``RuntimeError`` when vLLM's method has changed.
+    """
+    if not current_platform.is_cpu():
+        return
+    found = list(inspect.signature(_setup_of_vllm).parameters)
+    if found != _PARAMETERS:
+        raise RuntimeError(
+            "verl_rc packs weights of experts through vLLM's UnquantizedFusedMoEMethod._setup_kernel, which "
+            f"must have the parameters {_PARAMETERS}, got {found}. Install the version of vLLM that "
+            "pyproject.toml names."
+        )
+    UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
