@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import VOCABULARY, make_tokens, small_model_config
+from small_models import VOCABULARY, make_tokens, small_experts, small_model_config
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from two_processes import free_port, run_two_ranks
 
 from verl_rc.config.models import ModelConfig
@@ -44,6 +50,7 @@ class Case:
     folder: str
     dtype: torch.dtype = torch.float32
     lora_rank: int = 0
+    targets: str | list[str] = "all-linear"
     is_critic: bool = False
 
     def load(self, root: Path, mesh: DeviceMesh | None) -> nn.Module:
@@ -54,7 +61,9 @@ class Case:
         return (
             module
             if self.is_critic
-            else add_adapters(module, ModelConfig(path="m", lora_rank=self.lora_rank))
+            else add_adapters(
+                module, ModelConfig(path="m", lora_rank=self.lora_rank, target_modules=self.targets)
+            )
         )
 
 
@@ -66,6 +75,10 @@ CASES = {
     "with adapters": Case("tied", lora_rank=2),
     "critic from a policy": Case("plain", is_critic=True),
     "critic with its head": Case("critic", is_critic=True),
+    "Qwen3's experts": Case("qwen3_moe"),
+    "Qwen2's experts": Case("qwen2_moe"),
+    "adapters beside experts": Case("qwen3_moe", lora_rank=2, targets=["q_proj", "o_proj"]),
+    "critic from a policy with experts": Case("qwen3_moe", is_critic=True),
 }
 
 
@@ -77,6 +90,8 @@ def write_models(root: Path) -> None:
         root / "tied", max_shard_size="20KB"
     )  # in several files
     Qwen2ForCausalLM(small_model_config(VOCABULARY)).bfloat16().save_pretrained(root / "bf16")
+    small_experts(Qwen3MoeForCausalLM, VOCABULARY).save_pretrained(root / "qwen3_moe")
+    small_experts(Qwen2MoeForCausalLM, VOCABULARY).save_pretrained(root / "qwen2_moe")
     critic = Qwen2ForTokenClassification(small_model_config(VOCABULARY, num_labels=1))
     nn.init.normal_(critic.score.bias)
     critic.save_pretrained(root / "critic")
@@ -155,7 +170,7 @@ def run_rank(rank: int, root: Path, port: int) -> None:
         module = case.load(root, mesh)
         found[name] = shards_and_scores(module, mesh, case)
         if case.lora_rank:
-            found["merged"], found["merged, whole"] = merged_weights(module)
+            found[f"merged {name}"] = merged_weights(module)
         found["weights in files"] = found.get("weights in files", 0) + Path(
             "/proc/self/maps"
         ).read_text().count(".safetensors")
@@ -190,14 +205,16 @@ def test_shards_equal_those_of_a_model_that_was_loaded_whole(found: list[Found],
     first, second = (rank[case] for rank in found)
     table = next(name for name in first if name.endswith("embed_tokens.weight"))
     assert (len(first[table]), len(second[table])) == (15, 14)  # the vocabulary is odd
-    assert first["scores"].any() == (case != "critic from a policy")  # whose head starts at 0
+    assert first["scores"].any() == ("critic from a policy" not in case)  # whose head starts at 0
 
 
-def test_adapters_are_merged_into_the_weights_that_engines_get(found: list[Found]) -> None:
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.lora_rank])
+def test_adapters_are_merged_into_the_weights_that_engines_get(found: list[Found], case: str) -> None:
     for rank in found:
-        assert len(rank["merged"]) == len(rank["merged, whole"]) > 20
-        for merged, expected in zip(rank["merged"], rank["merged, whole"], strict=True):
-            torch.testing.assert_close(merged.float(), expected.float(), rtol=1e-2, atol=1e-6)
+        merged, expected = rank[f"merged {case}"]
+        assert len(merged) == len(expected) > 20
+        for one, other in zip(merged, expected, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=1e-6)
 
 
 def test_tied_embeddings_are_one_parameter(found: list[Found]) -> None:
