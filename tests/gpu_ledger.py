@@ -543,7 +543,7 @@ def train_on_ledger(
         "ray": SimpleNamespace(shutdown=lambda: None),
         "_watched": lambda *_: nullcontext(),
         "plan_placement": lambda config: placement,
-        "unsupported_attention": lambda *_: None,
+        "unsupported_model": lambda *_: None,
         "load_tokenizer": lambda *_: tokenizer,
         "build_train_loader": lambda *_: Loader(),
         "PromptStream": lambda *_: prompt_stream(),

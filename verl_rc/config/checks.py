@@ -19,8 +19,8 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 _UNUSABLE_QUANTIZATIONS = {
     "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
     "fp8_per_tensor": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
-    "int8_per_channel_weight_only": "it changes nothing on a dense model",
-    "experts_int8": "it changes nothing on a dense model",
+    "int8_per_channel_weight_only": "it changes nothing but experts, for which there is no kernel there",
+    "experts_int8": "it changes nothing but experts, for which there is no kernel there",
 }
 
 

@@ -56,7 +56,7 @@ from verl_rc.rollout.environment_host import Hosts, open_host
 from verl_rc.rollout.tool_environment import template_arguments
 from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.host import usable_cores
-from verl_rc.workers.language_model import unsupported_attention
+from verl_rc.workers.language_model import unsupported_model
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def open_run(
         options = engine_options(config, placement.device, hosts)
         importing = engines.prepare(options)
         with announced("data and tokenizer"), _mistakes_are_the_users():
-            _refuse_attention(config)
+            _refuse_models(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             data, openings = _with_environment(config, hosts, tokenizer)
             loader = build_train_loader(data, tokenizer)
@@ -182,11 +182,10 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
-def _refuse_attention(config: RunConfig) -> None:
-    """Raise ``ConfigError``, before models are loaded, when the trainer cannot compute the attention of
-    one."""
+def _refuse_models(config: RunConfig) -> None:
+    """Raise ``ConfigError``, before models are loaded, when the trainer cannot compute one."""
     for path, trusted in model_paths(config).items():
-        problem = unsupported_attention(config, path, trusted)
+        problem = unsupported_model(config, path, trusted)
         if problem is not None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 

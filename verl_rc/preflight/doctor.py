@@ -26,7 +26,7 @@ from verl_rc.preflight.machine import (
 )
 from verl_rc.preflight.memory import ModelShape, model_paths
 from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
-from verl_rc.workers.language_model import unsupported_attention
+from verl_rc.workers.language_model import unsupported_model
 
 SAMPLED_PROMPTS = 1000
 """Number of prompts whose lengths are counted, evenly spaced over all files."""
@@ -63,18 +63,21 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
                 "(actor_rollout_ref.model.path)",
             )
             continue
-        problem = unsupported_attention(config, path, trusted)
+        problem = unsupported_model(config, path, trusted)
         if problem is not None:
             yield Finding(
                 "failed",
-                "attention",
+                "model",
                 f"{path}: {problem}",
-                "trainer and engine must compute the same attention",
-                "take another model, or lengths that it names",
+                "trainer and engine must compute the same model",
+                "do what it names, or take another model",
             )
         inputs.shapes[path] = shape
+        active = (shape.parameters - shape.idle_parameters) / 1e6
+        taken = f" ({active:.2f} M for a token)" if shape.idle_parameters else ""
         summary = (
-            f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
+            f"{path}: {shape.parameters / 1e6:.2f} M weights{taken}, {shape.layers} layers of width "
+            f"{shape.width}"
         )
         if path == config.reward.reward_model.model_path:
             yield Finding("ok", "reward model", summary)

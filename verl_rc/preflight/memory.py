@@ -20,6 +20,7 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
 from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
 from verl_rc.tensor_ops.logprobs import logits_at_once
+from verl_rc.workers.experts import idle_share
 from verl_rc.workers.language_model import torch_dtype
 
 MIB = 1 << 20
@@ -82,6 +83,8 @@ class ModelShape:
     vocabulary: int
     positions: int
     """Longest sequence, tokens."""
+    idle_parameters: int = 0
+    """Weights of the experts that a token does not take; they need memory and no time."""
 
     @classmethod
     def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
@@ -101,6 +104,7 @@ class ModelShape:
         tables = [part for part in (model.get_input_embeddings(), head) if part is not None]
         embeddings = {id(part.weight): part.weight.numel() for part in tables}
         linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+        experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
@@ -109,6 +113,7 @@ class ModelShape:
             width=text.hidden_size,
             vocabulary=text.vocab_size,
             positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
+            idle_parameters=round(experts * idle_share(config)),
         )
 
 

@@ -16,6 +16,7 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.attention import PACKED_ATTENTION, attention_problem
+from verl_rc.workers.experts import experts_problem
 from verl_rc.workers.scoring_head import add_scoring
 
 
@@ -126,8 +127,8 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
-    """Say why the trainer cannot compute the attention of the model at ``path``, by its ``config.json``; None
+def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
+    """Say why the model at ``path`` cannot be trained, by its attention and experts in ``config.json``; None
     when it can.
 
     A reward model computes its own.
@@ -141,7 +142,10 @@ def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool)
     if path not in trained.values():
         return None
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
-    problems = [attention_problem(source, config.longest_sequence)]
+    problems = [
+        attention_problem(source, config.longest_sequence),
+        experts_problem(config, path, source),
+    ]
     for role, size in config.sequence_parallel_sizes.items():
         if (
             trained[role] == path

@@ -8,7 +8,7 @@ import pytest
 from small_models import small_run_config, write_small_model
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.workers.language_model import unsupported_attention
+from verl_rc.workers.language_model import unsupported_model
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 SIZE = "fsdp_config.ulysses_sequence_parallel_size"
@@ -97,7 +97,7 @@ def test_heads_must_divide_too(tmp_path: Path) -> None:
             f"{ACTOR}.ppo_mini_batch_size=12",
             f"{ACTOR}.{SIZE}={size}",
         )
-        problem = unsupported_attention(config, str(folder), trust_remote_code=False)
+        problem = unsupported_model(config, str(folder), trust_remote_code=False)
         if fits is None:
             assert problem is None
         else:
