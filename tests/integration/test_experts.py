@@ -15,7 +15,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment
 
-ROUNDING = 2e-5
+ROUNDING = 1e-4
 """In nats: both sides compute in float32."""
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(9)] for row in range(8)]
 
