@@ -4,12 +4,12 @@
 #
 # Hardware: 2 cores, 5 GiB of memory, no GPU; some ten minutes. All that is not named here is as in
 # recipes/quickstart_digits_cpu.sh.
-# Measured from an SFT model of 250 steps: right answers of greedy samples .20 -> .44, of samples .02 -> .30 in 60 steps.
+# Measured from one SFT model, seeds 1, 2, 3: right answers of greedy samples .38 -> .59, .67, .51 in 80 steps.
 # Before it (scripts/install.sh cpu comes first; PATH holds .venv/bin):
 #   python scripts/prepare_data/research.py --output_dir runs/research/data
 #   python scripts/make_tiny_model.py --output_dir runs/research/base_model
 #   python -m verl_rc.main_sft model.path=runs/research/base_model data.train_files=runs/research/data/sft_train.parquet \
-#       data.val_files=runs/research/data/sft_val.parquet trainer.output_dir=runs/research/sft_model trainer.total_training_steps=250
+#       data.val_files=runs/research/data/sft_val.parquet trainer.output_dir=runs/research/sft_model trainer.total_training_steps=400
 # Further arguments are passed on.
 set -euo pipefail
 

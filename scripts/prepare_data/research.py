@@ -1,6 +1,6 @@
 """Write the task of the research recipe: add up facts that must be searched for, with a calculator.
 
-A question is "b+e+7"; every row has its own facts, {"b": 12, "e": 34, ...}, so that they cannot be learnt.
+A question is "b+e+7"; every row has its own facts, {"b": 2, "e": 4, ...}, so that they cannot be learnt.
 The files for RL (train, val) hold questions, facts and sums. The worked examples for SFT (sft_train, sft_val)
 are conversations of a poor player, one of whose four turns is drawn at random; SFT learns the last turn of
 each, so they end anywhere.
@@ -19,23 +19,24 @@ DATA_SOURCE = "research"
 NAMES = "abcdefghij"
 
 
-def draw(generator: random.Random, names: int) -> tuple[str, dict[str, int], str]:
-    """A question of one to ``names`` names and a number, the facts of all names, and the sum."""
-    facts = {name: generator.randint(1, 99) for name in NAMES}
+def draw(generator: random.Random, names: int, largest: int) -> tuple[str, dict[str, int], str]:
+    """A question of one to ``names`` names and a number, the facts of all names, up to ``largest``, and the
+    sum."""
+    facts = {name: generator.randint(1, largest) for name in NAMES}
     asked = generator.sample(NAMES, generator.randint(1, names))
     number = generator.randint(1, 9)
     return "+".join([*asked, str(number)]), facts, str(sum(facts[name] for name in asked) + number)
 
 
-def played(generator: random.Random, names: int, turns: int, informed: float) -> Row:
-    """A conversation of one to ``turns`` turns; a share of ``informed`` is what the question asks for."""
-    question, facts, _ = draw(generator, names)
+def played(generator: random.Random, options: argparse.Namespace) -> Row:
+    """A conversation; a share of its turns (``--informed``) is what the question asks for."""
+    question, facts, _ = draw(generator, options.names, options.largest)
     *asked, number = question.split("+")
     messages, found, total = [("user", question)], dict[str, str](), ""
-    for _ in range(turns):
+    for _ in range(options.turns):
         missing = [name for name in asked if name not in found]
         known = [*found.values(), number]
-        if generator.random() >= informed:
+        if generator.random() >= options.informed:
             text = random_turn(generator, known)
         else:
             text = missing[0] if missing else total or "+".join(known)
@@ -74,6 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--output_dir", type=output_folder, required=True, help="folder to write to; made if missing"
     )
     parser.add_argument("--names", type=int, default=4, help="most names of a question; at most 10")
+    parser.add_argument("--largest", type=int, default=9, help="largest number that a name stands for")
     parser.add_argument("--turns", type=int, default=7, help="most turns of a conversation")
     parser.add_argument("--informed", type=float, default=0.75, help="share of SFT turns that are right")
     parser.add_argument("--num_train", type=int, default=8192, help="RL training questions")
@@ -91,12 +93,12 @@ def main(arguments: list[str] | None = None) -> None:
     for split, size in {"train": options.num_train, "val": options.num_val}.items():
         rows = []
         for index in range(size):
-            question, facts, answer = draw(generator, options.names)
+            question, facts, answer = draw(generator, options.names, options.largest)
             row = rl_row(DATA_SOURCE, "research", question, answer, (split, index))
             rows.append({**row, "extra_info": {**row["extra_info"], "facts": facts}})
         write_rows(rows, options.output_dir / f"{split}.parquet")
     for split, size in {"sft_train": options.num_sft, "sft_val": options.num_sft_val}.items():
-        games = [played(generator, options.names, options.turns, options.informed) for _ in range(size)]
+        games = [played(generator, options) for _ in range(size)]
         write_rows(games, options.output_dir / f"{split}.parquet")
 
 
