@@ -94,8 +94,8 @@ def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any
             for part in sample.parts:
                 end = start + len(part.token_ids)
                 if (column := _columns_of(part).get(name)) is not None:
-                    counts[row, start:end] = torch.from_numpy(column.counts)
-                    values.append(torch.from_numpy(column.values))
+                    counts[row, start:end] = torch.tensor(column.counts)
+                    values.append(torch.tensor(column.values))
                 start = end
             rows.append(torch.cat(values))
         by_field |= {f"{name}_counts": counts, f"{name}_ids": pad_sequence(rows, batch_first=True)}
