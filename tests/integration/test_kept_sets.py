@@ -18,7 +18,7 @@ from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
-TEMPERATURE = 1.5
+TEMPERATURE = 0.03  # of an untrained model, whose words are nearly equally likely
 FILTERS = {
     "top_k": SamplingOptions(TEMPERATURE, 1.0, 5, 24, (), True, max_kept_tokens=21),
     "top_p": SamplingOptions(TEMPERATURE, 0.9, -1, 24, (), True, max_kept_tokens=300),
