@@ -306,11 +306,22 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.top_p != 1.0 or rollout.top_k not in (-1, 0):
+    key, limit = "actor_rollout_ref.rollout", rollout.max_kept_tokens
+    if limit is not None and not rollout.has_filter:
         yield (
-            "training rollouts must sample from the whole distribution: actor_rollout_ref.rollout.top_p=1.0 "
-            f"and top_k=-1, got {rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such "
-            "filter, so every ratio would be off; val_kwargs may filter."
+            f"{key}.max_kept_tokens={limit} has no effect without a filter ({key}.top_p, top_k or min_p); "
+            "drop it."
+        )
+    if limit is None and rollout.has_filter and rollout.top_k < 1:
+        yield (
+            f"{key}.top_p={rollout.top_p} and min_p={rollout.min_p} may keep the whole vocabulary at a "
+            f"token, and what is kept is recorded: pass {key}.top_k=20, say, or {key}.max_kept_tokens=64, "
+            "above which a token is left out of the loss."
+        )
+    if limit is not None and limit < rollout.top_k:
+        yield (
+            f"{key}.max_kept_tokens={limit} must be at least top_k={rollout.top_k}: larger sets than it are "
+            "left out of the loss. Drop it."
         )
 
 

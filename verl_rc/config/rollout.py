@@ -11,6 +11,10 @@ DEFAULT_CPU_CACHE_MEGABYTES = 256
 """Default of ``kv_cache_megabytes`` on a CPU, MiB."""
 
 
+_TIES = 16
+"""Tokens as likely as the last of top_k, in bf16 up to 5 of 258 words."""
+
+
 class ValKwargsConfig(StrictModel):
     """``rollout.val_kwargs.*``: sampling for validation."""
 
@@ -80,7 +84,11 @@ OWNED_ENGINE_ARGUMENTS = {
     "model": "write actor_rollout_ref.model.path",
     "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
     **dict.fromkeys(
-        ("logprobs_mode", "disable_log_stats", "weight_transfer_config", "worker_extension_cls"), _OF_THE_RUN
+        (
+            *("logprobs_mode", "max_logprobs", "disable_log_stats"),
+            *("weight_transfer_config", "worker_extension_cls"),
+        ),
+        _OF_THE_RUN,
     ),
     **dict.fromkeys(("distributed_executor_backend", "skip_tokenizer_init"), _OF_THE_RUN),
     **dict.fromkeys(
@@ -198,9 +206,17 @@ class RolloutConfig(StrictModel):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the engine and the trainer divide logits by it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Must be 1 for training: the trainer's log-probs do not apply this filter."""
-    top_k: int = -1
-    """Must be -1 for training, for the same reason."""
+    """Sample from the smallest set of tokens with this probability. With this filter and the next two, the
+    engine reports the set that is left at each token, and the trainer's log-probs, entropies and KL are those
+    of the distribution over that set."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample from this many most likely tokens, and those as likely as the last of them; -1 or 0: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from tokens with at least this share of the most likely one's probability; 0: all."""
+    max_kept_tokens: int | None = Field(None, ge=1)
+    """Size of the largest set that is recorded where ``top_p``, ``top_k`` or ``min_p`` filter; a token that
+    is drawn from a larger one is left out of the loss and counted (``kept_set/unrecorded_ratio``). null:
+    top_k + 16, since tokens as likely as the last one are kept too; without top_k it must be said."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     response_length: int = follows("data.max_response_length", ge=1)
@@ -269,6 +285,16 @@ class RolloutConfig(StrictModel):
     """The way weights take."""
     sync_proof: SyncProofConfig = SyncProofConfig()
     """Proof of their arrival."""
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether training rollouts are drawn from a part of the tokens."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def largest_kept_set(self) -> int:
+        """Size of the largest set of kept tokens that is recorded; 0: none is, there is no filter."""
+        return (self.max_kept_tokens or self.top_k + _TIES) if self.has_filter else 0
 
     @property
     def converses(self) -> bool:

@@ -27,6 +27,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "responses": (torch.int64, "BR"),
     "response_lengths": (torch.int64, "B"),
     "restarts": (torch.bool, "BR"),
+    "kept_counts": (torch.int64, "BR"),
+    "kept_ids": (torch.int32, "BK"),
     "response_mask": (torch.bool, "BR"),
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
@@ -52,6 +54,9 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "scores": (torch.float32, "B"),
 }
 """Dtype and shape of every field; a field has the same meaning in all records."""
+COLUMNS = {"kept": "BK"}
+"""Lists beside the response tokens: the field ``<name>_counts`` has their lengths, ``<name>_ids``, of these
+symbols, the integers of a row's lists, one behind the other."""
 
 
 def _check(record: Any) -> None:
@@ -92,6 +97,12 @@ class TokenBatch(TensorClass):
     restarts: Tensor | None = None
     """bool ``[B, R]``: response tokens with which another conversation begins: they and those behind them see
     nothing of what is before. None: there are none."""
+    kept_counts: Tensor | None = None
+    """int64 ``[B, R]``: size of the set that the engine's filter (top_p, top_k, min_p) has left at each token
+    that the policy produced; 0: it is not recorded, and for all other tokens. None: there is no filter."""
+    kept_ids: Tensor | None = None
+    """int32 ``[B, K]``: the token ids of these sets, padding on the right; ``K`` is their number in the row
+    that has most."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -288,8 +299,8 @@ class TokensChangedError(RuntimeError):
 
 
 def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
-    """int64 ``[B]``: equal for rows with equal prompt, response and ``response_mask`` (bool ``[B, R]``);
-    padding is ignored.
+    """int64 ``[B]``: equal for rows with equal prompt, response, ``response_mask`` (bool ``[B, R]``) and
+    lists beside the response; padding is ignored.
 
     Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv:1202.4961): every position has a random factor of
     its own, so two rows that differ by token ids below 2^30 collide with a probability below 2^-32.
@@ -308,8 +319,19 @@ def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
         response_terms = (
             (tokens.responses[rows] + 1).mul_(2).add_(response_mask[rows]).mul_(factors).mul_(written)
         )
-        parts.append(prompt_terms.sum(-1) + response_terms.sum(-1))
+        parts.append(prompt_terms.sum(-1) + response_terms.sum(-1) + _fingerprints_of_lists(tokens[rows]))
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+
+def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
+    total = torch.zeros(len(tokens.responses), dtype=torch.int64)
+    for number, name in enumerate(COLUMNS):
+        counts, ids = getattr(tokens, f"{name}_counts"), getattr(tokens, f"{name}_ids")
+        if counts is not None:
+            is_real = positions_mask(counts.sum(-1), ids.shape[1])
+            total += (counts * _factors(counts.shape[1], 2 + 2 * number)).sum(-1)
+            total += ((ids + 1) * _factors(ids.shape[1], 3 + 2 * number) * is_real).sum(-1)
+    return total
 
 
 def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: Tensor) -> None:

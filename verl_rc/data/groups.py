@@ -17,6 +17,7 @@ from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
 from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
+from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
@@ -189,16 +190,29 @@ def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
 
 
 def pack(groups: Sequence[Group]) -> dict[str, Any]:
-    """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), plain data for the rest.
+    """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), two for each column beside the
+    sampled ones, plain data for the rest.
 
     Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of
     its prompt a group keeps the row's index alone, unless an environment has opened it.
     """
     turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
+    parts = [turn for turn in turns if isinstance(turn, Part)]
+    names = sorted({name for part in parts for name in part.columns})
+    columns = {
+        name: RaggedColumn.joined(
+            [part.columns.get(name) or RaggedColumn.empty(len(part.token_ids)) for part in parts]
+        )
+        for name in names
+    }
     no_log_probs = torch.zeros(0, dtype=torch.float32)
     return {
         "token_ids": torch.cat([torch.zeros(0, dtype=torch.int32), *(turn.token_ids for turn in turns)]),
-        "log_probs": torch.cat([no_log_probs, *(turn.log_probs for turn in turns if isinstance(turn, Part))]),
+        "log_probs": torch.cat([no_log_probs, *(part.log_probs for part in parts)]),
+        "columns": {
+            name: (torch.from_numpy(column.offsets), torch.from_numpy(column.values))
+            for name, column in columns.items()
+        },
         "groups": [_plain_group(group) for group in groups],
     }
 
@@ -209,7 +223,20 @@ def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[G
     Raises ``ValueError`` when tokens are left over or missing.
     """
     tokens, log_probs = _Reader(packed["token_ids"]), _Reader(packed["log_probs"])
-    groups = [_group(plain, row_of(plain["row_index"]), tokens, log_probs) for plain in packed["groups"]]
+    columns = {
+        name: RaggedColumn(offsets.numpy(), values.numpy())
+        for name, (offsets, values) in packed.get("columns", {}).items()
+    }
+
+    def turn(length: int, version: int | None, restarts: bool = False) -> Part | Answer:
+        token_ids = tokens.take(length)
+        if version is None:
+            return Answer(token_ids, restarts)
+        place = slice(log_probs.position, log_probs.position + length)
+        of_part = {name: column[place] for name, column in columns.items()}
+        return Part(token_ids, log_probs.take(length), version, of_part)
+
+    groups = [_group(plain, row_of(plain["row_index"]), turn) for plain in packed["groups"]]
     if tokens.left or log_probs.left:
         raise ValueError(
             f"saved groups must use up all saved tokens, {tokens.left} and {log_probs.left} log-probs are "
@@ -222,17 +249,17 @@ class _Reader:
     """Takes a flat tensor apart from its beginning."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._position = values, 0
+        self._values, self.position = values, 0
 
     @property
     def left(self) -> int:
-        return len(self._values) - self._position
+        return len(self._values) - self.position
 
     def take(self, count: int) -> Tensor:
         if count > self.left:
             raise ValueError(f"saved groups need {count} more tokens, {self.left} are left.")
-        self._position += count
-        return self._values[self._position - count : self._position].clone()
+        self.position += count
+        return self._values[self.position - count : self.position].clone()
 
 
 def _plain_group(group: Group) -> dict[str, Any]:
@@ -271,13 +298,7 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     }
 
 
-def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _Reader) -> Group:
-    def turn(length: int, version: int | None, restarts: bool = False) -> Part | Answer:
-        token_ids = tokens.take(length)
-        if version is None:
-            return Answer(token_ids, restarts)
-        return Part(token_ids, log_probs.take(length), version)
-
+def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Answer]) -> Group:
     if plain["opening"] is not None:
         prompt_token_ids, opening = plain["opening"]
         row = replace(row, prompt_token_ids=prompt_token_ids, opening=Opening(**opening))

@@ -1,8 +1,8 @@
 """The pieces of a response: what one request sampled under one version of the weights, and what the
 environment answered in between; and samples, which are made of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.data.episode import TOOL_CALLS, Reply
+from verl_rc.data.ragged_column import RaggedColumn
 
 UNKNOWN = -1
 """The version of weights that no update brought."""
@@ -25,6 +26,9 @@ class Part:
     """float32 ``[T]``: of each token under the distribution it was sampled from, nats."""
     version: int
     """Training steps done when those weights were published; ``UNKNOWN`` where no update has come yet."""
+    columns: Mapping[str, RaggedColumn] = field(default_factory=dict)
+    """What the engine has recorded beside each token, by the name that its fields in ``TokenBatch`` begin
+    with."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
@@ -35,10 +39,17 @@ class Part:
                 f"a Part must have a log-prob for every token and a version >= {UNKNOWN}, got "
                 f"{len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and version {self.version}."
             )
+        for name, column in self.columns.items():
+            if len(column) != len(self.token_ids):
+                raise ValueError(
+                    f"Part.columns[{name!r}] must have a list for each of {len(self.token_ids)} tokens, got "
+                    f"{len(column)}."
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as bytes: pickle takes 0.5 ms for a tensor, and a step has thousands of parts."""
-        return _part_from_bytes, (_as_bytes(self.token_ids), _as_bytes(self.log_probs), self.version)
+        token_ids, log_probs = _as_bytes(self.token_ids), _as_bytes(self.log_probs)
+        return _part_from_bytes, (token_ids, log_probs, self.version, self.columns)
 
 
 @dataclass(frozen=True)
@@ -128,11 +139,14 @@ def _as_bytes(values: Tensor) -> bytes:
     return values.numpy().tobytes()
 
 
-def _part_from_bytes(token_ids: bytes, log_probs: bytes, version: int) -> Part:
+def _part_from_bytes(
+    token_ids: bytes, log_probs: bytes, version: int, columns: Mapping[str, RaggedColumn]
+) -> Part:
     return Part(
         torch.frombuffer(bytearray(token_ids), dtype=torch.int32),
         torch.frombuffer(bytearray(log_probs), dtype=torch.float32),
         version,
+        columns,
     )
 
 

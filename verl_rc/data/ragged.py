@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch, positions_mask
+from verl_rc.data.batches import COLUMNS, FIELDS, CriticBatch, TokenBatch, TrainBatch, positions_mask
 
 Record = TypeVar("Record", bound=TokenBatch | TrainBatch | CriticBatch)
 Column: TypeAlias = np.ndarray[Any, Any]
@@ -31,6 +31,9 @@ class Ragged(Generic[Record]):
         tokens = record if isinstance(record, TokenBatch) else record.tokens
         index = torch.tensor(rows)
         lengths = {"BP": tokens.prompt_lengths[index], "BR": tokens.response_lengths[index]}
+        for name, symbols in COLUMNS.items():
+            if (counts := getattr(tokens, f"{name}_counts")) is not None:
+                lengths[symbols] = counts[index].sum(-1)
         arrays: dict[int, Column] = {}
         columns: dict[str, Column] = {}
         for owner in (tokens, record):
@@ -61,6 +64,9 @@ class Ragged(Generic[Record]):
                 values[name] = padded_values(name, column, lengths[symbols], width)
             else:
                 values[name] = torch.tensor(column)
+            lengths |= {
+                lists: values[name].sum(-1) for owner, lists in COLUMNS.items() if name == f"{owner}_counts"
+            }
         size = [len(lengths["BR"])]
         tokens = TokenBatch(
             **{field.name: values.pop(field.name, None) for field in fields(TokenBatch)}, batch_size=size

@@ -34,6 +34,12 @@ def evaluate(
 ) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
     far as the run needs them."""
+    if services.config.actor_rollout_ref.rollout.has_filter and rollouts.tokens.kept_counts is None:
+        raise RuntimeError(
+            "the engines must record which tokens their filter has kept, but the step's samples have no such "
+            "sets: the trainer would score them over the whole vocabulary. Drop "
+            "actor_rollout_ref.rollout.top_p, top_k and min_p."
+        )
     proximal = _proximal_policy(services, rollouts, step, record, beside)
     reference = values = None
     if services.config.needs_reference:

@@ -158,7 +158,7 @@ class TokenRecorder:
         rollout = config.actor_rollout_ref.rollout
         return {
             "trainer": "verl_rc",
-            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
+            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "logprobs_mode": "processed_logprobs",
             "stop_token_ids": list(self._services.stop_token_ids),
             "engine_dtype": rollout.dtype,

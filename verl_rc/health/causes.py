@@ -15,15 +15,22 @@ PREFIX = "rollout_corr/"
 ENDED_AFTER = 3
 """Steps without a cause after which it has ended."""
 CAUSE = "alerts/cause"
+KEPT_SETS = "kept_set/mean"
+"""The metric of runs whose trainer scores tokens over the sets that the engine's filter has kept."""
 FLOOR = f"{PREFIX}logit_noise_floor"
 SIGNATURES = tuple(
     sorted({name for cause in SIGNATURE_CAUSES for name in (*cause.needs, *cause.instead.values())})
 )
 
 
-def cause_of(step: Step) -> SignatureCause | None:
-    """The first cause whose rule holds; None if none does. Nothing is claimed from absent metrics."""
-    asked = ((cause, cause.seen_in(step)) for cause in SIGNATURE_CAUSES)
+def cause_of(step: Step, mirrors_filter: bool = False) -> SignatureCause | None:
+    """The first cause whose rule holds; None if none does. Nothing is claimed from absent metrics, and no
+    filter is blamed that the trainer mirrors."""
+    asked = (
+        (cause, cause.seen_in(step))
+        for cause in SIGNATURE_CAUSES
+        if not (mirrors_filter and cause.blames_filter)
+    )
     return next((cause for cause, seen in asked if seen is not None and cause.holds(seen)), None)
 
 
@@ -96,7 +103,7 @@ def judge_causes(
         for name, value in {**metrics, **further}.items()
         if name.startswith(PREFIX)
     }
-    cause = cause_of(step_metrics)
+    cause = cause_of(step_metrics, KEPT_SETS in metrics)
     statements = dict(_ended(history, step))
     episodes = {name: episode for name, episode in history.episodes.items() if name not in statements}
     if cause is not None:

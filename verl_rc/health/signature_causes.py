@@ -37,6 +37,8 @@ class SignatureCause(Cause):
     sentence."""
     instead: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Metrics that serve where those of ``needs`` are not there."""
+    blames_filter: bool = False
+    """It says that a filter is not mirrored: not of a run whose trainer has the engine's kept sets."""
     holds: Callable[[Step], bool]
     """The rule; in ``condition`` z is missing_mass_z, R² temperature_r2."""
 
@@ -111,6 +113,7 @@ FILTER = SignatureCause(
     ),
     (f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}"),
     NO_FILTERS,
+    blames_filter=True,
     needs=(*_Z, *_SLOPE, "concentration"),
     holds=lambda step: (
         _misses_mass(step)
@@ -147,6 +150,7 @@ FILTER_OR_RAW = SignatureCause(
     ),
     NO_FILTERS,
     is_specific=False,
+    blames_filter=True,
     needs=_Z,
     holds=_misses_mass,
 )
@@ -226,6 +230,7 @@ SIGNATURE_CAUSES = (
         ),
         NO_FILTERS,
         is_specific=False,
+        blames_filter=True,
         needs=(*_Z, "prefix_spread"),
         holds=lambda step: _misses_mass(step) and step["prefix_spread"] <= BOUNDS.prefix_spread,
     ),

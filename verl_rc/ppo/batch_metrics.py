@@ -40,7 +40,11 @@ def batch_metrics(
     }
     if rollouts.num_turns is not None and rollouts.tool_calls is not None:
         columns |= {"num_turns": rollouts.num_turns, "tool_call_counts": rollouts.tool_calls}
+    if rollouts.tokens.kept_counts is not None:
+        columns["kept_set"] = rollouts.tokens.kept_counts[mask]
     values = _mean_max_min(columns)
+    if rollouts.tokens.kept_counts is not None:
+        values["kept_set/unrecorded_ratio"] = (columns["kept_set"] == 0).double().mean()
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()

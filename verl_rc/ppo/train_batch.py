@@ -26,7 +26,8 @@ class ScoredStep:
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     keep_mask: Tensor | None
-    """bool ``[B, R]``: what rollout correction and the limit of ages keep; None: every response token."""
+    """bool ``[B, R]``: what rollout correction, the limit of ages and that of kept sets keep; None: every
+    response token."""
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats;
     None: no penalty."""
@@ -52,7 +53,8 @@ def build_train_batch(
     new. Correction decides weights and ``loss_mask`` only; rewards, advantages and their statistics use
     ``response_mask``, so a reward on a rejected token is never lost. Where the actor corrects, nothing is
     corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction is measured by age of
-    tokens, and tokens older than ``max_token_age`` leave the loss too.
+    tokens, and tokens older than ``max_token_age`` leave the loss too. Tokens that were drawn from a set too
+    large to be recorded leave it in any run: their log-probs are of another distribution here.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
@@ -111,6 +113,9 @@ def build_train_batch(
     if asynchrony is not None and asynchrony.max_token_age is not None:
         young = current_version - rollouts.policy_versions <= asynchrony.max_token_age
         keep_mask = young if keep_mask is None else keep_mask & young
+    if rollouts.tokens.kept_counts is not None:
+        is_recorded = rollouts.tokens.kept_counts > 0
+        keep_mask = is_recorded if keep_mask is None else keep_mask & is_recorded
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,

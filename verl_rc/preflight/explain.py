@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.config.algorithms import AGGREGATIONS
-from verl_rc.config.rollout import EnvironmentConfig
+from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.ahead import Row, prediction, publications, rule_of_ages
@@ -116,6 +116,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         own_model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
         source = own_model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
+    yield from _kept_set(config.actor_rollout_ref.rollout)
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
     if policy.spec is not None and policy.spec.ratio == "row":
         yield (
@@ -127,6 +128,18 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     assert actor.loss_scale_factor is not None
     for mode in sorted(policy.aggregations):
         yield "", f"{mode}: {divisors_of(mode, counted, actor.loss_scale_factor)}"
+
+
+def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
+    if rollout.has_filter:
+        filters = ", ".join(f"{name}={getattr(rollout, name)}" for name in ("top_p", "top_k", "min_p"))
+        yield (
+            "π(y)",
+            f"given the engine's kept set ({filters}): log-probs, entropies and divergences of every policy "
+            "are those of the distribution over the tokens that the engine's filter has left at y; the "
+            "gradient goes through their logits alone. Where more than "
+            f"{rollout.largest_kept_set} are left, y is rejected",
+        )
 
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:

@@ -1,13 +1,16 @@
 """From samples to the padded batch that is trained on, and the proof of which weights sampled it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from verl_rc.data.batches import RolloutBatch, TokenBatch, fingerprints, left_padded
-from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, num_turns
+from verl_rc.data.batches import FIELDS, RolloutBatch, TokenBatch, fingerprints, left_padded
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
+from verl_rc.data.ragged_column import RaggedColumn
 
 
 def build_rollout_batch(
@@ -60,6 +63,7 @@ def build_rollout_batch(
         responses=responses,
         response_lengths=torch.tensor(lengths, dtype=torch.int64),
         restarts=restarts if bool(restarts.any()) else None,
+        **_columns(samples, shape),
         batch_size=[rows],
     )
     engines = [sample.engine for sample in samples if sample.engine is not None]
@@ -77,6 +81,29 @@ def build_rollout_batch(
         engines=torch.tensor(engines) if len(engines) == rows else None,
         batch_size=[rows],
     )
+
+
+def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any]:
+    """The fields of ``COLUMNS``, from what the engine has recorded beside tokens."""
+    by_field: dict[str, Tensor] = {}
+    recorded = {name for sample in samples for part in sample.parts for name in _columns_of(part)}
+    for name in recorded:
+        counts, rows = torch.zeros(shape, dtype=torch.int64), []
+        for row, sample in enumerate(samples):
+            start, values = 0, [torch.zeros(0, dtype=FIELDS[f"{name}_ids"][0])]
+            for part in sample.parts:
+                end = start + len(part.token_ids)
+                if (column := _columns_of(part).get(name)) is not None:
+                    counts[row, start:end] = torch.tensor(column.counts)
+                    values.append(torch.tensor(column.values))
+                start = end
+            rows.append(torch.cat(values))
+        by_field |= {f"{name}_counts": counts, f"{name}_ids": pad_sequence(rows, batch_first=True)}
+    return by_field
+
+
+def _columns_of(part: Part | Answer) -> Mapping[str, RaggedColumn]:
+    return part.columns if isinstance(part, Part) else {}
 
 
 def at_turn_ends(values: Sequence[Sequence[float]], response_mask: Tensor) -> Tensor:

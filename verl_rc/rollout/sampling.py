@@ -36,6 +36,9 @@ class SamplingOptions:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
+    min_p: float = 0.0
+    max_kept_tokens: int = 0
+    """Largest set of tokens left by the filter that is reported with each token; 0: none is."""
 
     @classmethod
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
@@ -47,6 +50,8 @@ class SamplingOptions:
             rollout.response_length,
             stop_token_ids,
             rollout.ignore_eos,
+            rollout.min_p,
+            rollout.largest_kept_set,
         )
 
     @classmethod

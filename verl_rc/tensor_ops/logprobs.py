@@ -50,7 +50,8 @@ class ScoreOptions:
 
 
 class HiddenStateScores(NamedTuple):
-    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``; None: not asked for."""
+    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept words where a
+    token has such a set; None: not asked for."""
 
     log_probs: Tensor
     """``log p[token]``, nats ``[K]``, with gradient."""
@@ -65,7 +66,12 @@ class HiddenStateScores(NamedTuple):
 
 
 def scores_from_hidden_states(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, options: ScoreOptions, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    options: ScoreOptions,
+    bias: Tensor | None = None,
+    kept_ids: Tensor | None = None,
 ) -> HiddenStateScores:
     """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
     states).
@@ -81,6 +87,8 @@ def scores_from_hidden_states(
         token_ids: int64 ``[K]``.
         options: What to compute.
         bias: ``[V]``, optional.
+        kept_ids: int64 ``[K, W]``, optional: the words that each token could be drawn from, padded with -1;
+            all other logits count as -inf. A token without any could be every word.
 
     Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """
@@ -96,7 +104,14 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    scores = _HiddenStateScores.apply(hidden, weight, bias, token_ids, options)  # type: ignore[no-untyped-call]
+    if kept_ids is not None and (kept_ids.ndim != 2 or len(kept_ids) != len(hidden)):
+        raise ValueError(
+            f"kept_ids must be [K, W] for hidden states [K, H]; got {list(kept_ids.shape)}, "
+            f"{list(hidden.shape)}"
+        )
+    scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, token_ids, options, kept_ids
+    )
     return HiddenStateScores(*scores)
 
 
@@ -156,11 +171,12 @@ class _HiddenStateScores(torch.autograd.Function):
         bias: Tensor | None,
         token_ids: Tensor,
         options: ScoreOptions,
+        kept_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         sum_words, sums = _fused(_sum_words, hidden.device), None
         chosen = hidden.new_zeros(hidden.shape[0], dtype=_precision(hidden))
         for words in _word_slices(hidden, weight):
-            logits = _logits(hidden, weight[words], bias, words)
+            logits = _logits(hidden, weight[words], bias, words, kept_ids)
             places, is_inside = _places(token_ids, words)
             chosen = torch.where(
                 is_inside, _scaled(logits.gather(-1, places), options.temperature)[:, 0], chosen
@@ -178,10 +194,12 @@ class _HiddenStateScores(torch.autograd.Function):
             squares = sums.squares / totals.square()
         if means is not None and sums.squared_logits is not None:
             varentropies = (sums.squared_logits / totals).sub_(means.square()).clamp_min_(0.0)
-        kept = logits if logits.shape[1] == weight.shape[0] else None
+        whole = logits if logits.shape[1] == weight.shape[0] else None
         if not options.entropy_gradient:
             means = None
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept)
+        ctx.save_for_backward(
+            hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept_ids, whole
+        )
         ctx.temperature = options.temperature
         constants = (
             [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
@@ -193,14 +211,14 @@ class _HiddenStateScores(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *_: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) /
         temperature``.
 
         With ``x``, the sums ``S`` of ``exp(x)`` and the means ``m`` of ``x``, ``log p + H = x - m``: the
         gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself.
         """
-        hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept = ctx.saved_tensors
+        hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept_ids, whole = ctx.saved_tensors
         slopes = grad_log_probs / ctx.temperature
         # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
         of_tokens, constants, factors = -slopes * torch.expm1(log_probs), -slopes / totals, None
@@ -218,7 +236,7 @@ class _HiddenStateScores(torch.autograd.Function):
         # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
         for words in _word_slices(hidden, weight):
             of_words = weight[words].to(hidden.dtype)
-            logits = _logits(hidden, of_words, bias, words) if kept is None else kept
+            logits = _logits(hidden, of_words, bias, words, kept_ids) if whole is None else whole
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             places, is_inside = _places(token_ids, words)
             others = grad_logits.gather(-1, places)
@@ -240,13 +258,24 @@ class _HiddenStateScores(torch.autograd.Function):
             grad_bias,
             None,
             None,
+            None,
         )
 
 
-def _logits(hidden: Tensor, of_words: Tensor, bias: Tensor | None, words: slice) -> Tensor:
-    """Logits of some words in the dtype of the hidden states."""
+def _logits(
+    hidden: Tensor, of_words: Tensor, bias: Tensor | None, words: slice, kept_ids: Tensor | None
+) -> Tensor:
+    """Logits of some words in the dtype of the hidden states; -inf where a token cannot be the word."""
     dtype = hidden.dtype
-    return F.linear(hidden, of_words.to(dtype), None if bias is None else bias[words].to(dtype))
+    logits = F.linear(hidden, of_words.to(dtype), None if bias is None else bias[words].to(dtype))
+    if kept_ids is None:
+        return logits
+    # One column more, for the kept words that are not in this block.
+    is_kept = torch.zeros(len(hidden), logits.shape[1] + 1, dtype=torch.bool, device=hidden.device)
+    is_inside = (kept_ids >= words.start) & (kept_ids < words.stop)
+    is_kept.scatter_(1, torch.where(is_inside, kept_ids - words.start, logits.shape[1]), True)
+    is_unfiltered = (kept_ids < 0).all(dim=-1, keepdim=True)
+    return logits.masked_fill_(~(is_kept[:, :-1] | is_unfiltered), -torch.inf)
 
 
 def _sum_words(logits: Tensor, temperature: float, with_entropies: bool, with_squares: bool) -> _WordSums:

@@ -87,7 +87,11 @@ def score_tokens(
     with_sum_pi_squared: bool = False,
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one
-    to its left."""
+    to its left.
+
+    Where the engine has recorded which tokens its filter kept, these alone can be drawn here too: log-probs
+    and what is averaged over a distribution are those of the kept tokens.
+    """
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
@@ -95,7 +99,13 @@ def score_tokens(
     score_options = ScoreOptions(
         options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared
     )
-    predicted = PredictedTokens(predictors.positions, predictors.select(targets), score_options)
+    kept_ids = _kept_ids(tokens, packed.is_response)
+    predicted = PredictedTokens(
+        predictors.positions,
+        predictors.select(targets),
+        score_options,
+        None if kept_ids is None else predictors.select(kept_ids),
+    )
     log_probs, *statistics = score_predicted(model, predicted, **inputs)
 
     def everywhere(outputs: Tensor) -> Tensor:
@@ -104,6 +114,16 @@ def score_tokens(
     return TokenScores(
         everywhere(log_probs), *(None if values is None else everywhere(values) for values in statistics)
     )
+
+
+def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
+    """int64 ``[K, W]``: the kept tokens at each of K response tokens, padded with -1; None: no filter."""
+    if tokens.kept_counts is None or tokens.kept_ids is None:
+        return None
+    counts = tokens.kept_counts[is_response]
+    sets = positions_mask(counts, max(1, int(counts.max()))) if len(counts) else is_response[:0]
+    ids = tokens.kept_ids[positions_mask(tokens.kept_counts.sum(-1), tokens.kept_ids.shape[1])]
+    return torch.full_like(sets, -1, dtype=torch.int64).masked_scatter(sets, ids.long())
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, options: ForwardOptions) -> Tensor:

@@ -20,6 +20,8 @@ class PredictedTokens:
     token_ids: Tensor
     """int64 ``[K]``."""
     options: ScoreOptions
+    kept_ids: Tensor | None = None
+    """See ``scores_from_hidden_states``."""
 
 
 def add_scoring(model: nn.Module, head_dtype: torch.dtype | None = None) -> nn.Module:
@@ -47,6 +49,7 @@ def add_scoring(model: nn.Module, head_dtype: torch.dtype | None = None) -> nn.M
             predicted.token_ids,
             replace(options, temperature=options.temperature / factor),
             head.bias,
+            predicted.kept_ids,
         )
 
     causal_lm.forward = forward

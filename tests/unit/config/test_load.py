@@ -124,8 +124,14 @@ MISTAKES = [
     ),
     ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=rloo_vectorized", "every advantage would be 0"),
     ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
-    ("actor_rollout_ref.rollout.top_p=0.9", "training rollouts must sample from the whole distribution"),
-    ("actor_rollout_ref.rollout.top_k=50", "training rollouts must sample from the whole distribution"),
+    ("actor_rollout_ref.rollout.top_p=0.9", "may keep the whole vocabulary at a token"),
+    ("actor_rollout_ref.rollout.min_p=0.1", "may keep the whole vocabulary at a token"),
+    ("actor_rollout_ref.rollout.max_kept_tokens=9", "has no effect without a filter"),
+    (
+        "actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.max_kept_tokens=20",
+        "must be at least top_k=50",
+    ),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=5", "the run sets it"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),
     (
         "actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors=[a:b]",

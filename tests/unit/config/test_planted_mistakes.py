@@ -238,9 +238,9 @@ CONTRADICTIONS: list[Mistake] = [
     (
         f"{ROLLOUT}.top_p=0.9",
         f"{ROLLOUT}.top_p",
-        "must sample from the whole distribution",
+        "may keep the whole vocabulary at a token",
         "0.9",
-        "top_p=1.0",
+        "top_k=20",
     ),
     (
         f"{ROLLOUT}.calculate_log_probs=False",

@@ -31,6 +31,10 @@ def full_batch() -> TrainBatch:
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
     batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
+    batch.tokens.kept_counts = torch.where(mask, torch.arange(7) % 3, 0)
+    sizes = batch.tokens.kept_counts.sum(-1, keepdim=True)
+    ids = torch.arange(42, dtype=torch.int32).view(6, 7)
+    batch.tokens.kept_ids = torch.where(torch.arange(7) < sizes, ids, 0)
     return batch
 
 
@@ -48,10 +52,12 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
         assert values.dtype == sent.dtype
         for place, row in enumerate(ROWS):
             prompt, response = int(batch.tokens.prompt_lengths[row]), LENGTHS[row]
+            kept = sum(token % 3 for token in range(response))
             where, whence = {
                 "B": (slice(None), slice(None)),
                 "BP": (slice(5 - prompt, 5), slice(sent.shape[-1] - prompt, sent.shape[-1])),
                 "BR": (slice(0, response), slice(0, response)),
+                "BK": (slice(0, kept), slice(0, kept)),
             }[FIELDS[name][1]]
             assert (values[place].reshape(-1)[where] == sent[row].reshape(-1)[whence]).all(), name
     assert not arrived.response_mask[1].any()

@@ -89,6 +89,9 @@ ENGINE: list[tuple[str, str, Any]] = [
     (f"{R}.enable_prefix_caching=False", "enable_prefix_caching", False),
     (f"{R}.max_num_batched_tokens=20000", "max_num_batched_tokens", 20000),
     (f"{R}.max_num_seqs=64", "max_num_seqs", 64),
+    (f"{R}.top_k=5", "max_logprobs", 21),
+    (f"{R}.min_p=0.1 {R}.max_kept_tokens=7", "max_logprobs", 7),
+    (f"{R}.top_k=0", "max_logprobs", None),
     (f"{R}.seed=7", "seed", 7),
     (f"+{R}.engine_kwargs.vllm.block_size=32", "block_size", 32),
     ("actor_rollout_ref.model.trust_remote_code=True", "trust_remote_code", True),
@@ -108,7 +111,15 @@ def test_arguments_of_the_engine(override: str, argument: str, value: Any) -> No
     assert engine_options(load(override), "cuda").arguments.get(argument) == value
 
 
+def training(config: RunConfig) -> tuple[float, int, float, int]:
+    options = SamplingOptions.for_training(config.actor_rollout_ref.rollout, ())
+    return options.top_p, options.top_k, options.min_p, options.max_kept_tokens
+
+
 OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
+    (f"{R}.top_p=0.9 {R}.top_k=5 {R}.min_p=0.1", training, (0.9, 5, 0.1, 21)),
+    (f"{R}.top_p=0.9 {R}.max_kept_tokens=7", training, (0.9, -1, 0.0, 7)),
+    ("", training, (1.0, -1, 0.0, 0)),
     ("actor_rollout_ref.model.path=org/other", lambda c: engine_options(c, "cuda").model_path, "org/other"),
     (f"{R}.dtype=float16", lambda c: engine_options(c, "cuda").dtype, "float16"),
     (f"{R}.max_model_len=4000", lambda c: engine_options(c, "cuda").max_model_len, 4000),

@@ -109,6 +109,22 @@ def test_every_row_is_named_where_it_is_planted(row: int) -> None:
     assert row_of(PLANTED[row]) == row
 
 
+@pytest.mark.parametrize("changed", [HEALTHY | FILTER, NO_ENTROPIES | FILTER | EVEN, NO_ENTROPIES | FILTER])
+def test_no_filter_is_blamed_where_the_trainer_has_the_kept_sets(changed: dict[str, float]) -> None:
+    """Of such a run the fault lies elsewhere, and stays one."""
+    blamed, found = cause_of(changed), cause_of(changed, mirrors_filter=True)
+    assert blamed is not None
+    assert found is not None
+    assert (blamed.row, found.row) == (5, 7)
+    alert = judge_causes(
+        {f"{PREFIX}{name}": value for name, value in changed.items()} | {"kept_set/mean": 3.0},
+        1,
+        CauseHistory(),
+        1.0,
+    )
+    assert list(alert[2].episodes) == [found.name]
+
+
 def test_every_cause_is_planted_and_healthy_is_silent() -> None:
     assert sorted(PLANTED) == sorted({cause.row for cause in SIGNATURE_CAUSES})
     named = {cause_of(HEALTHY | changed) for changed in PLANTED.values()}

@@ -90,6 +90,20 @@ def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: f
     assert float(batch.advantages[1, 0]) == other_advantage
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_token_from_a_set_that_is_not_recorded_leaves_the_loss_and_nothing_else(bypass: bool) -> None:
+    rollouts, evaluations = make_rollouts()
+    rollouts.tokens.kept_counts = torch.where(rollouts.response_mask, 2, 0)
+    rollouts.tokens.kept_counts[0, 1] = 0
+    rollouts.tokens.kept_ids = torch.zeros(4, 6, dtype=torch.int32)
+    batch = run_step(rollouts, evaluations, algorithm(bypass_mode=bypass)).batch
+    expected = rollouts.response_mask.clone()
+    expected[0, 1] = False
+    assert torch.equal(batch.loss_mask, expected)
+    assert torch.equal(batch.response_mask, rollouts.response_mask)
+    assert batch.advantages[0].tolist() == [0.5, 0.5, 0.5]
+
+
 def test_sequence_weights_are_products_of_token_ratios() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
     step = run_step(rollouts, evaluations, algorithm(rollout_is="sequence"))

@@ -113,6 +113,12 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ({f"{ACTOR}.fsdp_config.dtype": "bf16"}, [], ["dynamic scale", "logits: products in float32"]),
     ({"actor_rollout_ref.model.head_dtype": "float32"}, ["logits: products in float32, in actor"], []),
     (
+        {"actor_rollout_ref.rollout.top_p": 0.95, "actor_rollout_ref.rollout.top_k": 20},
+        ["given the engine's kept set (top_p=0.95, top_k=20, min_p=0.0)", "Where more than 36 are left"],
+        [],
+    ),
+    ({}, [], ["kept set"]),
+    (
         {**AHEAD, **TOKEN_WEIGHTS},
         [
             "is 0 to 2 step(s) old when it is trained on",

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import make_tokens
+from small_models import VOCABULARY, make_tokens
 from transformers import AutoModelForCausalLM
 
 from verl_rc.data.batches import TokenBatch
+from verl_rc.data.ragged import Ragged
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
@@ -116,3 +117,46 @@ def test_layout_restarts_positions_in_every_sequence() -> None:
 def test_a_folder_without_a_model_is_named() -> None:
     with pytest.raises(ValueError, match=r"config\.json, got '\./nowhere'"):
         load_causal_lm("./nowhere", torch.float32)
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_tokens_that_the_engine_did_not_keep_count_for_nothing(
+    model_folder: Path, remove_padding: bool
+) -> None:
+    """Against logits of the plain model, whose other words are -inf; in rows of their own, too."""
+    tokens = make_tokens(PROMPTS, RESPONSES)
+    sets = {
+        (row, t): sorted({int(tokens.responses[row, t]), *range(3 + t, 3 + t + row)})
+        for row, length in enumerate(RESPONSES)
+        for t in range(length)
+        if (row, t) != (3, 1)  # not recorded there
+    }
+    ids = [[word for t in range(7) for word in sets.get((row, t), [])] for row in range(4)]
+    tokens.kept_counts = torch.tensor([[len(sets.get((row, t), [])) for t in range(7)] for row in range(4)])
+    most = max(map(len, ids))
+    tokens.kept_ids = torch.tensor([one + [0] * (most - len(one)) for one in ids], dtype=torch.int32)
+    plain = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    model = load_causal_lm(str(model_folder), torch.float32)
+    options = ForwardOptions(0.7, remove_padding)
+    with torch.no_grad():
+        whole = score_tokens(model, tokens, options, with_entropy=True)
+        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            if not response:
+                continue
+            alone = score_tokens(
+                model, Ragged.from_record(tokens, [row]).padded(), options, with_entropy=True
+            )
+            text = torch.cat([tokens.prompts[row, 6 - prompt :], tokens.responses[row, :response]])
+            logits = plain(text[None]).logits[0] / 0.7
+            for t in range(response):
+                words = sets.get((row, t), list(range(VOCABULARY)))
+                table = logits[prompt - 1 + t][words].log_softmax(-1)
+                at = float(table[words.index(int(tokens.responses[row, t]))])
+                assert whole.log_probs[row, t].item() == pytest.approx(at, abs=2e-5)
+                assert alone.log_probs[0, t].item() == pytest.approx(at, abs=2e-5)
+                assert whole.entropies is not None
+                assert whole.entropies[row, t].item() == pytest.approx(
+                    float(-(table.exp() * table).sum()), abs=2e-5
+                )

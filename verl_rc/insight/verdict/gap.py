@@ -15,7 +15,7 @@ from itertools import pairwise
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, state
+from verl_rc.health.causes import KEPT_SETS, PREFIX, state
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_LOG_PROBS, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
@@ -163,9 +163,9 @@ def _missing_mass(run: RunData) -> list[Statement]:
                 "steps": len(z),
                 "ratio": _mean_ratio(run, first, last),
             }
-            return [
-                _below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))
-            ]
+            if sign < 0 and not run.has(KEPT_SETS):
+                return [_below_one(run, evidence, (first, last))]
+            return [_not_drawn_from_it(evidence, (first, last), "below" if sign < 0 else "above")]
     return []
 
 
@@ -200,8 +200,8 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
     )
 
 
-def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
-    ratio = "above 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
+def _not_drawn_from_it(evidence: dict[str, float], steps: tuple[int, int], side: str) -> Statement:
+    ratio = f"{side} 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
     sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
     sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
     return state(RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_of
+from verl_rc.health.causes import KEPT_SETS, PREFIX, SIGNATURES, cause_of, statement_of
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
@@ -48,7 +48,8 @@ def has_signatures(run: RunData) -> bool:
 def signature_causes(run: RunData) -> list[Statement]:
     """The causes of ``health.causes`` that held in two neighbouring steps."""
     steps, metrics = run.get(f"{PREFIX}missing_mass").steps, _by_step(run)
-    causes, statements = [cause_of(step_metrics) for step_metrics in metrics], []
+    mirrors = run.has(KEPT_SETS)
+    causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
     temperature = run.settings.get(_TEMPERATURE, facts.get("temperature", 1.0))
     for cause in SIGNATURE_CAUSES:

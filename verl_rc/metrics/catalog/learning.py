@@ -3,6 +3,8 @@
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
+_KEPT = "; with top_p, top_k or min_p of the distribution over the kept tokens"
+
 
 def _losses(*kinds: str) -> str:
     """Policy losses by what they average as ``actor/ppo_kl``."""
@@ -53,13 +55,13 @@ _ACTOR = (
         "actor/entropy",
         "nats",
         "mean over response tokens of the proximal policy's entropy, before the updates of the step; absent "
-        "in bypass mode and with proximal=interpolate, which do not compute it",
+        f"in bypass mode and with proximal=interpolate, which do not compute it{_KEPT}",
     ),
     MetricSpec(
         "actor/update_entropy",
         "nats",
         "mean over response tokens of the current policy's entropy, over all updates of the step; in bypass "
-        "mode and with proximal=interpolate",
+        f"mode and with proximal=interpolate{_KEPT}",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",
@@ -67,12 +69,14 @@ _ACTOR = (
         "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of "
         "every 50th step; with rollout_correction.proximal=interpolate",
     ),
-    MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
+    MetricSpec(
+        "actor/entropy_loss", "nats", f"entropy of the current policy, aggregated like pg_loss{_KEPT}"
+    ),
     MetricSpec(
         "actor/kl_loss",
         "nats",
         "mean over tokens in loss_mask of the actor.kl_loss_type estimate of KL(current || reference), over "
-        "all updates",
+        f"all updates{_KEPT}",
     ),
     MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
     MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
@@ -97,7 +101,7 @@ _ACTOR = (
     MetricSpec(
         "actor/reward_kl_penalty",
         "nats",
-        "mean over sequences of the masked mean KL subtracted from the reward",
+        f"mean over sequences of the masked mean KL subtracted from the reward{_KEPT}",
     ),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
 )

@@ -59,6 +59,19 @@ _LENGTHS = (
         "processes of environment.hosts that were lost and replaced since the step before",
         emitted_by="driver",
     ),
+    *spread(
+        "kept_set",
+        "tokens",
+        "response tokens of the size of the set that the filter has left, 0 where it is unrecorded",
+        "ppo",
+    ),
+    MetricSpec(
+        "kept_set/unrecorded_ratio",
+        "1",
+        "response tokens drawn from a set above max_kept_tokens / all: left out of the loss",
+        (0, 0.01),
+        "ppo",
+    ),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )
 _TRAINING = (

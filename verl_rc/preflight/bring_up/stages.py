@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import permutations
 from os import environ
 from typing import Any
@@ -305,14 +305,8 @@ class Stages:
     def _requests(self, count: int) -> tuple[list[list[int]], list[GenerationRequest], SamplingOptions]:
         """Random prompts, and the requests for a response to each."""
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
-        sampling = SamplingOptions(
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            min(_SAMPLED_TOKENS, data.max_response_length),
-            (),
-            ignore_eos=True,
-        )
+        most = min(_SAMPLED_TOKENS, data.max_response_length)
+        sampling = replace(SamplingOptions.for_training(rollout, ()), max_tokens=most, ignore_eos=True)
         width = min(_PROMPT_TOKENS, data.max_prompt_length)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(self._shape().vocabulary, (count, width), generator=generator).tolist()

@@ -65,6 +65,8 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
     # Always said: the model's own config.json could name another precision for the engine alone.
     head_dtype = config.actor_rollout_ref.model.head_dtype or "model"
     arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": head_dtype}
+    if rollout.largest_kept_set:
+        arguments["max_logprobs"] = rollout.largest_kept_set
     on_update = config.async_training.on_update
     if on_update != "finish":
         # vLLM would give the tokens of a step that it has begun, and not processed, the version of the

@@ -1,11 +1,12 @@
 """What vLLM says of a request that has ended or was cut, as parts of a response."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from verl_rc.data.parts import UNKNOWN, Part
+from verl_rc.data.ragged_column import RaggedColumn
 
 
 class Output(Protocol):
@@ -18,13 +19,16 @@ class Output(Protocol):
     """Spans of tokens, each with the label of the weights that sampled it; or None."""
 
 
-def parts_of_output(output: Output, held: tuple[int, int], number: int) -> list[Part]:
+def parts_of_output(
+    output: Output, held: tuple[int, int], number: int, columns: Mapping[str, RaggedColumn] | None = None
+) -> list[Part]:
     """A part for each version of the weights.
 
     Args:
         output: What one request sampled, or no token yet.
         held: Versions of the weights that the engine held when the request began and at its end.
         number: That of the sample, for messages.
+        columns: What is recorded beside the tokens.
 
     Raises:
         ValueError: A token has no log-prob.
@@ -48,7 +52,12 @@ def parts_of_output(output: Output, held: tuple[int, int], number: int) -> list[
     token_ids = torch.tensor(output.token_ids, dtype=torch.int32)
     log_probs = torch.tensor(sampled_log_probs(output, number), dtype=torch.float32)
     return [
-        Part(token_ids[start:end], log_probs[start:end], version)
+        Part(
+            token_ids[start:end],
+            log_probs[start:end],
+            version,
+            {name: column[start:end] for name, column in (columns or {}).items()},
+        )
         for version, (start, end) in zip(versions, borders, strict=True)
     ]
 

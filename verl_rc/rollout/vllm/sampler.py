@@ -18,6 +18,7 @@ from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
+from verl_rc.rollout.vllm.kept_sets import kept_sets
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
@@ -39,8 +40,9 @@ class VllmSampler:
             None if options.conversation is None else Conversations.open(options.conversation)
         )
         """Samples without the tokens of the requests in vLLM."""
-        self._requests: dict[int, tuple[str, int]] = {}
-        """vLLM's own names of the requests in it, and the version of the weights when each began."""
+        self._requests: dict[int, tuple[str, int, int]] = {}
+        """vLLM's own names of the requests in it, the version of the weights when each began, and how many
+        likely tokens come with each of its tokens."""
         self._llm = LLM(
             model=options.model_path,
             dtype=options.dtype,
@@ -59,6 +61,7 @@ class VllmSampler:
         unlink_shared_memory()
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
 
     def begin(self, key: int, sample: QueuedSample) -> "Future[Advanced] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
@@ -69,8 +72,9 @@ class VllmSampler:
         # With another salt a prompt does not find the blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
         prompt = tokens_input(context(request.prompt_token_ids, so_far.parts), cache_salt=salt)
-        parameters = sampling_parameters(request, sample.options, so_far)
-        self._requests[key] = self._llm.llm_engine.add_request(str(key), prompt, parameters), self.version
+        parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary)
+        name = self._llm.llm_engine.add_request(str(key), prompt, parameters)
+        self._requests[key] = name, self.version, parameters.logprobs or 0
         return None
 
     def step(self) -> "list[tuple[int, Sample | Exception | Future[Advanced]]]":
@@ -80,9 +84,9 @@ class VllmSampler:
             if not request.finished:
                 continue
             key, output = int(request.request_id), request.outputs[0]
-            _, version = self._requests.pop(key)
+            _, *begun = self._requests.pop(key)
             try:
-                parts = parts_of_output(output, (version, self.version), self._open[key].number)
+                parts = self._parts(key, output, *begun)
             except (ValueError, RuntimeError) as error:
                 self._open.drop(key)
                 ended.append((key, error))
@@ -117,11 +121,19 @@ class VllmSampler:
         """Return what the request that is in vLLM has sampled."""
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
         # no queue.
-        name, version = self._requests[key]
+        name, *begun = self._requests[key]
         state = self._llm.llm_engine.output_processor.request_states[name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return parts_of_output(output.outputs[0], (version, self.version), self._open[key].number)
+        return self._parts(key, output.outputs[0], *begun)
+
+    def _parts(self, key: int, output: Any, version: int, num_likely: int) -> list[Part]:
+        number = self._open[key].number
+        columns = {}
+        if num_likely:
+            sets = kept_sets(output.token_ids, output.logprobs, number, num_likely, self._vocabulary)
+            columns["kept"] = sets
+        return parts_of_output(output, (version, self.version), number, columns)
 
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiving end of weight updates; only an engine without tensor parallelism has it in this
@@ -185,7 +197,7 @@ class VllmSampler:
 
 
 def sampling_parameters(
-    request: GenerationRequest, options: SamplingOptions, so_far: Sample
+    request: GenerationRequest, options: SamplingOptions, so_far: Sample, vocabulary: int
 ) -> SamplingParams:
     """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its
     end."""
@@ -194,13 +206,15 @@ def sampling_parameters(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        min_p=options.min_p,
         max_tokens=request.limit(options) - num_tokens(so_far.parts),
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
-        # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the
-        # default builds a dict and an object for each token, which the garbage collector has to walk.
-        logprobs=0,
+        # Beside the sampled token, so many likely ones show what a filter has kept; greedy tokens know no
+        # filter. Flat: lists of numbers, where the default builds a dict and an object for each token, which
+        # the garbage collector has to walk.
+        logprobs=min(options.max_kept_tokens, vocabulary) if options.temperature > 0 else 0,
         flat_logprobs=True,
         detokenize=False,
         # The default returns every running request at every step.

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
-from verl_rc.data.token_parquet import record_files
+from verl_rc.data.token_parquet import read_record, record_files, write_record
 from verl_rc.data.token_record import FOLDER
 from verl_rc.health.cause_table import (
     ENGINES_INPUTS,
@@ -285,6 +286,16 @@ def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:
     without = diagnose(DiagnosisRequest(folder))
     assert without.replayed == ()
     assert "R3 (the trainer with each version" in without.notes[-1]
+
+
+def test_records_of_tokens_drawn_from_kept_sets_are_not_replayed(kept: dict[str, Path]) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, train)
+    for _, path in record_files(folder / "tokens"):
+        record = read_record(path)
+        write_record(path.parent, replace(record, facts={**record.facts, "top_p": 1.0, "top_k": 20}))
+    with pytest.raises(NothingToReplayError, match="no sets of kept tokens"):
+        diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
 
 
 def test_the_engine_s_precision_is_that_of_a_model_loaded_in_it(

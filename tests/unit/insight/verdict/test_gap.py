@@ -104,6 +104,14 @@ def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_
     assert "actor_rollout_ref.rollout.top_p=1.0" in found.overrides
 
 
+def test_a_filter_whose_kept_sets_the_trainer_has_is_not_what_is_missing():
+    metrics = with_mean_ratio(0.962) | {"kept_set/mean": [4.0] * STEPS}
+    found = only(judge_gap(planted(metrics, {"actor_rollout_ref.rollout.top_p": 0.95})))
+    assert (found.cause, found.row) == ("raw log-probs, or not those of the sampled tokens", 7)
+    assert "0.9620 instead of 1" in found.text
+    assert "top_p" not in found.text
+
+
 def test_rows_4_to_6_without_a_filter_in_the_configuration_are_likely_only():
     found = only(judge_gap(planted(with_mean_ratio(0.962))))
     assert (found.cause, found.confidence) == ("sampling filter, banned token or raw log-probs", "likely")

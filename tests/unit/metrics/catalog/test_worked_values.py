@@ -317,6 +317,9 @@ def lengths_scores_advantages():
     )
     rewards = torch.tensor([[0.0, 0.0, 0.5], [-1.0, 1.0, 0.0], [4.0, 0.0, 0.0]])
     rollouts = rollout_batch(num_turns=torch.tensor([2, 4, 6]), tool_calls=torch.tensor([0, 1, 5]))
+    sizes = torch.tensor([[3, 1, 1], [0, 6, 0], [1, 0, 0]])
+    rollouts.tokens = TOKENS.clone()
+    rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     found = batch_metrics(batch, torch.tensor([1.0, 0.0, 5.0]), rewards, rollouts, 3, 3)
     spreads = {
         "critic/score": (2, 5, 0),
@@ -328,6 +331,7 @@ def lengths_scores_advantages():
         "global_seqlen": (4, 5, 3),
         "num_turns": (4, 6, 2),
         "tool_call_counts": (2, 5, 0),
+        "kept_set": (2, 6, 0),
     }
     expected = {
         f"{name}/{end}": value
@@ -335,7 +339,8 @@ def lengths_scores_advantages():
         for end, value in zip(("mean", "max", "min"), values, strict=True)
     }
     shares = {"response_length/clip_ratio": 1 / 3, "prompt_length/clip_ratio": 1 / 3}
-    return found, {**expected, **shares, "perf/total_num_tokens": 12}
+    further = {"perf/total_num_tokens": 12, "kept_set/unrecorded_ratio": 1 / 6}
+    return found, {**expected, **shares, **further}
 
 
 @example
