@@ -28,10 +28,10 @@ def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
     )
 
 
-def write_small_model(folder: Path) -> Path:
+def write_small_model(folder: Path, **further: object) -> Path:
     """A language model with random weights, without a tokenizer."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(folder)
+    Qwen2ForCausalLM(small_model_config(VOCABULARY, **further)).save_pretrained(folder)
     return folder
 
 
