@@ -35,24 +35,22 @@ def exact_attention(ordinary: Attention) -> Attention:
     kernels = import_module("verl_rc.exact.kernels")
     kernels.require_vllm()
 
-    def attention(  # noqa: PLR0913  (the signature transformers calls)
+    def attention(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float,
-        dropout: float = 0.0,
-        packed_layout: Any = None,
-        **further: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        if dropout:
-            raise ValueError(f"exact mode needs a model without dropout, got attention_dropout={dropout}.")
-        output, _ = ordinary(
-            module, query, key, value, attention_mask, scaling, packed_layout=packed_layout, **further
-        )
-        rows, _, width, _ = query.shape
-        lengths = torch.full((rows,), width) if packed_layout is None else packed_layout.boundaries.diff()
+        if options.get("dropout"):
+            raise ValueError(
+                f"exact mode needs a model without dropout, got attention_dropout={options['dropout']}."
+            )
+        output, _ = ordinary(module, query, key, value, attention_mask, scaling, **options)
+        (rows, _, width, _), layout = query.shape, options.get("packed_layout")
+        lengths = torch.full((rows,), width) if layout is None else layout.boundaries.diff()
         flat = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in (query, key, value))
         attended = kernels.attend_one_by_one(*flat, lengths.long(), scaling)
         return _ValueOf.apply(attended.view(output.shape), output), None  # type: ignore[no-untyped-call]
