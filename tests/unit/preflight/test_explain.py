@@ -113,6 +113,11 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ({f"{ACTOR}.fsdp_config.dtype": "bf16"}, [], ["dynamic scale", "logits: products in float32"]),
     ({"actor_rollout_ref.model.head_dtype": "float32"}, ["logits: products in float32, in actor"], []),
     (
+        {"actor_rollout_ref.exact": True, f"{ACTOR}.fsdp_config.dtype": "bfloat16"},
+        ["exact mode: engine, actor and reference compute the same bits"],
+        [],
+    ),
+    (
         {**AHEAD, **TOKEN_WEIGHTS},
         [
             "is 0 to 2 step(s) old when it is trained on",
