@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from verl_rc.config.models import model_source
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.distributed.child_process import ChildProcess
+from verl_rc.distributed.child_process import ChildProcess, RemoteError
 from verl_rc.exact import ENGINE_ARGUMENTS, capture
 from verl_rc.preflight.captured_trainer import Compared
 from verl_rc.rollout.vllm.options import VllmOptions
@@ -85,7 +85,8 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
     """Sample with an engine and score with the trainer, each in a process, and compare what they computed.
 
     ``prompts``: a text file with a prompt in each line; None: random tokens. ``exact``: with the operations
-    of exact mode, else as a run without it. Raises ``ValueError`` for a file without prompts.
+    of exact mode, else as a run without it. Raises ``ValueError`` for a file without prompts,
+    and where a side cannot compute.
     """
     config = AutoConfig.from_pretrained(model_source(model)).get_text_config()
     longest = min(_LONGEST, config.max_position_embeddings)
@@ -131,6 +132,8 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
             engine.call("sample", shared[:1], _NUM_TOKENS, file)  # fills the cache
             cached = engine.call("sample", shared, _NUM_TOKENS, file)
             compared[f"{len(shared)} with a {_SHARED}"] = trainer.call("compare", shared, file)
+        except RemoteError as error:
+            raise ValueError(str(error).strip().rpartition("\n")[2]) from error
         finally:
             engine.end()
             trainer.end()
