@@ -48,10 +48,10 @@ def small_experts(kind: type[PreTrainedModel], vocabulary: int) -> PreTrainedMod
     return kind(kind.config_class(**{**shared, **experts, **heads, **of_all, "norm_topk_prob": True}))
 
 
-def write_small_model(folder: Path) -> Path:
+def write_small_model(folder: Path, **further: object) -> Path:
     """A language model with random weights, without a tokenizer."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(folder)
+    Qwen2ForCausalLM(small_model_config(VOCABULARY, **further)).save_pretrained(folder)
     return folder
 
 

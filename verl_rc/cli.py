@@ -90,6 +90,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(metavar: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "type": Path, "help": text, **more}
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -150,6 +154,15 @@ def _convert(options: Options) -> None:
     from verl_rc.insight.convert import convert  # noqa: PLC0415  (numpy)
 
     _write_lines(convert(options.path, options.output))
+
+
+def _exact(options: Options) -> int:
+    _quieten_libraries()
+    from verl_rc.preflight.certificate import certify  # noqa: PLC0415  (transformers)
+
+    certificate = certify(options.model, options.dtype, options.prompts, exact=not options.ordinary)
+    _write_lines(certificate.lines())
+    return 0 if certificate.is_exact else 1
 
 
 def _explain(options: Options) -> None:
@@ -353,8 +366,25 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         _convert,
         "write the token files of any trainer as token records, version 1 (docs/token_record.md)",
         {
-            "path": {"metavar": "PATH", "type": Path, "help": "folder or file that a trainer wrote"},
-            "output": {"metavar": "OUT.jsonl", "type": Path, "help": "file to write"},
+            "path": _path("PATH", "folder or file that a trainer wrote"),
+            "output": _path("OUT.jsonl", "file to write"),
+        },
+    ),
+    "exact": Subcommand(
+        _exact,
+        "certify that engine and trainer compute the same bits, or name the first operation that differs",
+        {
+            "model": {"metavar": "MODEL", "help": "model folder or hub id"},
+            "--dtype": {
+                "choices": ("bfloat16", "float32"),
+                "default": "bfloat16",
+                "help": "precision of both sides (default: bfloat16)",
+            },
+            "--prompts": _path("FILE", "a prompt in each line (default: random tokens)"),
+            "--ordinary": {
+                "action": "store_true",
+                "help": "without exact mode: where does the gap come from?",
+            },
         },
     ),
     "explain": Subcommand(
@@ -378,11 +408,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         _diagnose,
         "name what makes engine and trainer of a run differ; --replay scores recorded tokens again",
         {
-            "folder": {
-                "metavar": "RUN",
-                "type": Path,
-                "help": "folder of a run; replays need its token records",
-            },
+            "folder": _path("RUN", "folder of a run; replays need its token records"),
             "--replay": {
                 "metavar": "R0,R1",
                 "nargs": "?",
@@ -398,24 +424,22 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "most rows of a record (default: 64)",
             },
             **_STEPS,
-            "--model": {
-                "metavar": "FOLDER",
-                "type": Path,
-                "help": "for a run of another trainer: the model that it began with (with --steps A-B: that "
+            "--model": _path(
+                "FOLDER",
+                "for a run of another trainer: the model that it began with (with --steps A-B: that "
                 "of step A), which scores the first recorded step again",
-            },
+            ),
             "--temperature": {"metavar": "T", "type": float, "help": "if the files do not say it"},
             "--dtypes": {
                 "metavar": "TRAINER,ENGINE",
                 "type": _dtypes,
                 "help": "with --model: precisions, such as float32,bfloat16, where the files do not say",
             },
-            "--digests": {
-                "metavar": "WEIGHTS",
-                "type": Path,
-                "help": "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
+            "--digests": _path(
+                "WEIGHTS",
+                "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
                 "checkpoint, that differ from those of this model folder or checkpoint",
-            },
+            ),
             "--json": {"action": "store_true", "help": "print statements and measurements as JSON"},
         },
     ),
@@ -437,13 +461,8 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         _export,
         "write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
         {
-            "checkpoint": {"metavar": "CHECKPOINT", "type": Path, "help": "folder global_step_N of a run"},
-            "--output": {
-                "metavar": "DIR",
-                "type": Path,
-                "required": True,
-                "help": "folder to write; new or empty",
-            },
+            "checkpoint": _path("CHECKPOINT", "folder global_step_N of a run"),
+            "--output": _path("DIR", "folder to write; new or empty", required=True),
             "--dtype": {
                 "choices": ("bfloat16", "float32", "float16"),
                 "help": "precision of the weights (default: the base model's)",
@@ -497,13 +516,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "plot": Subcommand(
         _plot,
         "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps",
-        {
-            "folder": {
-                "metavar": "RUN",
-                "type": Path,
-                "help": "a run's folder, or a log of another trainer; the picture is written there",
-            }
-        },
+        {"folder": _path("RUN", "a run's folder, or a log of another trainer; the picture is written there")},
     ),
     "presets": Subcommand(
         _presets,
@@ -515,18 +528,12 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
         "compared",
         {
-            "paths": {
-                "metavar": "RUN",
-                "type": Path,
-                "nargs": "+",
-                "help": "a run's folder, or files that another trainer wrote (docs/token_record.md names "
-                "them)",
-            },
-            "--output": {
-                "metavar": "FILE",
-                "type": Path,
-                "help": "the page (default: RUN/report.html; several runs need it)",
-            },
+            "paths": _path(
+                "RUN",
+                "a run's folder, or files that another trainer wrote (docs/token_record.md names them)",
+                nargs="+",
+            ),
+            "--output": _path("FILE", "the page (default: RUN/report.html; several runs need it)"),
             "--max-megabytes": {
                 "metavar": "MB",
                 "type": float,
@@ -546,11 +553,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         "show who did what and when in a run with async_training.trace=True: text, picture, file for "
         "Perfetto",
         {
-            "folder": {
-                "metavar": "RUN",
-                "type": Path,
-                "help": "folder of a run; the files are written into it",
-            },
+            "folder": _path("RUN", "folder of a run; the files are written into it"),
             "--steps": {
                 "metavar": "A-B",
                 "type": _steps,
@@ -562,10 +565,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         _wandb_workspace,
         "save a view of a W&B project whose charts answer questions; needs an account and a network",
         {
-            "project": {
-                "metavar": "ENTITY/PROJECT",
-                "help": "the user or team, and the project of the runs",
-            },
+            "project": {"metavar": "ENTITY/PROJECT", "help": "the user or team, and the project of the runs"},
             "--json": {"action": "store_true", "help": "print the view instead of saving it; no network"},
         },
     ),
@@ -573,7 +573,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         _what_if,
         "say what each preset would have done with the tokens that a run recorded, and which one it needs",
         {
-            "folder": {"metavar": "RUN", "type": Path, "help": "folder of a run with token records"},
+            "folder": _path("RUN", "folder of a run with token records"),
             "--presets": {"metavar": "A,B", "help": "presets to try (default: all of today)"},
             "--set": {
                 "metavar": "KEY=VALUE",

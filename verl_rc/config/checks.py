@@ -7,6 +7,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.exact_checks import check_exact_mode
 from verl_rc.config.models import LearnerFsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import (
     OWNED_ENGINE_ARGUMENTS,
@@ -557,6 +558,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _shard_groups,
     _half_precision,
     check_async_training,
+    check_exact_mode,
     _resuming,
     _alerts,
     _ray,

@@ -202,6 +202,9 @@ class ActorRolloutRefConfig(StrictModel):
     """The reference policy of the KL penalty."""
     hybrid_engine: bool = True
     """Engines share the trainer's devices; False: they use separate devices."""
+    exact: bool = False
+    """Engine, actor and reference compute the same bits (docs/exact.md), on CPUs: log-probs of the same
+    weights are equal, and a step in which one is not ends the run."""
 
 
 class RunConfig(StrictModel):

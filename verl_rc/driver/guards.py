@@ -1,13 +1,17 @@
 """Checks before an update: tokens are those sampled, the mismatch is within its limit, the reward has not
 collapsed."""
 
-import torch
+import shlex
 
-from verl_rc.config.run import AlertAction, AlertsConfig
-from verl_rc.data.batches import TrainBatch, require_sampled_tokens
+import torch
+from torch import Tensor
+
+from verl_rc.config.run import AlertAction, AlertsConfig, RunConfig
+from verl_rc.data.batches import RolloutBatch, TrainBatch, require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StopRequest
+from verl_rc.exact.demand import require_equal
 from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
 from verl_rc.metrics import Metric, Reduction
@@ -130,6 +134,18 @@ class Guards:
         if action == "save_and_stop":
             self._stop.request(f"{title} at step {step}: {text}")
         return action == "warn"
+
+
+def require_exact(
+    config: RunConfig, train_log_probs: Tensor, rollouts: RolloutBatch, version: int, where: str
+) -> None:
+    """In exact mode, raise ``InexactError`` unless log-probs ``[B, R]`` that the trainer computed with the
+    weights of ``version`` are those of the engine, for every token that was sampled with these."""
+    policy = config.actor_rollout_ref
+    if policy.exact:
+        certificate = f"verl-rc exact {shlex.quote(policy.model.path)} --dtype {policy.rollout.dtype}"
+        mask = rollouts.response_mask & (rollouts.policy_versions == version)
+        require_equal(train_log_probs, rollouts.rollout_log_probs, mask, where, certificate)
 
 
 def withhold(batch: TrainBatch, record: StepRecord) -> None:

@@ -11,6 +11,7 @@ from verl_rc.cluster.remote import Beside
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.samples import Samples
+from verl_rc.driver.guards import require_exact
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
@@ -68,9 +69,13 @@ def _proximal_policy(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
-    now and then log-probs for it to compare interpolated ones with."""
-    correction = services.config.algorithm.rollout_correction
-    if not recomputes_proximal(correction, step):
+    now and then log-probs for it to compare interpolated ones with.
+
+    Raises ``InexactError`` when they differ from the engine's in exact mode.
+    """
+    correction, exact = services.config.algorithm.rollout_correction, services.config.actor_rollout_ref.exact
+    is_wanted = recomputes_proximal(correction, step)
+    if not is_wanted and not exact:
         return {}
     with record.stage("old_log_prob"):
         answer = services.actor.compute_log_probs(
@@ -78,6 +83,9 @@ def _proximal_policy(
         )
     record.add_busy("old_log_prob", answer.busy_seconds)
     scores = answer.result
+    require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
+    if not is_wanted:  # they were compared, no more
+        return {}
     if correction.in_actor:
         return {"proximal_log_probs": scores.log_probs}
     return {

@@ -16,6 +16,7 @@ from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver.announce import say
+from verl_rc.driver.guards import require_exact
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric, Reduction
@@ -203,12 +204,13 @@ class Publisher:
         nonfinite = 0
         parts = zip(places.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
         for engine, (place, mine) in enumerate(parts):
+            where = f"canary tokens of rollout engine {engine} at weight version {version}"
+            require_exact(services.config, scores.log_probs[place], mine, version, where)
             gap = LogProbGap.between(scores.log_probs[place], mine.rollout_log_probs, mine.response_mask)
             if gap is None:
                 nonfinite += int(mine.response_mask.sum())
                 continue
             nonfinite += gap.num_nonfinite
-            where = f"canary tokens of rollout engine {engine} at weight version {version}"
             gap.require_at_most(services.gap_limit.fault(self._state.canary_gap_limit), where)
             gaps.append(gap)
         record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])

@@ -39,6 +39,10 @@ _GRADIENT_SUMS = {
 """By ``use_no_sync_for_gradient_accumulation``."""
 
 
+_EXACT_MODE = (
+    "engine, actor and reference compute the same bits; a step in which a token of the actor's own weights "
+    "differs ends the run, and what is left of the gap is staleness alone"
+)
 _AGENT = "verl_rc.rollout.environments.agent:Agent"
 _REWARDS = {
     "turns": "what the environment gives each turn, at the turn's last token",
@@ -440,6 +444,8 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
                 )
     if config.actor_rollout_ref.model.head_dtype is not None:
         yield "  logits: products in float32, in actor, reference and engines"
+    if config.actor_rollout_ref.exact:
+        yield from _wrapped("  exact mode: ", _EXACT_MODE)
     yield f"  training steps: {steps}"
 
 

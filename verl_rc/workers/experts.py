@@ -25,6 +25,8 @@ def experts_problem(config: RunConfig, path: str, source: Any) -> str | None:
     policy = config.actor_rollout_ref
     if path != policy.model.path or not num_experts(source):
         return None
+    if policy.exact:
+        return "it has experts, which exact mode does not cover: drop actor_rollout_ref.exact"
     if policy.rollout.quantization and config.trainer.device == "cpu":
         return (
             "it has experts, and vLLM has no quantised kernel for them on a CPU: pass "

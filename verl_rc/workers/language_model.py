@@ -17,6 +17,7 @@ from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.attention import PACKED_ATTENTION, attention_problem
 from verl_rc.workers.experts import experts_problem
+from verl_rc.workers.operations import Operations
 from verl_rc.workers.scoring_head import add_scoring
 
 
@@ -33,9 +34,10 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
     head_dtype: str | None = None,
+    operations: Operations = Operations(),  # noqa: B008  (it cannot be changed)
 ) -> nn.Module:
     """Load a Hugging Face causal language model whose attention understands packed input and which can score
-    tokens, with logits in ``head_dtype`` (None: ``dtype``).
+    tokens, with logits in ``head_dtype`` (None: ``dtype``), by ``operations``.
 
     With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward
     pass.
@@ -44,10 +46,12 @@ def load_causal_lm(
     computed in another way than by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
+    arguments["attn_implementation"] = operations.attention
     with _reading_shards(mesh) as further:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **further)
     precision = None if head_dtype is None else torch_dtype(head_dtype)
-    return add_scoring(_with_checkpointing(model, gradient_checkpointing), precision)
+    model = add_scoring(_with_checkpointing(model, gradient_checkpointing), precision, operations.score)
+    return operations.exchange_layers(model)
 
 
 def load_value_model(

@@ -48,6 +48,7 @@ from verl_rc.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
+from verl_rc.workers.operations import operations
 from verl_rc.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
@@ -89,6 +90,7 @@ class PolicyWorker(Learner):
             model_config.trust_remote_code,
             shards,
             model_config.head_dtype,
+            operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
         )
         self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
@@ -319,6 +321,7 @@ class ReferenceWorker:
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
             head_dtype=model.head_dtype,
+            operations=operations(config.actor_rollout_ref.exact, torch_dtype(reference.fsdp_config.dtype)),
         )
         self.model = FrozenModel(module, mesh, reference.fsdp_config)
         _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)

@@ -24,10 +24,15 @@ class PredictedTokens:
     """See ``scores_from_hidden_states``."""
 
 
-def add_scoring(model: nn.Module, head_dtype: torch.dtype | None = None) -> nn.Module:
+def add_scoring(
+    model: nn.Module,
+    head_dtype: torch.dtype | None = None,
+    score: Callable[..., HiddenStateScores] = scores_from_hidden_states,
+) -> nn.Module:
     """The model, whose forward pass returns ``HiddenStateScores`` when it is given ``predicted``.
 
-    ``head_dtype`` is the precision of its logits; None: that of its hidden states.
+    ``head_dtype`` is the precision of its logits; None: that of its hidden states. ``score`` takes the
+    arguments of ``scores_from_hidden_states``.
     Raises ``ValueError`` when the logits are not a constant times a linear layer of the last hidden states.
     """
     causal_lm: Any = model
@@ -43,7 +48,7 @@ def add_scoring(model: nn.Module, head_dtype: torch.dtype | None = None) -> nn.M
         hidden = causal_lm.base_model(*args, **given).last_hidden_state.flatten(0, 1)
         states = hidden.index_select(0, predicted.positions)
         head, options = causal_lm.get_output_embeddings(), predicted.options
-        return scores_from_hidden_states(
+        return score(
             states if head_dtype is None else states.to(head_dtype),
             head.weight,
             predicted.token_ids,

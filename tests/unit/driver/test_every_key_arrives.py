@@ -104,6 +104,10 @@ ENGINE: list[tuple[str, str, Any]] = [
         {"rope_theta": 5, "head_dtype": "model"},
     ),
 ]
+EXACT = (
+    f"actor_rollout_ref.exact=True {R}.dtype=float32 {A}.fsdp_config.dtype=float32 "
+    f"{R}.tensor_model_parallel_size=1"
+)
 
 
 @pytest.mark.parametrize(("override", "argument", "value"), ENGINE, ids=[row[0] for row in ENGINE])
@@ -122,6 +126,12 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     ("", training, (1.0, -1, 0.0, 0)),
     ("actor_rollout_ref.model.path=org/other", lambda c: engine_options(c, "cuda").model_path, "org/other"),
     (f"{R}.dtype=float16", lambda c: engine_options(c, "cuda").dtype, "float16"),
+    (EXACT, lambda c: engine_options(c, "cpu").exact, True),
+    (
+        EXACT,
+        lambda c: engine_options(c, "cpu").arguments["compilation_config"]["custom_ops"],
+        ["all", "-rotary_embedding"],
+    ),
     (f"{R}.max_model_len=4000", lambda c: engine_options(c, "cuda").max_model_len, 4000),
 ]
 

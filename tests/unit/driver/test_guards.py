@@ -11,13 +11,15 @@ import torch
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import TokenBatch, TokensChangedError, TrainBatch, fingerprints
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import RolloutBatch, TokenBatch, TokensChangedError, TrainBatch, fingerprints
 from verl_rc.data.samples import Samples
-from verl_rc.driver.guards import Guards, withhold
+from verl_rc.driver.guards import Guards, require_exact, withhold
 from verl_rc.driver.judge import judge, judge_health
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StoppedByAlertError, StopRequest
+from verl_rc.exact import InexactError
 from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
 from verl_rc.health.ranges import HealthHistory
@@ -233,3 +235,26 @@ def test_a_withheld_batch_is_booked() -> None:
     record.ledger.sampled(tokens=5)
     withhold(make_batch(), record)
     assert record.ledger.close()["ledger/withheld_tokens"] == 5
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_mode_compares_the_tokens_of_the_trainers_own_weights(exact: bool) -> None:
+    policy = SimpleNamespace(
+        exact=exact, model=SimpleNamespace(path="a model"), rollout=SimpleNamespace(dtype="float32")
+    )
+    config = cast(RunConfig, SimpleNamespace(actor_rollout_ref=policy))
+    train, versions = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[3, 4, -1]])
+    mask = torch.tensor([[True, True, False]])
+
+    def require(rollout: list[float]) -> None:
+        batch = SimpleNamespace(
+            response_mask=mask, policy_versions=versions, rollout_log_probs=torch.tensor([rollout])
+        )
+        require_exact(config, train, cast(RolloutBatch, batch), 4, "step 5")
+
+    require([-1.5, -2.0, 9.0])
+    if not exact:
+        require([-1.5, float("nan"), 9.0])
+        return
+    with pytest.raises(InexactError, match=r"1 of 1 tokens differ, .* verl-rc exact 'a model' --dtype float"):
+        require([-1.5, -2.5, 9.0])

@@ -54,15 +54,18 @@ def test_an_engines_own_arguments_win(tmp_path: Path) -> None:
 def test_every_argument_that_the_run_sets_is_refused_among_the_users(
     device: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    call = next(
+    calls = [
         node
-        for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm/sampler.py").read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LLM"
-    )
+        for file in ("llm.py", "sampler.py")
+        for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm" / file).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("LLM", "build_llm")
+    ]
     config = small_run_config(tmp_path, *more)
     of_the_run = {
         *engine_options(config, device).arguments,
-        *(keyword.arg for keyword in call.keywords if keyword.arg),
+        *(keyword.arg for call in calls for keyword in call.keywords if keyword.arg),
     }
     assert {"model", "logprobs_mode", "kv_cache_dtype", "enforce_eager"} <= of_the_run
     # Of these overrides the run owns the head's precision, which is refused by itself.

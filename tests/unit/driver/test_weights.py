@@ -255,6 +255,7 @@ def publisher_of(
     """Of engines in bfloat16 that answer each canary prompt with these samples; ``log_probs`` are the
     trainer's."""
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
+    run.config.actor_rollout_ref.exact = False
     run.tokenizer.pad_token_id = 0
     run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
         TokenScores(log_probs(tokens), None), 0.0

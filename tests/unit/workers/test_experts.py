@@ -41,6 +41,7 @@ def test_weights_that_a_token_does_not_take_are_counted(folder: Path) -> None:
     ("overrides", "said"),
     [
         (["actor_rollout_ref.rollout.quantization=fp8_per_channel"], "no quantised kernel for them on a CPU"),
+        (["actor_rollout_ref.exact=True"], "which exact mode does not cover"),
         ([ADAPTERS], "name the linear layers"),
         ([ADAPTERS, f"{TARGETS}=[q_proj,o_proj]"], None),
         ([], None),

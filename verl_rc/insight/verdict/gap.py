@@ -73,6 +73,8 @@ _FAULTS_OF_NUMBERS = {
 def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
     none."""
+    if run.settings.get("actor_rollout_ref.exact") and (measures := measures_of_gap(run)):
+        return [_staleness_alone(*measures[0])]
     faults = [
         *_raw_by_its_facts(run),
         *invariant_causes(run),
@@ -90,6 +92,19 @@ def judge_gap(run: RunData) -> list[Statement]:
         rules = (*over_time, _drift_within_the_step, _large_from_the_start)
         faults = next((statements for rule in rules if (statements := rule(run))), [])
     return faults or [_with_limits(_size_of_gap(run), run)]
+
+
+def _staleness_alone(gap: Series, unit: str) -> Statement:
+    """Of a run in exact mode, whose steps have compared every token of the trainer's own weights."""
+    last = mean_of(last_part(gap))
+    assert last is not None, "a gap that was measured has a last value"
+    return state(
+        table.STALENESS if last.value else table.ROUNDING,
+        {"gap": last.value},
+        sentence=f"The gap is {{gap:.4f}} {unit}: exact mode leaves no rounding, all of it is staleness",
+        confidence="named",
+        steps=last.steps,
+    )
 
 
 def _raw_by_its_facts(run: RunData) -> list[Statement]:

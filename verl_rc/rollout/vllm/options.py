@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.exact import ENGINE_ARGUMENTS
 from verl_rc.rollout.environment_host import Hosts
 from verl_rc.rollout.sampling import ConversationOptions
 
@@ -35,6 +36,8 @@ class VllmOptions:
     """Samples without priority that may have begun and not ended; None: no limit."""
     conversation: ConversationOptions | None = None
     """What answers the turns of samples; None: nothing does."""
+    exact: bool = False
+    """The engine computes with the operations of exact mode."""
 
     @property
     def deterministic(self) -> bool:
@@ -67,6 +70,9 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
     arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": head_dtype}
     if rollout.largest_kept_set:
         arguments["max_logprobs"] = rollout.largest_kept_set
+    exact = config.actor_rollout_ref.exact
+    if exact:
+        arguments |= ENGINE_ARGUMENTS
     on_update = config.async_training.on_update
     if on_update != "finish":
         # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
@@ -82,6 +88,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         stages_updates=rollout.checkpoint_engine.stage_updates,
         max_concurrent=config.async_training.max_concurrent_rollouts,
         conversation=_conversation_options(config, hosts),
+        exact=exact,
     )
 
 

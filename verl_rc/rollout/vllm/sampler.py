@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
@@ -19,6 +19,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_se
 from verl_rc.rollout.vllm import engine_worker, receiver
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
 from verl_rc.rollout.vllm.kept_sets import kept_sets
+from verl_rc.rollout.vllm.llm import build_llm
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
@@ -43,18 +44,14 @@ class VllmSampler:
         self._requests: dict[int, tuple[str, int, int]] = {}
         """vLLM's own names of the requests in it, the version of the weights when each began, and how many
         likely tokens come with each of its tokens."""
-        self._llm = LLM(
-            model=options.model_path,
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
+        self._llm = build_llm(
+            options,
             # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
             # probability under the distribution that was sampled from.
             logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
             # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
-            **options.arguments,
         )
         # Once the constructor returns, all processes of the engine have mapped what they share.
         self._llm.collective_rpc("unlink_shared_memory")

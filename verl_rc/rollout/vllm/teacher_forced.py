@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from verl_rc.rollout.vllm.llm import build_llm
 from verl_rc.rollout.vllm.options import VllmOptions
 
 _FORCED = "forced_tokens"
@@ -44,14 +45,10 @@ class TeacherForcedEngine:
     def __init__(self, options: VllmOptions) -> None:
         """Build the engine with the weights of ``options.model_path``."""
         self._loaded = options.model_path
-        self._llm = LLM(
-            model=options.model_path,
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
-            disable_log_stats=True,
+        self._llm = build_llm(
+            options,
             logits_processors=[f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
             async_scheduling=False,  # a token must be known before the next one is forced
-            **options.arguments,
         )
 
     def prefilled(

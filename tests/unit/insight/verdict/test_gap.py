@@ -398,6 +398,18 @@ def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precisio
     assert only(judge_gap(planted(noise))).row == 11
 
 
+# ---- Row 16, where it is the only one.
+
+
+@pytest.mark.parametrize(("size", "row"), [(0.0, 11), (0.02, 16)])
+def test_what_exact_mode_leaves_of_the_gap_is_staleness(size: float, row: int) -> None:
+    gap = {"sync/rollout_gap_mean": [size] * STEPS, "rollout_corr/k3_kl": [size**2] * STEPS}
+    found = only(judge_gap(planted(gap, {"actor_rollout_ref.exact": True})))
+    assert (found.row, found.level) == (row, "notice" if size else "good")
+    assert "exact mode leaves no rounding, all of it is staleness" in found.sentence
+    assert "exact mode" not in only(judge_gap(planted(gap, FP32))).sentence
+
+
 # ---- Row 17.
 
 BYPASS = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.actor.ppo_epochs": 2}

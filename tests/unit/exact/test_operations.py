@@ -1,0 +1,47 @@
+"""The linear layer of both sides: rows do not depend on the batch; a CPU on which they do is found out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl_rc.exact import InexactError, operations
+from verl_rc.exact.operations import linear, require_rows_alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17])
+def test_rows_do_not_depend_on_the_batch(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((40, 192), (512, 192), (512,)))
+    whole = linear(x, weight, bias)
+    assert torch.equal(linear(x[:rows], weight, bias), whole[:rows])
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole.double(), exact, rtol=0.02, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_shape_and_gradient_are_those_of_a_linear_layer() -> None:
+    x, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (3, 6), (3,))
+    )
+    inputs = [x, weight, bias]
+    found = torch.autograd.grad(linear(x, weight, bias).square().sum(), inputs)
+    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_cpu_whose_products_depend_on_the_batch_is_refused(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = F.linear
+
+    def depends(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = plain(x, weight, bias)
+        return product + 1e-6 if len(x) == rows and weight.shape[0] == 48 else product
+
+    require_rows_alone({(32, 64), (32, 48)}, torch.float32)
+    monkeypatch.setattr(operations.F, "linear", depends)
+    require_rows_alone({(32, 64)}, torch.float32)
+    with pytest.raises(InexactError, match=r"32 inputs and 48 outputs in torch\.float32"):
+        require_rows_alone({(32, 64), (32, 48)}, torch.float32)

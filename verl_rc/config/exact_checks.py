@@ -1,0 +1,60 @@
+"""What exact mode has been shown for: everything else is refused."""
+
+from collections.abc import Iterator
+
+from verl_rc.config.models import torch_name
+from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+
+_MODE = "actor_rollout_ref.exact=True"
+_ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def check_exact_mode(config: RunConfig) -> Iterator[str]:
+    """What does not fit, one sentence each."""
+    if not config.actor_rollout_ref.exact:
+        return
+    yield from _precisions(config)
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    shares = {
+        f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size": (size, 1)
+        for role, size in config.sequence_parallel_sizes.items()
+        if role != "critic"
+    }
+    values: dict[str, tuple[object, object]] = {
+        f"{_ROLLOUT}.quantization": (rollout.quantization, None),
+        f"{_ROLLOUT}.kv_cache_dtype": (rollout.kv_cache_dtype, "auto"),
+        f"{_ROLLOUT}.tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
+        f"{_ROLLOUT}.engine_kwargs.vllm.compilation_config": (
+            rollout.engine_kwargs.vllm.get("compilation_config"),
+            None,
+        ),
+        f"{_ROLLOUT}.top_p": (rollout.top_p, 1.0),
+        f"{_ROLLOUT}.top_k": (rollout.top_k, -1),
+        f"{_ROLLOUT}.min_p": (rollout.min_p, 0.0),
+        f"{_MODEL}.lora_rank": (model.lora_rank, 0),
+        f"{_MODEL}.head_dtype": (model.head_dtype, None),
+        **shares,
+    }
+    if config.trainer.device == "cuda":
+        values["trainer.device"] = ("cuda", "cpu")
+    if config.async_training.on_update == "keep":
+        values["async_training.kv_cache_on_update"] = ("keep", "recompute")
+    for key, (value, proven) in values.items():
+        if value != proven:
+            shown = "null" if proven is None else proven
+            yield f"{_MODE} is not proven with {key}={value}; pass {key}={shown}, or drop exact."
+
+
+def _precisions(config: RunConfig) -> Iterator[str]:
+    engine = config.actor_rollout_ref.rollout.dtype
+    if engine == "float16":
+        yield (
+            f"{_MODE} is not proven in float16, got {_ROLLOUT}.dtype=float16; pass float32 or bfloat16 there "
+            f"and in {FSDP_SECTIONS['actor']}.dtype."
+        )
+    for role, fsdp in config.fsdp_configs.items():
+        if role != "critic" and torch_name(fsdp.dtype) != engine:
+            yield (
+                f"{_MODE} needs one precision on both sides, got {_ROLLOUT}.dtype={engine} and "
+                f"{FSDP_SECTIONS[role]}.dtype={fsdp.dtype}; pass the same for both."
+            )

@@ -1,0 +1,26 @@
+"""vLLM's ``LLM``, from the options of an engine."""
+
+from typing import Any
+
+from vllm import LLM
+
+from verl_rc.rollout.vllm.options import VllmOptions
+
+
+def build_llm(options: VllmOptions, **further: Any) -> LLM:
+    """Build it with ``further`` keyword arguments.
+
+    Raises ``InexactError`` where exact mode does not fit this vLLM.
+    """
+    if options.exact:
+        from verl_rc.exact.engine import compute_alike  # noqa: PLC0415  (internals of a CPU build)
+
+        compute_alike()
+    return LLM(
+        model=options.model_path,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        disable_log_stats=True,
+        **further,
+        **options.arguments,
+    )

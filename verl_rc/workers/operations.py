@@ -1,0 +1,41 @@
+"""Which operations a language model computes with: PyTorch's, or in exact mode the engine's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from verl_rc.exact.trainer import exact_attention, exact_scores, multiply_exactly
+from verl_rc.tensor_ops import HiddenStateScores, scores_from_hidden_states
+from verl_rc.workers.attention import PACKED_ATTENTION, packed_sdpa
+
+_EXACT_ATTENTION = "verl_rc_exact"
+
+
+def _unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Those that can be exchanged."""
+
+    attention: str = PACKED_ATTENTION
+    """Name in transformers' ``AttentionInterface``."""
+    score: Callable[..., HiddenStateScores] = scores_from_hidden_states
+    exchange_layers: Callable[[nn.Module], nn.Module] = _unchanged
+    """The model, some of whose layers compute in another way."""
+
+
+def operations(exact: bool, compute_dtype: torch.dtype) -> Operations:
+    """Those of exact mode or the ordinary ones, for a model that computes in ``compute_dtype``.
+
+    Raises ``InexactError`` where vLLM is another than the one that exact mode knows.
+    """
+    if not exact:
+        return Operations()
+    AttentionInterface.register(_EXACT_ATTENTION, exact_attention(packed_sdpa))
+    return Operations(_EXACT_ATTENTION, exact_scores, partial(multiply_exactly, compute_dtype=compute_dtype))
