@@ -23,6 +23,7 @@ _METRICS_OF_RUN_CAUSES = {
     table.ONE_VERSION_LATE: "actor/ppo_kl",
     table.MISSED_UPDATE: f"{PREFIX}logit_noise",
     table.LARGE: f"{PREFIX}logit_noise_least",
+    table.BEYOND_ROUNDING: GAP,
     table.GROWN: K3,
 }
 """Without which a rule that looks at a whole run is not asked."""

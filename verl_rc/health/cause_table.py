@@ -167,6 +167,19 @@ LARGE = Cause(
     is_repairable=True,
     is_specific=False,
 )
+BEYOND_ROUNDING = Cause(
+    20,
+    "larger than rounding, cause not separable by metrics",
+    (
+        "mean |log-ratio| of neighbouring steps > √(1 - exp(-entropy)) times the noise from which on that of "
+        "the first steps is called large"
+    ),
+    (""),
+    LARGE.next_test,
+    evidence="run",
+    is_repairable=True,
+    is_specific=False,
+)
 GROWN = Cause(
     20,
     "grown, cause not separable by metrics",
@@ -307,6 +320,7 @@ RUN_CAUSES = (
     MISSED_UPDATE,
     ROUNDING,
     LARGE,
+    BEYOND_ROUNDING,
     GROWN,
 )
 """Causes that the report names from the course of a run."""

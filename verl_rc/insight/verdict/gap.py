@@ -9,7 +9,7 @@ in nats per token.
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
@@ -31,6 +31,7 @@ from verl_rc.insight.verdict.estimates import (
     mean_of,
 )
 from verl_rc.insight.verdict.gap_series import (
+    GAP,
     K1,
     K3,
     at_the_start,
@@ -58,6 +59,7 @@ _FEWEST_POINTS_OF_AGES = 6
 
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_SOMETHING_ELSE = "engine and trainer differ in something else, which metrics do not tell apart"
 _COMPARE_INPUTS = (
     "Compare the prompts, positions and masks that engine and trainer get for the same row. If they are "
     "equal, run ten steps with the engine in float32, without prefix caching."
@@ -413,29 +415,89 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
-    noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    noise, rounding = run.get(f"{PREFIX}logit_noise"), _rounding_of(run)
     if not len(noise):
         noise = run.get(f"{PREFIX}logit_noise_least")
-    ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
-    if len(noise) < _FEWEST_AT_START or (precision is None and run.is_own) or ages > 0:
+    if len(noise) < _FEWEST_AT_START or rounding is None or _oldest(run) > 0:
         return []
     first = min(noise.values[:_FEWEST_AT_START])
-    plausible = BOUNDS.implausible_noise if precision is None else PLAUSIBLE_NOISE[precision]
-    if first <= (plausible if precision is None else BOUNDS.far_above_floor * plausible):
+    if first <= rounding.largest:
         return []
-    where = "any precision" if precision is None else precision
     return [
         state(
             table.LARGE,
-            {"first": first, "plausible": plausible},
-            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {where} "
-            "makes {plausible:g}: engine and trainer differ in something else, which metrics do not tell "
-            "apart",
+            {"first": first, "plausible": rounding.plausible},
+            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in "
+            f"{rounding.precision} makes {{plausible:g}}: {_SOMETHING_ELSE}",
             next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
         )
     ]
+
+
+def _beyond_rounding(run: RunData) -> list[Statement]:
+    """Row 20 where the mean gap is larger than rounding makes, whatever it was at the start.
+
+    Noise s on the logits makes log-ratios of at most s sqrt(E g) on average, and E g = 1 - E Q is at most
+    1 - exp(-entropy): a policy that grows certain has more noise on its logits, and a smaller gap.
+    """
+    gap, rounding, entropies = run.get(GAP), _rounding_of(run), run.get("actor/entropy").by_step()
+    if rounding is None:
+        return []
+    largest = [
+        rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0)))
+        for step in gap.steps
+    ]
+    beyond = Series(gap.steps, [size - most for size, most in zip(gap.values, largest, strict=True)])
+    count, first, last = lasting(beyond, lambda nats: nats > 0)
+    if first < 0:
+        return []
+    within = [
+        pair for step, *pair in zip(gap.steps, gap.values, largest, strict=True) if first <= step <= last
+    ]
+    evidence = {"gap": statistics.median(size for size, _ in within), "count": count, "steps": len(gap)}
+    evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
+    age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
+    return [
+        state(
+            table.BEYOND_ROUNDING,
+            evidence,
+            sentence="The gap is {gap:.4f} nats per token (mean |log-ratio|), where rounding in "
+            f"{rounding.precision} makes {{largest:.3f}} at most ({{count:.0f}} of {{steps:.0f}} steps): "
+            f"{_SOMETHING_ELSE}{age}",
+            next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
+            level="notice" if age else "fault",
+            confidence="possible",
+            steps=(first, last),
+        )
+    ]
+
+
+def _oldest(run: RunData) -> float:
+    """The largest mean age of tokens in a step, in updates."""
+    return max((value for name in _AGES for value in run.get(name).values), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding makes of the logits of a run."""
+
+    precision: str
+    plausible: float
+    """Noise on the logits that was measured in small models."""
+    largest: float
+    """Beyond this, noise on the logits is called large."""
+
+
+def _rounding_of(run: RunData) -> _Rounding | None:
+    """None where a run of our own does not say in which precision it computes."""
+    precision = _precision(run)
+    if precision is None:
+        most = BOUNDS.implausible_noise
+        return None if run.is_own else _Rounding("any precision", most, most)
+    plausible = PLAUSIBLE_NOISE[precision]
+    return _Rounding(precision, plausible, BOUNDS.far_above_floor * plausible)
 
 
 def _precision(run: RunData) -> str | None:
@@ -456,7 +518,8 @@ def _precision(run: RunData) -> str | None:
 
 
 def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one.
+    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one, or
+    larger than rounding.
 
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
@@ -474,7 +537,7 @@ def _size_of_gap(run: RunData) -> Statement:
     )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
-    return _rounding(*measures[0])
+    return next(iter(_beyond_rounding(run)), None) or _rounding(*measures[0])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:

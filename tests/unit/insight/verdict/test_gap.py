@@ -7,16 +7,19 @@ mass = mean ratio.
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_faults.planted_tokens import Planted, rows_of
 from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
 from sound_run import sound_run
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.schema import leaves_of, public_values
+from verl_rc.health.cause_table import BEYOND_ROUNDING
 from verl_rc.health.causes import PREFIX
 from verl_rc.insight.run_folder import Series
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER
@@ -390,6 +393,39 @@ def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precisio
     assert only(judge_gap(planted(noise))).row == 11
 
 
+@pytest.mark.parametrize(("settings", "bound"), PRECISIONS)
+@pytest.mark.parametrize(("entropy", "part"), [(math.log(4 / 3), 0.5), (50.0, 1.0)])
+def test_row_20_a_mean_gap_that_rounding_cannot_make(settings, bound, entropy, part):
+    """1 - exp(-entropy) is 1/4 and 1: logits with the largest noise of rounding move log-probs by half of it
+    at most, and by all of it."""
+    for share, row in ((0.98, 11), (1.02, 20)):
+        gap = {"sync/rollout_gap_mean": [share * part * bound] * STEPS, "actor/entropy": [entropy] * STEPS}
+        found = only(judge_gap(planted(gap, settings)))
+        assert (found.row, found.level) == (row, "fault" if row == 20 else "good")
+        assert found.evidence["gap"] == pytest.approx(share * part * bound)
+    once = [0.0] * 9 + [9.0] + [0.0] * (STEPS - 10)
+    assert only(judge_gap(planted({"sync/rollout_gap_mean": once}, settings))).row == 11
+
+
+def test_row_20_a_mean_gap_of_old_samples_is_a_notice_that_names_their_age():
+    gap = {"sync/rollout_gap_mean": [0.3] * STEPS, "async/token_age/mean": [1.0] * STEPS}
+    found = only(judge_gap(planted(gap, PRECISIONS[0][0])))
+    assert (found.cause, found.level) == (BEYOND_ROUNDING.name, "notice")
+    assert "up to 1 updates old" in found.text
+    assert only(judge_gap(planted(gap, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
+
+
+@pytest.mark.parametrize("sharpest", [-0.5, 0.3, 2.0, 4.0])
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+def test_noise_on_logits_makes_no_larger_mean_gap(noise, sharpest):
+    """Of flat policies and of certain ones."""
+    rows = rows_of(Planted(noise=noise, sharpest=sharpest), 1, 1)
+    logs, entropies = ([value for row in rows for value in row[name]] for name in ("old_log_prob", "entropy"))
+    reported = [value for row in rows for value in row["rollout_log_prob"]]
+    mean = statistics.fmean(abs(a - b) for a, b in zip(logs, reported, strict=True))
+    assert mean < noise * math.sqrt(1 - math.exp(-statistics.fmean(entropies)))
+
+
 # ---- Row 17.
 
 BYPASS = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.actor.ppo_epochs": 2}
@@ -577,6 +613,7 @@ NEEDS = {
     "weights never arrive": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "an update was missed": [{"rollout_corr/logit_noise"}],
     "large from the start, cause not separable by metrics": [{"rollout_corr/logit_noise"}],
+    BEYOND_ROUNDING.name: [{"sync/rollout_gap_mean"}],
     "one version late": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "grown, cause not separable by metrics": [{K3}, {"sync/rollout_gap_mean"}],
     "rounding": [{K3}, {"sync/rollout_gap_mean"}],
