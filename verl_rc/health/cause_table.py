@@ -68,6 +68,23 @@ OVERFLOW = Cause(
     overrides=(f"{ROLLOUT}.dtype=float32",),
     evidence="tokens",
 )
+NOT_A_TEMPERATURE = Cause(
+    8,
+    "the gap follows log-probs, not as a temperature does",
+    (
+        f"row 8, but the slope grows over the run, by more than {BOUNDS.temperature_slope:g} and "
+        f"{BOUNDS.steady_slope:.0%} of itself, or the gap is no straight line over log-probs: its bend "
+        f"explains more than {BOUNDS.bend:.0%} of it, by {BOUNDS.z:g} standard errors"
+    ),
+    (""),
+    (
+        "Compare the logits of the same tokens on both sides: a soft cap, a penalty or a rounded head bends "
+        "the gap. Where it grows with updates, some weights do not arrive: verl-rc diagnose ENGINE --digests "
+        f"CHECKPOINT names the tensors that differ. {NO_CORRECTION}"
+    ),
+    evidence="run",
+    is_specific=False,
+)
 STALENESS = Cause(
     16,
     "staleness",
@@ -313,6 +330,7 @@ LARGER_THAN_HEALTHY = Cause(
 
 RUN_CAUSES = (
     OVERFLOW,
+    NOT_A_TEMPERATURE,
     STALENESS,
     DRIFT,
     WEIGHTS_NEVER_ARRIVE,

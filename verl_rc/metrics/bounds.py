@@ -43,6 +43,12 @@ class SignatureBounds:
     largest_slope: float = 0.9
     """Slope of a temperature of ten times the trainer's, at which nobody samples; log-probs of other tokens
     have a slope of 1."""
+    steady_slope: float = 0.15
+    """Share of itself by which the slope of a temperature may move. Between flat and nearly certain policies
+    that of half the trainer's temperature moved by 0.12, that of 0.7 times by 0.04."""
+    bend: float = 0.02
+    """Share of the squared gap that its bend over log-probs explains, from which on it is no temperature's:
+    that of half the trainer's temperature explained 0.006, that of 0.7 or 2 times 0.0001."""
     prefix_spread: float = 0.5
     """Up to this the gap counts as the same for all tokens behind a prefix. In planted runs noise had 0.87 to
     1.14, top-p 0.95 beside noise of bfloat16 0.22 to 0.31."""

@@ -22,6 +22,7 @@ from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
+    LINEAR,
     Line,
     change_of,
     fit_line,
@@ -46,8 +47,6 @@ from verl_rc.insight.verdict.invariants import invariant_causes
 from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
-LINEAR = 0.8
-"""r² above which a relation is called linear."""
 PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow
 growth of rounding."""

@@ -22,7 +22,9 @@ from verl_rc.config.schema import leaves_of, public_values
 from verl_rc.health.cause_table import BEYOND_ROUNDING
 from verl_rc.health.causes import PREFIX
 from verl_rc.insight.run_folder import Series
+from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER
+from verl_rc.insight.run_folder.token_data import TokenData
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
 from verl_rc.insight.verdict.gap_series import z_of_mean_ratio
 
@@ -666,6 +668,36 @@ def test_signatures_name_a_cause_in_neighbouring_steps():
     )
     assert "samples at temperature 0.81, the trainer scores at 0.90" in found.text  # 0.9 / (1 + 0.111)
     assert only(judge_gap(planted(signed(range(7, 8), COOLER)))).row == 11
+
+
+@pytest.mark.parametrize(
+    ("slopes", "is_one"),
+    [
+        (ramp(0.0, 0.024), False),
+        (ramp(-0.1, -0.13), False),
+        (ramp(-0.1, -0.11), True),  # 9 % of itself, as that of half the trainer's temperature may
+        (ramp(0.01, 0.0125), True),  # smaller differences count for nothing
+        ([0.001] * 20 + [-0.111] * 20, True),  # another temperature from a step on
+    ],
+)
+def test_a_temperature_has_one_slope(slopes, is_one):
+    metrics = signed(range(STEPS + 1), COOLER) | {f"{PREFIX}temperature_slope": slopes}
+    found = only(judge_gap(planted(metrics)))
+    assert (found.row, found.level, found.cause == "temperature") == (8, "fault", is_one)
+    if not is_one:
+        assert f"grows from {slopes[0]:.3f} to {slopes[-1]:.3f} over the run" in found.text
+        assert "--digests" in found.next_test
+
+
+@pytest.mark.parametrize(
+    ("bend", "is_one"), [((-21.0, 0.08), False), ((-5.0, 0.08), True), ((-21.0, 0.01), True)]
+)
+def test_a_temperature_is_a_straight_line(bend, is_one):
+    run = planted(signed(range(STEPS + 1), COOLER))
+    run.tokens = TokenData([1], (), 0, (), None, {}, bend=Bend(*bend))
+    found = only(judge_gap(run))
+    assert (found.row, found.cause == "temperature") == (8, is_one)
+    assert ("its bend explains 8% more, z -21" in found.text) is not is_one
 
 
 def test_two_causes_one_after_the_other_are_both_named():
