@@ -57,7 +57,24 @@ SHIFTED_ROWS = Cause(
     ),
     f"Compare the ids of these rows that were sampled with those that were trained on. {NO_CORRECTION}",
 )
-INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS)
+FLOORED = Cause(
+    24,
+    "log-probs with a floor",
+    (
+        "token records: the engine's lowest log-prob is the same number for tokens that the trainer tells "
+        "apart, which make more than half of the squared gap"
+    ),
+    (
+        "In {count:.0f} of {rows:.0f} rows the engine reports its lowest log-prob, the very same number, for "
+        "tokens that the trainer tells apart: below it, log-probs are cut or filled in"
+    ),
+    (
+        "Look for a clamp of log-probs, a fill value, or the last of the most likely tokens in place of a "
+        "sampled one that is not among them; have the engine report the sampled token's own. "
+        f"{NO_CORRECTION}"
+    ),
+)
+INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS, FLOORED)
 """What token records show without statistics."""
 OVERFLOW = Cause(
     1,

@@ -74,12 +74,9 @@ _FAULTS_OF_NUMBERS = {
 def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
     none."""
-    faults = [
-        *_raw_by_its_facts(run),
-        *invariant_causes(run),
-        *_not_finite(run),
-        *(signature_causes(run) if has_signatures(run) else _missing_mass(run)),
-    ]
+    faults = [*_raw_by_its_facts(run), *invariant_causes(run), *_not_finite(run)]
+    if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
+        faults += signature_causes(run) if has_signatures(run) else _missing_mass(run)
     if not faults:
         over_time = (
             _staleness,

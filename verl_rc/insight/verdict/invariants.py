@@ -11,6 +11,7 @@ INVARIANTS_BY_NAME = {
     "equal": (table.EQUAL_SAMPLES, "response_ids"),
     "vocabulary": (table.OUTSIDE_VOCABULARY, "response_ids"),
     "shifted": (table.SHIFTED_ROWS, "old_log_prob"),
+    "floor": (table.FLOORED, "old_log_prob"),
 }
 """Causes, and what they need, by the names of ``run_folder.invariants``."""
 

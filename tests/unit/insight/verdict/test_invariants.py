@@ -10,6 +10,7 @@ from planted_series import healthy, write_run
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.signatures import signature_causes
 
 STOP_IDS = [STOP + FIRST_ID]
 
@@ -66,3 +67,15 @@ def test_what_was_not_checked_says_what_it_needs(tmp_path: Path) -> None:
     assert causes(path) == []
     needs = "needs finished, response_ids and the fact stop_token_ids"
     assert f"finished rows without a stop token (row 21): {needs}" in judge(read_run(path)).unasked
+
+
+def test_a_floor_is_named_and_nothing_else(tmp_path: Path) -> None:
+    """The cut log-probs make a mass that is missing and a slope, which would name other causes."""
+    path = tmp_path / "run.jsonl"
+    with TokenLines(path, "mine") as lines:
+        for step in (1, 2):
+            for row in rows_of(PLANS["healthy bf16"], 1, step):
+                lines.write(**row | {"rollout_log_prob": [max(x, -2.0) for x in row["rollout_log_prob"]]})
+    run = read_run(path)
+    assert causes(path) == [("log-probs with a floor", "named")]
+    assert signature_causes(run)
