@@ -343,17 +343,20 @@ def _one_version_late(run: RunData) -> list[Statement]:
 def _missed_update(run: RunData) -> list[Statement]:
     """Row 19 for single steps: the gap jumps, and is back as soon as the next weights arrive.
 
-    Other weights change the logits of all tokens; rounding can make a few unlikely ones stand out in a step.
+    Other weights change the logits of all tokens, so the mean gap jumps, too; rounding can make a few unlikely
+    ones stand out in a step.
     """
-    noise, concentration = run.get(f"{PREFIX}logit_noise"), run.get(f"{PREFIX}concentration").by_step()
+    noise, sizes = run.get(f"{PREFIX}logit_noise"), run.get(GAP)
     if len(noise) < FEWEST_FOR_TREND:
         return []
+    usual_size = statistics.median(sizes.values or (0.0,))
+    jumped = {step for step, size in sizes.by_step().items() if size > BOUNDS.above_floor * usual_size}
     first, usual = at_the_start(noise), statistics.median(noise.values)
     bound = BOUNDS.far_above_floor * first
     jumps = [
         (step, value)
         for step, value in zip(noise.steps, noise.values, strict=True)
-        if value > bound and concentration.get(step, 0.0) <= BOUNDS.concentration
+        if value > bound and (step in jumped or not len(sizes))
     ]
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
