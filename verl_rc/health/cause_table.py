@@ -74,7 +74,21 @@ FLOORED = Cause(
         f"{NO_CORRECTION}"
     ),
 )
-INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS, FLOORED)
+OUTSIDE_MASK = Cause(
+    25,
+    "sampled tokens outside the mask",
+    "token records: a token with the engine's log-prob is not marked, in rows where others are",
+    (
+        "In {count:.0f} of {rows:.0f} rows tokens that have the engine's log-prob are outside response_mask: "
+        "they were sampled and are not trained"
+    ),
+    (
+        "Compare the mask of a row with its ids: a mask that is shifted leaves out the first or the last "
+        "sampled token. Nothing is wrong where a trainer leaves tokens out on purpose (old or forced ones)."
+    ),
+    level="notice",
+)
+INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS, FLOORED, OUTSIDE_MASK)
 """What token records show without statistics."""
 OVERFLOW = Cause(
     1,
@@ -220,8 +234,10 @@ GROWN = Cause(
     "none, gap grown",
     (""),
     (
-        "Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten "
-        "steps with the engine in float32 and without prefix caching, one change at a time."
+        "Old weights, weights that differ a little, trainer noise (dropout), routing and kernels look alike "
+        "here. If samples may be older than the trainer's weights, record the version of each token: the gap "
+        "by age tells. Else run ten steps with the engine in float32 and without prefix caching, one change "
+        "at a time."
     ),
     overrides=(f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.enable_prefix_caching=False"),
     evidence="run",

@@ -2,7 +2,7 @@
 
 Rows that a stop token ended end with one; two requests do not get the same ids but by chance; ids are inside
 the vocabulary; the log-probs of no row belong to the tokens beside them; the lowest log-prob is not that of
-many different tokens.
+many different tokens; the mask leaves out no token that the engine sampled.
 """
 
 import math
@@ -49,6 +49,7 @@ def broken_invariants(record: TokenRecord) -> Invariants:
         "vocabulary": _outside(record),
         "shifted": _shifted(record),
         "floor": _floored(record),
+        "mask": _outside_mask(record),
     }
     return {name: broken for name, broken in checked.items() if broken is not None}
 
@@ -159,3 +160,15 @@ def _floored(record: TokenRecord) -> Broken | None:
     is_floor = is_floor and squares[at_floor].sum() > squares.sum() / 2
     rows = np.unique(tokens.rows[at_floor]) if is_floor else np.zeros(0, int)
     return Broken(_numbers(record, rows), len(np.unique(tokens.rows[tokens.valid])))
+
+
+def _outside_mask(record: TokenRecord) -> Broken:
+    """Rows of which the mask leaves out a token that has the engine's log-prob, and not all of them.
+
+    Tokens that nobody sampled have none: 0, or not a number.
+    """
+    rollout, mask = record.tokens["rollout_log_prob"], record.tokens["response_mask"]
+    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)
+    marked = np.unique(rows[mask])
+    outside = np.unique(rows[~mask & np.isfinite(rollout) & (rollout != 0)])
+    return Broken(_numbers(record, np.intersect1d(marked, outside)), len(marked))

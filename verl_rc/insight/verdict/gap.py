@@ -526,7 +526,8 @@ def _size_of_gap(run: RunData) -> Statement:
     measures = measures_of_gap(run)
     grown = []
     for gap, unit in measures:
-        change, first = change_of(gap), at_the_start(gap)
+        # Before the first update no weights are old: samples of the second step may be.
+        change, first = change_of(gap), min(gap.values[:2])
         if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
             grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
     if not measures:

@@ -12,6 +12,7 @@ INVARIANTS_BY_NAME = {
     "vocabulary": (table.OUTSIDE_VOCABULARY, "response_ids"),
     "shifted": (table.SHIFTED_ROWS, "old_log_prob"),
     "floor": (table.FLOORED, "old_log_prob"),
+    "mask": (table.OUTSIDE_MASK, ""),
 }
 """Causes, and what they need, by the names of ``run_folder.invariants``."""
 

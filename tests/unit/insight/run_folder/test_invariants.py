@@ -32,7 +32,7 @@ def record_of(
 def test_without_lost_or_shifted_tokens_nothing_is_broken(plan: str) -> None:
     for seed in (1, 2):
         checked = broken_invariants(record_of(plan, seed))
-        assert set(checked) == {"stop", "equal", "vocabulary", "shifted", "floor"}
+        assert set(checked) == {"stop", "equal", "vocabulary", "shifted", "floor", "mask"}
         assert {broken.rows for broken in checked.values()} == {()}
         assert checked["equal"].counts[1] == 144
 
@@ -138,3 +138,14 @@ def test_what_is_no_floor() -> None:
     unlikely = {"response_mask": [1], "rollout_log_prob": [-9.0], "old_log_prob": [-9.5]}
     for healthy in (floored(lowest[4], rows), coarse, [*rows, *[unlikely] * 40]):
         assert broken_invariants(record_of_rows({}, 1, healthy))["floor"].counts[0] == 0
+
+
+def test_a_mask_that_leaves_out_what_was_sampled() -> None:
+    """Not tokens of tools, which have no log-prob, nor rows that are left out as a whole."""
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    long = sum(len(row["response_mask"]) > 1 for row in rows)
+    moved = [{**row, "response_mask": [0, *row["response_mask"][:-1]]} for row in rows]
+    assert broken_invariants(record_of_rows({}, 1, moved))["mask"].counts == (long, long)
+    tool = {"response_mask": [1, 0, 0, 1], "rollout_log_prob": [-1.0, 0.0, float("nan"), -2.0]}
+    whole = {"response_mask": [0] * 3, "rollout_log_prob": [-1.0] * 3}
+    assert broken_invariants(record_of_rows({}, 1, [tool, whole]))["mask"].counts == (0, 1)

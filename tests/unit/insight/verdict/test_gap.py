@@ -560,6 +560,16 @@ def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_o
     assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
 
 
+def test_old_samples_without_versions_are_a_gap_that_has_grown():
+    """The first step cannot have old ones: .003 nats, then .1, and about .03 from step 5 on, as in a real run
+    one update behind (docs/experiment_log.md)."""
+    gap = [0.003, 0.108, 0.082, 0.061, *wave(0.03, steps=STEPS - 4)]
+    series = {K3: [size**2 for size in gap], "sync/rollout_gap_mean": gap}
+    found = only(judge_gap(planted(series)))
+    assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
+    assert "record the version of each token" in found.next_test
+
+
 def test_a_gap_that_was_nothing_at_the_start_can_grow():
     k3 = [0.0] * 4 + [1e-4] * (STEPS - 4)
     found = only(
