@@ -343,10 +343,11 @@ def _one_version_late(run: RunData) -> list[Statement]:
 def _missed_update(run: RunData) -> list[Statement]:
     """Row 19 for single steps: the gap jumps, and is back as soon as the next weights arrive.
 
-    Other weights change the logits of all tokens, so the mean gap jumps, too; rounding can make a few unlikely
-    ones stand out in a step.
+    Other weights change the logits of all tokens, so the mean gap jumps, too; rounding can make a few
+    unlikely ones stand out in a step.
     """
-    noise, sizes = run.get(f"{PREFIX}logit_noise"), run.get(GAP)
+    sizes = run.get(GAP)
+    noise = run.get(f"{PREFIX}logit_noise") if run.has(f"{PREFIX}logit_noise") else sizes
     if len(noise) < FEWEST_FOR_TREND:
         return []
     usual_size = statistics.median(sizes.values or (0.0,))
