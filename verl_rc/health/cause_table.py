@@ -175,7 +175,7 @@ MISSED_UPDATE = Cause(
     19,
     "an update was missed",
     f"logit noise (else mean |log-ratio|) jumps to {BOUNDS.far_above_floor:g} times that of the start in "
-    f" single steps, mean |log-ratio| to {BOUNDS.above_floor:g} times the usual",
+    f"single steps, mean |log-ratio| to {BOUNDS.above_floor:g} times the usual",
     (
         "The gap was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
         "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "

@@ -24,7 +24,6 @@ from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
     LINEAR,
     Line,
-    change_of,
     fit_line,
     last_part,
     lasting,
@@ -528,9 +527,9 @@ def _size_of_gap(run: RunData) -> Statement:
     grown = []
     for gap, unit in measures:
         # Before the first update no weights are old: samples of the second step may be.
-        change, first = change_of(gap), min(gap.values[:2])
-        if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
-            grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
+        last, first = mean_of(last_part(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
+        if last is not None and last.value - last.error > BOUNDS.above_floor * first:
+            grown.append(_grown({"first": first, "gap": last.value}, unit, last.steps))
     if not measures:
         return _not_measured(run)
     worst = min(
