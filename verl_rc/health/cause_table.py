@@ -48,8 +48,8 @@ SHIFTED_ROWS = Cause(
     2,
     "log-probs of some rows shifted",
     (
-        f"token records: log-probs of a row are {1 / BOUNDS.row_lag:g} times nearer to those of the tokens "
-        "beside their own"
+        f"token records: log-probs of {BOUNDS.shifted_rows:.0%} of the rows are {1 / BOUNDS.row_lag:g} times "
+        "nearer to those of the tokens beside their own"
     ),
     (
         "In {count:.0f} of {rows:.0f} rows the engine's log-probs agree with those of the tokens beside "

@@ -18,6 +18,8 @@ class SignatureBounds:
     """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
     row_lag: float = 0.1
     """Share of the distance without a shift, below which that with one shows that a single row is shifted."""
+    shifted_rows: float = 0.01
+    """Share of the rows below which shifted ones are chance: 1 of 5,715 was, beside old weights."""
     chance: float = 1e-6
     """Probability of equal samples in a step, up to which they are no chance."""
     head: int = 8

@@ -79,3 +79,16 @@ def test_a_floor_is_named_and_nothing_else(tmp_path: Path) -> None:
     run = read_run(path)
     assert causes(path) == [("log-probs with a floor", "named")]
     assert signature_causes(run)
+
+
+@pytest.mark.parametrize(("count", "is_named"), [(1, False), (2, True)])
+def test_a_shifted_row_in_more_than_a_hundred_is_chance(tmp_path: Path, count: int, is_named: bool) -> None:
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    longest = sorted(rows, key=lambda row: -len(row["response_ids"]))[:count]
+    for row in longest:
+        row["rollout_log_prob"] = row["old_log_prob"][-1:] + row["old_log_prob"][:-1]
+    with TokenLines(tmp_path / "run.jsonl", "mine") as lines:
+        for row in rows:
+            lines.write(**row)
+    named = [cause for cause, _ in causes(tmp_path / "run.jsonl")]
+    assert ("log-probs of some rows shifted" in named) is is_named
