@@ -444,17 +444,15 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
     gap, rounding, entropies = run.get(GAP), _rounding_of(run), run.get("actor/entropy").by_step()
     if rounding is None:
         return []
-    largest = [
-        rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0)))
-        for step in gap.steps
-    ]
-    beyond = Series(gap.steps, [size - most for size, most in zip(gap.values, largest, strict=True)])
+    pairs = {
+        step: (size, rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0))))
+        for step, size in gap.by_step().items()
+    }
+    beyond = Series(list(pairs), [size - most for size, most in pairs.values()])
     count, first, last = lasting(beyond, lambda nats: nats > 0)
     if first < 0:
         return []
-    within = [
-        pair for step, *pair in zip(gap.steps, gap.values, largest, strict=True) if first <= step <= last
-    ]
+    within = [pairs[step] for step in pairs if first <= step <= last]
     evidence = {"gap": statistics.median(size for size, _ in within), "count": count, "steps": len(gap)}
     evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
     age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
@@ -517,8 +515,7 @@ def _precision(run: RunData) -> str | None:
 
 
 def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one, or
-    larger than rounding.
+    """Rows 11 and 20: as at the start, larger by every measure, much larger by one, or beyond rounding.
 
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
