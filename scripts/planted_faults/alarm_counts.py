@@ -21,8 +21,9 @@ _METRICS_OF_RUN_CAUSES = {
     table.OVERFLOW: f"{PREFIX}nonfinite_token_fraction",
     table.WEIGHTS_NEVER_ARRIVE: "actor/ppo_kl",
     table.ONE_VERSION_LATE: "actor/ppo_kl",
-    table.MISSED_UPDATE: f"{PREFIX}logit_noise",
+    table.MISSED_UPDATE: GAP,
     table.LARGE: f"{PREFIX}logit_noise_least",
+    table.BEYOND_ROUNDING: GAP,
     table.GROWN: K3,
 }
 """Without which a rule that looks at a whole run is not asked."""

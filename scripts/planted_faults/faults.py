@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from verl_rc.health.cause_table import STOP_LOST
+from verl_rc.health.cause_table import OUTSIDE_MASK, STOP_LOST
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 HEALTHY = ("rounding",)
@@ -78,7 +78,7 @@ ARMS: Mapping[str, Fault] = {
         5, ("sampled from another distribution than reported",), _BF16, "top_p:0.95,report_raw"
     ),
     "log-probs shifted": Fault(6, ("log-probs shifted",), _BF16, "shifted_log_probs"),
-    "mask shifted": Fault(7, (), _BF16, "shifted_mask", checks=("mask", "LedgerError")),
+    "mask shifted": Fault(7, (OUTSIDE_MASK.name,), _BF16, "shifted_mask", checks=("mask", "LedgerError")),
     "one sync skipped": Fault(8, _STALE, (*_BF16, "trainer.save_freq=1"), "skip_one_sync", replay_only=True),
     "every sync skipped": Fault(9, _STALE, _BF16, "skip_every_sync"),
     "half a tensor": Fault(

@@ -10,12 +10,12 @@ from typing import Any
 from planted_faults.faults import LEFT_OUT, Fault
 from planted_faults.runs import PLANS, PlantedRun, overrides_of
 
-from verl_rc.health.cause_table import LARGE
+from verl_rc.health.cause_table import BEYOND_ROUNDING, GROWN, LARGE
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.verdict import judge
 
-NOT_SEPARABLE = ("grown, cause not separable by metrics", LARGE.name)
+NOT_SEPARABLE = (GROWN.name, LARGE.name, BEYOND_ROUNDING.name)
 STOPPED = "stopped by the run itself"
 
 

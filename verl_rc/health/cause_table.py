@@ -48,8 +48,8 @@ SHIFTED_ROWS = Cause(
     2,
     "log-probs of some rows shifted",
     (
-        f"token records: log-probs of a row are {1 / BOUNDS.row_lag:g} times nearer to those of the tokens "
-        "beside their own"
+        f"token records: log-probs of {BOUNDS.shifted_rows:.0%} of the rows are {1 / BOUNDS.row_lag:g} times "
+        "nearer to those of the tokens beside their own"
     ),
     (
         "In {count:.0f} of {rows:.0f} rows the engine's log-probs agree with those of the tokens beside "
@@ -57,7 +57,38 @@ SHIFTED_ROWS = Cause(
     ),
     f"Compare the ids of these rows that were sampled with those that were trained on. {NO_CORRECTION}",
 )
-INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS)
+FLOORED = Cause(
+    24,
+    "log-probs with a floor",
+    (
+        "token records: the engine's lowest log-prob is the same number for tokens that the trainer tells "
+        "apart, which make more than half of the squared gap"
+    ),
+    (
+        "In {count:.0f} of {rows:.0f} rows the engine reports its lowest log-prob, the very same number, for "
+        "tokens that the trainer tells apart: below it, log-probs are cut or filled in"
+    ),
+    (
+        "Look for a clamp of log-probs, a fill value, or the last of the most likely tokens in place of a "
+        "sampled one that is not among them; have the engine report the sampled token's own. "
+        f"{NO_CORRECTION}"
+    ),
+)
+OUTSIDE_MASK = Cause(
+    25,
+    "sampled tokens outside the mask",
+    "token records: a token with the engine's log-prob is not marked, in rows where others are",
+    (
+        "In {count:.0f} of {rows:.0f} rows tokens that have the engine's log-prob are outside response_mask: "
+        "they were sampled and are not trained"
+    ),
+    (
+        "Compare the mask of a row with its ids: a mask that is shifted leaves out the first or the last "
+        "sampled token. Nothing is wrong where a trainer leaves tokens out on purpose (old or forced ones)."
+    ),
+    level="notice",
+)
+INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS, FLOORED, OUTSIDE_MASK)
 """What token records show without statistics."""
 OVERFLOW = Cause(
     1,
@@ -67,6 +98,23 @@ OVERFLOW = Cause(
     ("Run ten steps with the engine in float32; if it stays, look at the logits of the longest rows."),
     overrides=(f"{ROLLOUT}.dtype=float32",),
     evidence="tokens",
+)
+NOT_A_TEMPERATURE = Cause(
+    8,
+    "the gap follows log-probs, not as a temperature does",
+    (
+        f"row 8, but the slope grows over the run, by more than {BOUNDS.temperature_slope:g} and "
+        f"{BOUNDS.steady_slope:.0%} of itself, or the gap is no straight line over log-probs: its bend "
+        f"explains more than {BOUNDS.bend:.0%} of it, by {BOUNDS.z:g} standard errors"
+    ),
+    (""),
+    (
+        "Compare the logits of the same tokens on both sides: a soft cap, a penalty or a rounded head bends "
+        "the gap. Where it grows with updates, some weights do not arrive: verl-rc diagnose ENGINE --digests "
+        f"CHECKPOINT names the tensors that differ. {NO_CORRECTION}"
+    ),
+    evidence="run",
+    is_specific=False,
 )
 STALENESS = Cause(
     16,
@@ -126,10 +174,10 @@ ONE_VERSION_LATE = Cause(
 MISSED_UPDATE = Cause(
     19,
     "an update was missed",
-    f"logit noise jumps to {BOUNDS.far_above_floor:g} times that of the start in single steps, not by few "
-    "tokens alone",
+    f"logit noise (else mean |log-ratio|) jumps to {BOUNDS.far_above_floor:g} times that of the start in "
+    f"single steps, mean |log-ratio| to {BOUNDS.above_floor:g} times the usual",
     (
-        "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
+        "The gap was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), "
         "{first:.3f} at the start, and as before in between: the engine sampled those steps with other "
         "weights"
     ),
@@ -167,14 +215,29 @@ LARGE = Cause(
     is_repairable=True,
     is_specific=False,
 )
+BEYOND_ROUNDING = Cause(
+    20,
+    "larger than rounding, cause not separable by metrics",
+    (
+        "mean |log-ratio| of neighbouring steps > √(1 - exp(-entropy)) times the noise from which on that of "
+        "the first steps is called large"
+    ),
+    (""),
+    LARGE.next_test,
+    evidence="run",
+    is_repairable=True,
+    is_specific=False,
+)
 GROWN = Cause(
     20,
     "grown, cause not separable by metrics",
     "none, gap grown",
     (""),
     (
-        "Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten "
-        "steps with the engine in float32 and without prefix caching, one change at a time."
+        "Old weights, weights that differ a little, trainer noise (dropout), routing and kernels look alike "
+        "here. If samples may be older than the trainer's weights, record the version of each token: the gap "
+        "by age tells. Else run ten steps with the engine in float32 and without prefix caching, one change "
+        "at a time."
     ),
     overrides=(f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.enable_prefix_caching=False"),
     evidence="run",
@@ -300,6 +363,7 @@ LARGER_THAN_HEALTHY = Cause(
 
 RUN_CAUSES = (
     OVERFLOW,
+    NOT_A_TEMPERATURE,
     STALENESS,
     DRIFT,
     WEIGHTS_NEVER_ARRIVE,
@@ -307,6 +371,7 @@ RUN_CAUSES = (
     MISSED_UPDATE,
     ROUNDING,
     LARGE,
+    BEYOND_ROUNDING,
     GROWN,
 )
 """Causes that the report names from the course of a run."""

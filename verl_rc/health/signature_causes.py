@@ -168,6 +168,27 @@ RAW_OR_OTHER_TOKENS = SignatureCause(
     needs=_Z,
     holds=_is_misaligned,
 )
+TEMPERATURE = SignatureCause(
+    8,
+    "temperature",
+    (
+        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, slope < "
+        f"{BOUNDS.largest_slope:g}, R² > "
+        f"{BOUNDS.temperature_r2:g}, logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > "
+        f"{BOUNDS.raw_r2:g}"
+    ),
+    (
+        "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope "
+        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap"
+    ),
+    (
+        "Set both to one value; if they are equal, look for a repetition penalty, and ask verl-rc report "
+        f"whether it is a temperature in all steps. {NO_CORRECTION}"
+    ),
+    needs=("temperature_z", *_SLOPE, "logit_noise"),
+    instead=_BEHIND_PREFIXES | {"logit_noise": "logit_noise_most"},
+    holds=_is_temperature,
+)
 
 SIGNATURE_CAUSES = (
     SignatureCause(
@@ -248,24 +269,7 @@ SIGNATURE_CAUSES = (
     ),
     FILTER_OR_RAW,
     RAW_OR_OTHER_TOKENS,
-    SignatureCause(
-        8,
-        "temperature",
-        (
-            f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, slope < "
-            f"{BOUNDS.largest_slope:g}, R² > "
-            f"{BOUNDS.temperature_r2:g}, logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > "
-            f"{BOUNDS.raw_r2:g}"
-        ),
-        (
-            "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope "
-            "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap"
-        ),
-        (f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}"),
-        needs=("temperature_z", *_SLOPE, "logit_noise"),
-        instead=_BEHIND_PREFIXES | {"logit_noise": "logit_noise_most"},
-        holds=_is_temperature,
-    ),
+    TEMPERATURE,
     SignatureCause(
         10,
         "sampled from another distribution than reported",

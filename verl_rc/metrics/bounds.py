@@ -18,6 +18,8 @@ class SignatureBounds:
     """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
     row_lag: float = 0.1
     """Share of the distance without a shift, below which that with one shows that a single row is shifted."""
+    shifted_rows: float = 0.01
+    """Share of the rows below which shifted ones are chance: 1 of 5,715 was, beside old weights."""
     chance: float = 1e-6
     """Probability of equal samples in a step, up to which they are no chance."""
     head: int = 8
@@ -43,6 +45,12 @@ class SignatureBounds:
     largest_slope: float = 0.9
     """Slope of a temperature of ten times the trainer's, at which nobody samples; log-probs of other tokens
     have a slope of 1."""
+    steady_slope: float = 0.15
+    """Share of itself by which the slope of a temperature may move. Between flat and nearly certain policies
+    that of half the trainer's temperature moved by 0.12, that of 0.7 times by 0.04."""
+    bend: float = 0.02
+    """Share of the squared gap that its bend over log-probs explains, from which on it is no temperature's:
+    that of half the trainer's temperature explained 0.006, that of 0.7 or 2 times 0.0001."""
     prefix_spread: float = 0.5
     """Up to this the gap counts as the same for all tokens behind a prefix. In planted runs noise had 0.87 to
     1.14, top-p 0.95 beside noise of bfloat16 0.22 to 0.31."""

@@ -118,6 +118,7 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         [],
     ),
     ({}, [], ["kept set"]),
+    (
         {"actor_rollout_ref.exact": True, f"{ACTOR}.fsdp_config.dtype": "bfloat16"},
         ["exact mode: engine, actor and reference compute the same bits"],
         [],

@@ -19,7 +19,7 @@ from verl_rc.insight.run_folder.lines import (
     read_records,
     reading_notes,
 )
-from verl_rc.insight.run_folder.recognise import token_source
+from verl_rc.insight.run_folder.recognise import CONFIG, METRICS, is_own_run, token_source
 from verl_rc.insight.run_folder.records import (
     LARGEST_STEP,
     OWN_RUN,
@@ -30,9 +30,9 @@ from verl_rc.insight.run_folder.records import (
     RunData,
     SavedSample,
 )
-from verl_rc.insight.run_folder.token_files import OWN_TRAINER, UNKNOWN_TRAINER, TokenSource
+from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.run_folder.tokens import read_tokens
-from verl_rc.insight.run_folder.trainers import LAYOUTS, prime_rl
+from verl_rc.insight.run_folder.trainers import LAYOUTS
 from verl_rc.insight.run_folder.trainers.options import RECORDINGS
 from verl_rc.metrics.run_files import ENDING
 
@@ -40,7 +40,7 @@ from verl_rc.metrics.run_files import ENDING
 DIAGNOSIS = "diagnosis.json"
 """Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
 record."""
-_METRICS, _CONFIG, _PLAN, _ALERTS = "metrics.jsonl", "resolved_config.yaml", "plan.txt", "alerts.jsonl"
+_PLAN, _ALERTS = "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
 _MOST_SAMPLES = 20_000
@@ -73,13 +73,7 @@ def _read(path: Path) -> RunData:
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
-    is_foreign = source is not None and source.trainer not in ("", OWN_TRAINER)
-    if path.is_dir() and _is_own(path):
-        if is_foreign and source is not None and source.trainer != UNKNOWN_TRAINER:
-            raise NothingToReadError(
-                f"{path} must hold the files of one trainer; it holds a run of verl_rc and token files of "
-                f"{source.trainer}. Pass a folder of one of them."
-            )
+    if is_own_run(path):
         return _read_folder(path, source)
     run = read_foreign(path) if source is None or path.is_dir() else None
     if run is None and source is not None:
@@ -90,23 +84,15 @@ def _read(path: Path) -> RunData:
             run = None
     if run is not None:
         return _without_tokens(run) if source is None else with_tokens(run, source)
-    if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{_METRICS}"))):
+    if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
         names = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
     raise NothingToReadError(
-        f"{path} must hold a run: {_METRICS} or {_CONFIG} in a folder, token records, token files of "
+        f"{path} must hold a run: {METRICS} or {CONFIG} in a folder, token records, token files of "
         f"{', '.join(layout.trainer for layout in LAYOUTS)}, TRL's trainer_state.json, a W&B offline run or "
         "export, TensorBoard event files, verl's file logger (.jsonl), or a console log with lines "
         "'step:N - name:value'."
     )
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether verl_rc wrote the folder; prime-rl has a file of metrics with the same name."""
-    if (folder / _CONFIG).is_file():
-        return True
-    is_theirs = prime_rl.has_metrics(folder) or bool(prime_rl.LAYOUT.files(folder))
-    return (folder / _METRICS).is_file() and not is_theirs
 
 
 def _without_tokens(run: RunData) -> RunData:
@@ -141,10 +127,10 @@ def with_tokens(run: RunData, source: TokenSource) -> RunData:
 
 def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     run = RunData(folder.resolve().name, folder, OWN_RUN)
-    run.settings = _settings(folder / _CONFIG, run.notes)
+    run.settings = _settings(folder / CONFIG, run.notes)
     run.plan = _text(folder / _PLAN, run.notes)
     run.total_steps = _total_steps(run)
-    run = _with_metrics(run, folder / _METRICS)
+    run = _with_metrics(run, folder / METRICS)
     run.alerts = [
         _alert(step, record)
         for step, record in read_records(folder / _ALERTS, run.notes)
@@ -157,7 +143,7 @@ def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     run.tokens = None if source is None else read_tokens(source, run.notes)
     run.ending = _ending(folder / ENDING)
     run.replays = _replays(folder / DIAGNOSIS, run.notes)
-    if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
+    if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
             "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
         )

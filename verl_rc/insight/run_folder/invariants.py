@@ -1,7 +1,8 @@
 """What must hold of every token record, whatever the policies are: checked exactly, without statistics.
 
 Rows that a stop token ended end with one; two requests do not get the same ids but by chance; ids are inside
-the vocabulary; the log-probs of no row belong to the tokens beside them.
+the vocabulary; the log-probs of no row belong to the tokens beside them; the lowest log-prob is not that of
+many different tokens; the mask leaves out no token that the engine sampled.
 """
 
 import math
@@ -17,6 +18,8 @@ from verl_rc.metrics.bounds import BOUNDS
 
 _FEWEST_PAIRS = 8
 """Tokens of a row, not nearly certain ones, below which its shift is not looked for."""
+_FEWEST_AT_FLOOR = 8
+"""Tokens with the lowest log-prob that the trainer tells apart, below which it is a coincidence."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def broken_invariants(record: TokenRecord) -> Invariants:
         "equal": _equal(record),
         "vocabulary": _outside(record),
         "shifted": _shifted(record),
+        "floor": _floored(record),
+        "mask": _outside_mask(record),
     }
     return {name: broken for name, broken in checked.items() if broken is not None}
 
@@ -135,3 +140,35 @@ def _shifted(record: TokenRecord) -> Broken | None:
             has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
         )
     return Broken(_numbers(record, np.flatnonzero(is_shifted)), int(is_long.sum()))
+
+
+def _floored(record: TokenRecord) -> Broken | None:
+    """Rows with the engine's lowest log-prob, where it reports this very number for tokens that the trainer
+    tells apart, and they make most of the gap.
+
+    Equal tokens behind equal prefixes have one log-prob on both sides; others have the same float by chance.
+    """
+    tokens = ComparedTokens.from_record(record)
+    if tokens is None:
+        return None
+    rollout = record.tokens["rollout_log_prob"]
+    lowest = rollout[tokens.valid].min()
+    at_floor = tokens.valid & (rollout == lowest)
+    different = np.unique(np.round(tokens.train[at_floor] / BOUNDS.reproduced))
+    squares = np.square(tokens.logs)
+    is_floor = len(different) >= _FEWEST_AT_FLOOR
+    is_floor = is_floor and squares[at_floor].sum() > squares.sum() / 2
+    rows = np.unique(tokens.rows[at_floor]) if is_floor else np.zeros(0, int)
+    return Broken(_numbers(record, rows), len(np.unique(tokens.rows[tokens.valid])))
+
+
+def _outside_mask(record: TokenRecord) -> Broken:
+    """Rows of which the mask leaves out a token that has the engine's log-prob, and not all of them.
+
+    Tokens that nobody sampled have none: 0, or not a number.
+    """
+    rollout, mask = record.tokens["rollout_log_prob"], record.tokens["response_mask"]
+    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)
+    marked = np.unique(rows[mask])
+    outside = np.unique(rows[~mask & np.isfinite(rollout) & (rollout != 0)])
+    return Broken(_numbers(record, np.intersect1d(marked, outside)), len(marked))

@@ -45,6 +45,20 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     return metrics if z is None else metrics | {"prefix_z": z}
 
 
+def behind_prefixes(tokens: ComparedTokens, *columns: Array) -> tuple[Array, ...]:
+    """Of each column ``[tokens]`` the values less the mean behind their prefix, where others share it; last
+    the number of each one's prompt."""
+    record = tokens.record
+    parts = [(*(np.zeros(0) for _ in columns), np.zeros(0, int))]
+    if record.prompts is not None and "response_ids" in record.tokens:
+        prompts = prompt_numbers(record.prompts)
+        parts += [
+            (*(_centred(values[places], classes) for values in columns), prompts[tokens.rows[places]])
+            for places, classes in _shared(tokens, prompts)
+        ]
+    return tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+
 def _shared(tokens: ComparedTokens, prompts: Array) -> Iterator[tuple[Array, Array]]:
     """Yield for each position the compared tokens whose prefix others share, and a number of each one's
     prefix."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rc.data.token_record import Array
+from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.invariants import Invariants
 from verl_rc.insight.run_folder.profiles import Profiles
 
@@ -61,3 +62,5 @@ class TokenData:
     """Of the newest record."""
     invariants: Mapping[int, Invariants] = field(default_factory=dict)
     """By step."""
+    bend: Bend | None = None
+    """How much the gap bends over log-probs; None where the records do not tell."""

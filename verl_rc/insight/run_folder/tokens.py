@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from verl_rc.data.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
+from verl_rc.insight.run_folder.bend import BendSums
 from verl_rc.insight.run_folder.invariants import Invariants, broken_invariants
 from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
+from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
 from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.run_folder.token_metrics import metrics_of
@@ -33,11 +35,14 @@ class _Reading:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     invariants: dict[int, Invariants] = field(default_factory=dict)
+    bend: BendSums = field(default_factory=BendSums)
 
     def add(self, record: TokenRecord) -> None:
         self.metrics[record.step], self.facts = metrics_of(record), record.facts
         self.invariants[record.step] = broken_invariants(record)
         self.profiles.add(record)
+        if (tokens := ComparedTokens.from_record(record)) is not None:
+            self.bend.add(tokens)
         squares = _squares(record)
         self.candidates += [(value, record.step, index) for index, value in enumerate(squares.tolist())]
         self.worst = sorted([*self.worst, *_worst_of(record)], key=_distance, reverse=True)[:WORST_TOKENS]
@@ -71,6 +76,7 @@ def read_tokens(
         reading.metrics,
         reading.facts,
         reading.invariants,
+        reading.bend.bend(),
     )
 
 

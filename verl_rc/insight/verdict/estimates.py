@@ -15,6 +15,8 @@ _DRAWS = 400
 _FEWEST_FOR_INTERVAL = 4
 FEWEST_FOR_TREND = 12
 """Steps below which no trend is stated: each end must have enough for an interval."""
+LINEAR = 0.8
+"""r² above which a relation is called linear."""
 
 
 @dataclass(frozen=True)

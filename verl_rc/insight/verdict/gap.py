@@ -9,21 +9,20 @@ in nats per token.
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import KEPT_SETS, PREFIX, state
-from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_LOG_PROBS, RAW_OR_OTHER_TOKENS
+from verl_rc.health.causes import PREFIX, state
+from verl_rc.health.signature_causes import RAW_LOG_PROBS
 from verl_rc.health.statement import Confidence, Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
+    LINEAR,
     Line,
-    change_of,
     fit_line,
     last_part,
     lasting,
@@ -31,7 +30,7 @@ from verl_rc.insight.verdict.estimates import (
     mean_of,
 )
 from verl_rc.insight.verdict.gap_series import (
-    K1,
+    GAP,
     K3,
     at_the_start,
     gap_size,
@@ -39,14 +38,12 @@ from verl_rc.insight.verdict.gap_series import (
     measures_of_gap,
     nats_of_k3,
     policy_distance,
-    z_of_mean_ratio,
 )
 from verl_rc.insight.verdict.invariants import invariant_causes
+from verl_rc.insight.verdict.missing_mass import missing_mass
 from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
-LINEAR = 0.8
-"""r² above which a relation is called linear."""
 PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow
 growth of rounding."""
@@ -58,6 +55,7 @@ _FEWEST_POINTS_OF_AGES = 6
 
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_SOMETHING_ELSE = "engine and trainer differ in something else, which metrics do not tell apart"
 _COMPARE_INPUTS = (
     "Compare the prompts, positions and masks that engine and trainer get for the same row. If they are "
     "equal, run ten steps with the engine in float32, without prefix caching."
@@ -75,12 +73,9 @@ def judge_gap(run: RunData) -> list[Statement]:
     none."""
     if run.settings.get("actor_rollout_ref.exact") and (measures := measures_of_gap(run)):
         return [_staleness_alone(*measures[0])]
-    faults = [
-        *_raw_by_its_facts(run),
-        *invariant_causes(run),
-        *_not_finite(run),
-        *(signature_causes(run) if has_signatures(run) else _missing_mass(run)),
-    ]
+    faults = [*_raw_by_its_facts(run), *invariant_causes(run), *_not_finite(run)]
+    if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
+        faults += signature_causes(run) if has_signatures(run) else missing_mass(run)
     if not faults:
         over_time = (
             _staleness,
@@ -161,74 +156,6 @@ def _not_finite(run: RunData) -> list[Statement]:
                 )
             )
     return statements
-
-
-def _missing_mass(run: RunData) -> list[Statement]:
-    """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
-    if not run.is_own and rejects(run):
-        return []  # others measure kept tokens only: rejection alone moves their mean
-    z = z_of_mean_ratio(run)
-    for sign in (-1, 1):
-        count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
-        if first >= 0:
-            beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
-            evidence = {
-                "z": sorted(beyond)[len(beyond) // 2],
-                "count": count,
-                "steps": len(z),
-                "ratio": _mean_ratio(run, first, last),
-            }
-            if sign < 0 and not run.has(KEPT_SETS):
-                return [_below_one(run, evidence, (first, last))]
-            return [_not_drawn_from_it(evidence, (first, last), "below" if sign < 0 else "above")]
-    return []
-
-
-def _mean_ratio(run: RunData, first: int, last: int) -> float:
-    k1, k3 = run.get(K1).by_step(), run.get(K3).by_step()
-    ratios = [1 - k1[step] + k3[step] for step in k1.keys() & k3.keys() if first <= step <= last]
-    return math.fsum(ratios) / len(ratios) if ratios else math.nan
-
-
-def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
-    filters = _filters(run)
-    evidence["kept"] = evidence["ratio"]
-    known = not math.isnan(evidence["ratio"])
-    template = "The tokens were not drawn from what the engine reports: the mean ratio is " + (
-        "{ratio:.4f} instead of 1" if known else "below 1"
-    )
-    template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    if filters:
-        template += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
-        template += ": it keeps {kept:.1%} of the mass" if known else ""
-    elif known:
-        template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    cause = FILTER if filters else FILTER_OR_RAW
-    confidence: Confidence = "named" if filters else "likely"
-    return state(
-        cause,
-        evidence,
-        sentence=template,
-        confidence=confidence,
-        steps=steps,
-        next_test=FILTER_OR_RAW.next_test,
-    )
-
-
-def _not_drawn_from_it(evidence: dict[str, float], steps: tuple[int, int], side: str) -> Statement:
-    ratio = f"{side} 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
-    sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
-    sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    return state(RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
-
-
-def _filters(run: RunData) -> list[str]:
-    """Sampling filters of the configuration, as they are written there."""
-    neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
-    settings = {key: run.settings[key] for key in neutral if key in run.settings}
-    return [
-        f"{key}={value}" for key, value in settings.items() if value is not None and value not in neutral[key]
-    ]
 
 
 def _staleness(run: RunData) -> list[Statement]:
@@ -360,17 +287,21 @@ def _one_version_late(run: RunData) -> list[Statement]:
 def _missed_update(run: RunData) -> list[Statement]:
     """Row 19 for single steps: the gap jumps, and is back as soon as the next weights arrive.
 
-    Other weights change the logits of all tokens; rounding can make a few unlikely ones stand out in a step.
+    Other weights change the logits of all tokens, so the mean gap jumps, too; rounding can make a few
+    unlikely ones stand out in a step.
     """
-    noise, concentration = run.get(f"{PREFIX}logit_noise"), run.get(f"{PREFIX}concentration").by_step()
+    sizes = run.get(GAP)
+    noise = run.get(f"{PREFIX}logit_noise") if run.has(f"{PREFIX}logit_noise") else sizes
     if len(noise) < FEWEST_FOR_TREND:
         return []
+    usual_size = statistics.median(sizes.values or (0.0,))
+    jumped = {step for step, size in sizes.by_step().items() if size > BOUNDS.above_floor * usual_size}
     first, usual = at_the_start(noise), statistics.median(noise.values)
     bound = BOUNDS.far_above_floor * first
     jumps = [
         (step, value)
         for step, value in zip(noise.steps, noise.values, strict=True)
-        if value > bound and concentration.get(step, 0.0) <= BOUNDS.concentration
+        if value > bound and (step in jumped or not len(sizes))
     ]
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
@@ -428,29 +359,87 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
-    noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    noise, rounding = run.get(f"{PREFIX}logit_noise"), _rounding_of(run)
     if not len(noise):
         noise = run.get(f"{PREFIX}logit_noise_least")
-    ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
-    if len(noise) < _FEWEST_AT_START or (precision is None and run.is_own) or ages > 0:
+    if len(noise) < _FEWEST_AT_START or rounding is None or _oldest(run) > 0:
         return []
     first = min(noise.values[:_FEWEST_AT_START])
-    plausible = BOUNDS.implausible_noise if precision is None else PLAUSIBLE_NOISE[precision]
-    if first <= (plausible if precision is None else BOUNDS.far_above_floor * plausible):
+    if first <= rounding.largest:
         return []
-    where = "any precision" if precision is None else precision
     return [
         state(
             table.LARGE,
-            {"first": first, "plausible": plausible},
-            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in {where} "
-            "makes {plausible:g}: engine and trainer differ in something else, which metrics do not tell "
-            "apart",
+            {"first": first, "plausible": rounding.plausible},
+            sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in "
+            f"{rounding.precision} makes {{plausible:g}}: {_SOMETHING_ELSE}",
             next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             confidence="possible",
             steps=(noise.steps[0], noise.steps[-1]),
         )
     ]
+
+
+def _beyond_rounding(run: RunData) -> list[Statement]:
+    """Row 20 where the mean gap is larger than rounding makes, whatever it was at the start.
+
+    Noise s on the logits makes log-ratios of at most s sqrt(E g) on average, and E g = 1 - E Q is at most
+    1 - exp(-entropy): a policy that grows certain has more noise on its logits, and a smaller gap.
+    """
+    gap, rounding, entropies = run.get(GAP), _rounding_of(run), run.get("actor/entropy").by_step()
+    if rounding is None:
+        return []
+    pairs = {
+        step: (size, rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0))))
+        for step, size in gap.by_step().items()
+    }
+    beyond = Series(list(pairs), [size - most for size, most in pairs.values()])
+    count, first, last = lasting(beyond, lambda nats: nats > 0)
+    if first < 0:
+        return []
+    within = [pairs[step] for step in pairs if first <= step <= last]
+    evidence = {"gap": statistics.median(size for size, _ in within), "count": count, "steps": len(gap)}
+    evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
+    age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
+    return [
+        state(
+            table.BEYOND_ROUNDING,
+            evidence,
+            sentence="The gap is {gap:.4f} nats per token (mean |log-ratio|), where rounding in "
+            f"{rounding.precision} makes {{largest:.3f}} at most ({{count:.0f}} of {{steps:.0f}} steps): "
+            f"{_SOMETHING_ELSE}{age}",
+            next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
+            level="notice" if age else "fault",
+            confidence="possible",
+            steps=(first, last),
+        )
+    ]
+
+
+def _oldest(run: RunData) -> float:
+    """The largest mean age of tokens in a step, in updates."""
+    return max((value for name in _AGES for value in run.get(name).values), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding makes of the logits of a run."""
+
+    precision: str
+    plausible: float
+    """Noise on the logits that was measured in small models."""
+    largest: float
+    """Beyond this, noise on the logits is called large."""
+
+
+def _rounding_of(run: RunData) -> _Rounding | None:
+    """None where a run of our own does not say in which precision it computes."""
+    precision = _precision(run)
+    if precision is None:
+        most = BOUNDS.implausible_noise
+        return None if run.is_own else _Rounding("any precision", most, most)
+    plausible = PLAUSIBLE_NOISE[precision]
+    return _Rounding(precision, plausible, BOUNDS.far_above_floor * plausible)
 
 
 def _precision(run: RunData) -> str | None:
@@ -471,7 +460,7 @@ def _precision(run: RunData) -> str | None:
 
 
 def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one.
+    """Rows 11 and 20: as at the start, larger by every measure, much larger by one, or beyond rounding.
 
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
@@ -479,9 +468,10 @@ def _size_of_gap(run: RunData) -> Statement:
     measures = measures_of_gap(run)
     grown = []
     for gap, unit in measures:
-        change, first = change_of(gap), at_the_start(gap)
-        if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
-            grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
+        # Before the first update no weights are old: samples of the second step may be.
+        last, first = mean_of(last_part(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
+        if last is not None and last.value - last.error > BOUNDS.above_floor * first:
+            grown.append(_grown({"first": first, "gap": last.value}, unit, last.steps))
     if not measures:
         return _not_measured(run)
     worst = min(
@@ -489,7 +479,7 @@ def _size_of_gap(run: RunData) -> Statement:
     )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
-    return _rounding(*measures[0])
+    return next(iter(_beyond_rounding(run)), None) or _rounding(*measures[0])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:

@@ -5,12 +5,15 @@ from verl_rc.health.causes import state
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.signatures import Row
+from verl_rc.metrics.bounds import BOUNDS
 
 INVARIANTS_BY_NAME = {
     "stop": (table.STOP_LOST, "finished, response_ids and the fact stop_token_ids"),
     "equal": (table.EQUAL_SAMPLES, "response_ids"),
     "vocabulary": (table.OUTSIDE_VOCABULARY, "response_ids"),
     "shifted": (table.SHIFTED_ROWS, "old_log_prob"),
+    "floor": (table.FLOORED, "old_log_prob"),
+    "mask": (table.OUTSIDE_MASK, ""),
 }
 """Causes, and what they need, by the names of ``run_folder.invariants``."""
 
@@ -30,6 +33,8 @@ def invariant_causes(run: RunData) -> list[Statement]:
             "count": sum(len(one.rows) for one in checked.values()),
             "rows": sum(one.checked for one in checked.values()),
         }
+        if cause is table.SHIFTED_ROWS and evidence["count"] < BOUNDS.shifted_rows * evidence["rows"]:
+            continue
         rows = checked[broken[0]].rows
         numbers = ", ".join(map(str, rows[:_MOST_NAMED])) + (", …" if len(rows) > _MOST_NAMED else "")
         sentence = f"{cause.sentence}; in step {broken[0]} row {numbers}"

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rc.health.causes import KEPT_SETS, PREFIX, SIGNATURES, cause_of, statement_of
-from verl_rc.health.signature_causes import SIGNATURE_CAUSES, SignatureCause, Step
+from verl_rc.health.cause_table import NOT_A_TEMPERATURE
+from verl_rc.health.causes import KEPT_SETS, PREFIX, SIGNATURES, cause_of, state, statement_of
+from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import lasting
+from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, fit_line, lasting
+from verl_rc.metrics.bounds import BOUNDS
 
 _TEMPERATURE = "actor_rollout_ref.rollout.temperature"
 _IDS = "prompt_ids and response_ids of several samples a prompt"
@@ -61,8 +63,37 @@ def signature_causes(run: RunData) -> list[Statement]:
                 for step_metrics, step_cause in zip(metrics, causes, strict=True)
                 if step_cause is cause
             ]
-            statements.append(statement_of(cause, examples, float(temperature), (first, last)))
+            statement = statement_of(cause, examples, float(temperature), (first, last))
+            statements.append(_as_in_all_steps(statement, run) if cause is TEMPERATURE else statement)
     return statements
+
+
+def _as_in_all_steps(statement: Statement, run: RunData) -> Statement:
+    """A temperature is one slope in all steps, and a straight line: what is neither follows log-probs, but is
+    none."""
+    assert statement.steps is not None, "a cause of steps says of which"
+    reasons, evidence = [], dict(statement.evidence)
+    name = "temperature_slope" if run.has(f"{PREFIX}temperature_slope") else "prefix_slope"
+    slopes = run.get(f"{PREFIX}{name}").between(0, statement.steps[1])
+    line = fit_line(slopes.steps, slopes.values) if len(slopes) >= FEWEST_FOR_TREND else None
+    if line is not None and line.r_squared > LINEAR:
+        first, last = (line.intercept + line.slope * step for step in (slopes.steps[0], slopes.steps[-1]))
+        if abs(last - first) > max(
+            BOUNDS.temperature_slope, BOUNDS.steady_slope * max(abs(first), abs(last))
+        ):
+            reasons.append("its slope grows from {first:.3f} to {last:.3f} over the run")
+            evidence |= {"first": first, "last": last}
+    bend = None if run.tokens is None else run.tokens.bend
+    if bend is not None and abs(bend.z) > BOUNDS.z and bend.share > BOUNDS.bend:
+        reasons.append("it is no straight line: its bend explains {bend:.0%} more, z {bend_z:.0f}")
+        evidence |= {"bend": bend.share, "bend_z": bend.z}
+    if not reasons:
+        return statement
+    sentence = (
+        "The gap follows the trainer's log-probs (slope {temperature_slope:.3f}, which explains "
+        "{temperature_r2:.0%} of it), but not as another temperature does: " + ", and ".join(reasons)
+    )
+    return state(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
 
 
 def rows_asked(run: RunData) -> list[Row]:

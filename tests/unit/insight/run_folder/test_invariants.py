@@ -3,7 +3,16 @@
 from typing import Any
 
 import pytest
-from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, VOCABULARY, Planted, rows_of, shifted
+from planted_faults.planted_tokens import (
+    FIRST_ID,
+    PLANS,
+    STOP,
+    VOCABULARY,
+    Planted,
+    Row,
+    rows_of,
+    shifted,
+)
 
 from verl_rc.data.token_record import TOKEN_CLASSES, TokenRecord
 from verl_rc.data.token_rows import record_of_rows
@@ -23,7 +32,7 @@ def record_of(
 def test_without_lost_or_shifted_tokens_nothing_is_broken(plan: str) -> None:
     for seed in (1, 2):
         checked = broken_invariants(record_of(plan, seed))
-        assert set(checked) == {"stop", "equal", "vocabulary", "shifted"}
+        assert set(checked) == {"stop", "equal", "vocabulary", "shifted", "floor", "mask"}
         assert {broken.rows for broken in checked.values()} == {()}
         assert checked["equal"].counts[1] == 144
 
@@ -103,3 +112,40 @@ def test_rows_whose_log_probs_are_shifted() -> None:
         0,
         0,
     )
+
+
+def floored(floor: float, rows: list[Row]) -> list[Row]:
+    """What an engine reports that cuts log-probs."""
+    return [
+        {**row, "rollout_log_prob": [max(value, floor) for value in row["rollout_log_prob"]]} for row in rows
+    ]
+
+
+@pytest.mark.parametrize("floor", [-1.5, -3.0, -5.0])
+def test_log_probs_with_a_floor(floor: float) -> None:
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    below = sum(min(row["rollout_log_prob"]) <= floor for row in rows)
+    assert broken_invariants(record_of_rows({}, 1, floored(floor, rows)))["floor"].counts == (below, 144)
+
+
+def test_what_is_no_floor() -> None:
+    """A lowest log-prob of few tokens, of equal tokens in equal rows, of log-probs that were rounded."""
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    lowest = sorted(value for row in rows for value in row["rollout_log_prob"])
+    coarse = [
+        {**row, "rollout_log_prob": [round(value) - 0.1 for value in row["rollout_log_prob"]]} for row in rows
+    ]
+    unlikely = {"response_mask": [1], "rollout_log_prob": [-9.0], "old_log_prob": [-9.5]}
+    for healthy in (floored(lowest[4], rows), coarse, [*rows, *[unlikely] * 40]):
+        assert broken_invariants(record_of_rows({}, 1, healthy))["floor"].counts[0] == 0
+
+
+def test_a_mask_that_leaves_out_what_was_sampled() -> None:
+    """Not tokens of tools, which have no log-prob, nor rows that are left out as a whole."""
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    long = sum(len(row["response_mask"]) > 1 for row in rows)
+    moved = [{**row, "response_mask": [0, *row["response_mask"][:-1]]} for row in rows]
+    assert broken_invariants(record_of_rows({}, 1, moved))["mask"].counts == (long, long)
+    tool = {"response_mask": [1, 0, 0, 1], "rollout_log_prob": [-1.0, 0.0, float("nan"), -2.0]}
+    whole = {"response_mask": [0] * 3, "rollout_log_prob": [-1.0] * 3}
+    assert broken_invariants(record_of_rows({}, 1, [tool, whole]))["mask"].counts == (0, 1)

@@ -7,19 +7,24 @@ mass = mean ratio.
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_faults.planted_tokens import Planted, rows_of
 from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
 from sound_run import sound_run
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.schema import leaves_of, public_values
+from verl_rc.health.cause_table import BEYOND_ROUNDING
 from verl_rc.health.causes import PREFIX
 from verl_rc.insight.run_folder import Series
+from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER
+from verl_rc.insight.run_folder.token_data import TokenData
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
 from verl_rc.insight.verdict.gap_series import z_of_mean_ratio
 
@@ -353,17 +358,20 @@ def test_row_19_of_single_steps(jumps, height, is_named):
     """In the real loop a skipped update made eleven times the noise of the first steps, in one step
     (docs/experiment_log.md)."""
     noise = [0.0137 * (height if step in jumps else 1.2 if step > 1 else 1.0) for step in range(STEPS)]
-    found = only(judge_gap(planted({"rollout_corr/logit_noise": noise})))
+    series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": [value / 4 for value in noise]}
+    found = only(judge_gap(planted(series)))
     assert (found.cause == "an update was missed") == is_named
+    for name in series:  # where the other one is not known
+        assert only(judge_gap(planted({name: series[name]}))).cause == found.cause
     if is_named:
         assert (found.level, found.row, found.evidence["step"]) == ("notice", 19, jumps[0] + 1)
 
 
 def test_a_jump_that_few_tokens_make_is_no_missed_update():
-    """A healthy run of 120 steps had one (docs/experiment_log.md)."""
-    noise = [0.039 if step == 9 else 0.009 for step in range(STEPS)]
-    spread = [0.96 if step == 9 else 0.2 for step in range(STEPS)]
-    series = {"rollout_corr/logit_noise": noise, "rollout_corr/concentration": spread}
+    """Healthy runs of 60 and 120 steps had some (docs/experiment_log.md): the mean gap is as before."""
+    noise = [0.051 if step == 9 else 0.01 for step in range(STEPS)]
+    size = [0.0075 if step == 9 else 0.0048 for step in range(STEPS)]
+    series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": size}
     assert only(judge_gap(planted(series))).cause == "rounding"
 
 
@@ -408,6 +416,40 @@ def test_what_exact_mode_leaves_of_the_gap_is_staleness(size: float, row: int) -
     assert (found.row, found.level) == (row, "notice" if size else "good")
     assert "exact mode leaves no rounding, all of it is staleness" in found.sentence
     assert "exact mode" not in only(judge_gap(planted(gap, FP32))).sentence
+
+
+@pytest.mark.parametrize(("settings", "bound"), PRECISIONS)
+@pytest.mark.parametrize(("entropy", "part"), [(math.log(4 / 3), 0.5), (50.0, 1.0)])
+def test_row_20_a_mean_gap_that_rounding_cannot_make(settings, bound, entropy, part):
+    """1 - exp(-entropy) is 1/4 and 1: logits with the largest noise of rounding move log-probs by half of it
+    at most, and by all of it."""
+    for share, row in ((0.98, 11), (1.02, 20)):
+        gap = {"sync/rollout_gap_mean": [share * part * bound] * STEPS, "actor/entropy": [entropy] * STEPS}
+        found = only(judge_gap(planted(gap, settings)))
+        assert (found.row, found.level) == (row, "fault" if row == 20 else "good")
+        assert found.evidence["gap"] == pytest.approx(share * part * bound)
+    once = [0.0] * 9 + [9.0] + [0.0] * (STEPS - 10)
+    noise = {"rollout_corr/logit_noise": [0.9 * bound] * STEPS}
+    assert only(judge_gap(planted({"sync/rollout_gap_mean": once} | noise, settings))).row == 11
+
+
+def test_row_20_a_mean_gap_of_old_samples_is_a_notice_that_names_their_age():
+    gap = {"sync/rollout_gap_mean": [0.3] * STEPS, "async/token_age/mean": [1.0] * STEPS}
+    found = only(judge_gap(planted(gap, PRECISIONS[0][0])))
+    assert (found.cause, found.level) == (BEYOND_ROUNDING.name, "notice")
+    assert "up to 1 updates old" in found.text
+    assert only(judge_gap(planted(gap, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
+
+
+@pytest.mark.parametrize("sharpest", [-0.5, 0.3, 2.0, 4.0])
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+def test_noise_on_logits_makes_no_larger_mean_gap(noise, sharpest):
+    """Of flat policies and of certain ones."""
+    rows = rows_of(Planted(noise=noise, sharpest=sharpest), 1, 1)
+    logs, entropies = ([value for row in rows for value in row[name]] for name in ("old_log_prob", "entropy"))
+    reported = [value for row in rows for value in row["rollout_log_prob"]]
+    mean = statistics.fmean(abs(a - b) for a, b in zip(logs, reported, strict=True))
+    assert mean < noise * math.sqrt(1 - math.exp(-statistics.fmean(entropies)))
 
 
 # ---- Row 17.
@@ -540,6 +582,19 @@ def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_o
     assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
 
 
+@pytest.mark.parametrize(
+    ("rise", "level"), [((0.003, 0.108, 0.082, 0.061), 0.03), ((0.003, 0.108, 0.2, 0.288), 0.16)]
+)
+def test_old_samples_without_versions_are_a_gap_that_has_grown(rise, level):
+    """The first step cannot have old ones: its gap, those of the next steps, and that from step 5 on, as in
+    real runs one and four updates behind (docs/experiment_log.md)."""
+    gap = [*rise, *wave(level, steps=STEPS - 4)]
+    series = {K3: [size**2 for size in gap], "sync/rollout_gap_mean": gap}
+    found = only(judge_gap(planted(series)))
+    assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
+    assert "record the version of each token" in found.next_test
+
+
 def test_a_gap_that_was_nothing_at_the_start_can_grow():
     k3 = [0.0] * 4 + [1e-4] * (STEPS - 4)
     found = only(
@@ -595,8 +650,9 @@ NEEDS = {
     "not the sampled tokens, or not their log-probs": [{Z}, {K1, K3, CHI2}],
     "staleness": [{"rollout_corr/age_0_k3_kl", "rollout_corr/age_1_k3_kl"}],
     "weights never arrive": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
-    "an update was missed": [{"rollout_corr/logit_noise"}],
+    "an update was missed": [{"rollout_corr/logit_noise"}, {"sync/rollout_gap_mean"}],
     "large from the start, cause not separable by metrics": [{"rollout_corr/logit_noise"}],
+    BEYOND_ROUNDING.name: [{"sync/rollout_gap_mean"}],
     "one version late": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "grown, cause not separable by metrics": [{K3}, {"sync/rollout_gap_mean"}],
     "rounding": [{K3}, {"sync/rollout_gap_mean"}],
@@ -649,6 +705,36 @@ def test_signatures_name_a_cause_in_neighbouring_steps():
     )
     assert "samples at temperature 0.81, the trainer scores at 0.90" in found.text  # 0.9 / (1 + 0.111)
     assert only(judge_gap(planted(signed(range(7, 8), COOLER)))).row == 11
+
+
+@pytest.mark.parametrize(
+    ("slopes", "is_one"),
+    [
+        (ramp(0.0, 0.024), False),
+        (ramp(-0.1, -0.13), False),
+        (ramp(-0.1, -0.11), True),  # 9 % of itself, as that of half the trainer's temperature may
+        (ramp(0.01, 0.0125), True),  # smaller differences count for nothing
+        ([0.001] * 20 + [-0.111] * 20, True),  # another temperature from a step on
+    ],
+)
+def test_a_temperature_has_one_slope(slopes, is_one):
+    metrics = signed(range(STEPS + 1), COOLER) | {f"{PREFIX}temperature_slope": slopes}
+    found = only(judge_gap(planted(metrics)))
+    assert (found.row, found.level, found.cause == "temperature") == (8, "fault", is_one)
+    if not is_one:
+        assert f"grows from {slopes[0]:.3f} to {slopes[-1]:.3f} over the run" in found.text
+        assert "--digests" in found.next_test
+
+
+@pytest.mark.parametrize(
+    ("bend", "is_one"), [((-21.0, 0.08), False), ((-5.0, 0.08), True), ((-21.0, 0.01), True)]
+)
+def test_a_temperature_is_a_straight_line(bend, is_one):
+    run = planted(signed(range(STEPS + 1), COOLER))
+    run.tokens = TokenData([1], (), 0, (), None, {}, bend=Bend(*bend))
+    found = only(judge_gap(run))
+    assert (found.row, found.cause == "temperature") == (8, is_one)
+    assert ("its bend explains 8% more, z -21" in found.text) is not is_one
 
 
 def test_two_causes_one_after_the_other_are_both_named():

@@ -10,6 +10,7 @@ from planted_series import healthy, write_run
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.signatures import signature_causes
 
 STOP_IDS = [STOP + FIRST_ID]
 
@@ -66,3 +67,28 @@ def test_what_was_not_checked_says_what_it_needs(tmp_path: Path) -> None:
     assert causes(path) == []
     needs = "needs finished, response_ids and the fact stop_token_ids"
     assert f"finished rows without a stop token (row 21): {needs}" in judge(read_run(path)).unasked
+
+
+def test_a_floor_is_named_and_nothing_else(tmp_path: Path) -> None:
+    """The cut log-probs make a mass that is missing and a slope, which would name other causes."""
+    path = tmp_path / "run.jsonl"
+    with TokenLines(path, "mine") as lines:
+        for step in (1, 2):
+            for row in rows_of(PLANS["healthy bf16"], 1, step):
+                lines.write(**row | {"rollout_log_prob": [max(x, -2.0) for x in row["rollout_log_prob"]]})
+    run = read_run(path)
+    assert causes(path) == [("log-probs with a floor", "named")]
+    assert signature_causes(run)
+
+
+@pytest.mark.parametrize(("count", "is_named"), [(1, False), (2, True)])
+def test_a_shifted_row_in_more_than_a_hundred_is_chance(tmp_path: Path, count: int, is_named: bool) -> None:
+    rows = rows_of(PLANS["healthy bf16"], 1, 1)
+    longest = sorted(rows, key=lambda row: -len(row["response_ids"]))[:count]
+    for row in longest:
+        row["rollout_log_prob"] = row["old_log_prob"][-1:] + row["old_log_prob"][:-1]
+    with TokenLines(tmp_path / "run.jsonl", "mine") as lines:
+        for row in rows:
+            lines.write(**row)
+    named = [cause for cause, _ in causes(tmp_path / "run.jsonl")]
+    assert ("log-probs of some rows shifted" in named) is is_named

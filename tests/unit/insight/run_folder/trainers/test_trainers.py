@@ -157,6 +157,18 @@ def test_a_folder_of_two_trainers_is_refused(tmp_path: Path) -> None:
         read_run(own)
 
 
+@pytest.mark.parametrize("command", ["report", "diagnose", "what-if", "convert"])
+def test_every_command_refuses_a_run_of_ours_with_files_of_another_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = write_run(write_layout(tmp_path / "run", "NeMo-RL", (1,)), healthy())
+    output = [str(tmp_path / "out.jsonl")] if command == "convert" else []
+    assert main([command, str(folder), *output]) == 2
+    said = "must hold the files of one trainer; it holds a run of verl_rc and token files of NeMo-RL. Pass a"
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_prime_rl_s_metrics_are_no_run_of_ours(tmp_path: Path) -> None:
     lines = [
         {"step": step, **one}

@@ -1,0 +1,82 @@
+"""Probability that is missing: the mean ratio of engine and trainer is not 1, rows 4 to 7 of the table."""
+
+import math
+
+from verl_rc.health.causes import KEPT_SETS, state
+from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
+from verl_rc.health.statement import Confidence, Statement, literal
+from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.run_folder.foreign import rejects
+from verl_rc.insight.verdict.estimates import lasting
+from verl_rc.insight.verdict.gap_series import K1, K3, z_of_mean_ratio
+from verl_rc.metrics.bounds import BOUNDS
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def missing_mass(run: RunData) -> list[Statement]:
+    """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
+    if not run.is_own and rejects(run):
+        return []  # others measure kept tokens only: rejection alone moves their mean
+    z = z_of_mean_ratio(run)
+    for sign in (-1, 1):
+        count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
+        if first >= 0:
+            beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
+            evidence = {
+                "z": sorted(beyond)[len(beyond) // 2],
+                "count": count,
+                "steps": len(z),
+                "ratio": _mean_ratio(run, first, last),
+            }
+            if sign < 0 and not run.has(KEPT_SETS):
+                return [_below_one(run, evidence, (first, last))]
+            return [_not_drawn_from_it(evidence, (first, last), "below" if sign < 0 else "above")]
+    return []
+
+
+def _mean_ratio(run: RunData, first: int, last: int) -> float:
+    k1, k3 = run.get(K1).by_step(), run.get(K3).by_step()
+    ratios = [1 - k1[step] + k3[step] for step in k1.keys() & k3.keys() if first <= step <= last]
+    return math.fsum(ratios) / len(ratios) if ratios else math.nan
+
+
+def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+    filters = _filters(run)
+    evidence["kept"] = evidence["ratio"]
+    known = not math.isnan(evidence["ratio"])
+    template = "The tokens were not drawn from what the engine reports: the mean ratio is " + (
+        "{ratio:.4f} instead of 1" if known else "below 1"
+    )
+    template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+    if filters:
+        template += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
+        template += ": it keeps {kept:.1%} of the mass" if known else ""
+    elif known:
+        template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
+    cause = FILTER if filters else FILTER_OR_RAW
+    confidence: Confidence = "named" if filters else "likely"
+    return state(
+        cause,
+        evidence,
+        sentence=template,
+        confidence=confidence,
+        steps=steps,
+        next_test=FILTER_OR_RAW.next_test,
+    )
+
+
+def _not_drawn_from_it(evidence: dict[str, float], steps: tuple[int, int], side: str) -> Statement:
+    ratio = f"{side} 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
+    sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
+    sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+    return state(RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
+
+
+def _filters(run: RunData) -> list[str]:
+    """Sampling filters of the configuration, as they are written there."""
+    neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
+    settings = {key: run.settings[key] for key in neutral if key in run.settings}
+    return [
+        f"{key}={value}" for key, value in settings.items() if value is not None and value not in neutral[key]
+    ]
