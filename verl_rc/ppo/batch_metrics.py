@@ -43,10 +43,10 @@ def batch_metrics(
     if rollouts.tokens.kept_counts is not None:
         columns["kept_set"] = rollouts.tokens.kept_counts[mask]
     values = _mean_max_min(columns)
-    if rollouts.tokens.kept_counts is not None:
-        values["kept_set/unrecorded_ratio"] = (columns["kept_set"] == 0).double().mean()
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
+    if "kept_set" in columns:
+        values["kept_set/unrecorded_ratio"] = (columns["kept_set"] == 0).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()
     return _to_floats(values)
 
