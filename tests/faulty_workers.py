@@ -1,7 +1,7 @@
 """Workers that go wrong on request, at the places where real systems did; for tests of the proofs and
 guards."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,11 +119,13 @@ class FaultyEngine(VllmEngine):
         factor = 1.5 if self.fault == "other_temperature" else 1.0
         return replace(options, temperature=factor * options.temperature)
 
-    def _parts_of_output(self, output: Any, held: tuple[int, int], number: int) -> list[Part]:
+    def _parts_of_output(
+        self, output: Any, held: tuple[int, int], number: int, columns: Mapping[str, Any]
+    ) -> list[Part]:
         bad = number % (BAD_ROW + 1) == BAD_ROW
         if self.fault == "missing_log_prob" and bad:
             output.logprobs = None
-        parts = parts_of_output(output, held, number)
+        parts = parts_of_output(output, held, number, columns)
         if self.fault == "nan_log_prob" and bad:
             parts[0].log_probs[:] = torch.nan
         return parts

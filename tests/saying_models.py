@@ -18,6 +18,7 @@ SHAPE = Namespace(
     num_kv_heads=2,
     max_length=1024,
     tie_word_embeddings=False,
+    experts=0,
 )
 
 
