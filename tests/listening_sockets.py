@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -29,5 +30,8 @@ def listening(pids: set[str]) -> set[tuple[str, str]]:
 
 def family(pid: str) -> set[str]:
     """A process and all its descendants."""
-    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    children = list[str]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # its thread has ended since
+            children += path.read_text().split()
     return {pid}.union(*(family(child) for child in children))
