@@ -20,10 +20,12 @@ _ARGUMENTS = {
 }
 
 
-def start_small_engine(model: Path, arguments: dict[str, Any], **options: Any) -> ChildProcess:
-    """An ``ObservedEngine`` in fp32."""
+def start_small_engine(
+    model: Path, arguments: dict[str, Any], served: str = "observed_engine:ObservedEngine", **options: Any
+) -> ChildProcess:
+    """An engine of the class ``served``, in fp32."""
     built = VllmOptions(
         str(model), "float32", max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options
     )
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    return ChildProcess("observed_engine:ObservedEngine", environment, options=built)
+    return ChildProcess(served, environment, options=built)

@@ -39,13 +39,14 @@ def small_experts(kind: type[PreTrainedModel], vocabulary: int) -> PreTrainedMod
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
+        "max_position_embeddings": 96,  # those of small engines
     }
     # vLLM's attention on a CPU has no heads below 32.
     heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    # Qwen3 has none; vLLM would build one that nobody writes.
+    # Qwen3 has no expert that all tokens share; vLLM would build one without weights.
     of_all = {"shared_expert_intermediate_size": 32} if kind is Qwen2MoeForCausalLM else {}
     assert kind.config_class is not None
-    return kind(kind.config_class(**{**shared, **experts, **heads, **of_all, "norm_topk_prob": True}))
+    return kind(kind.config_class(**{**shared, **experts, **heads, **of_all}))
 
 
 def write_small_model(folder: Path, **further: object) -> Path:

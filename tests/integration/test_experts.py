@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_engines import start_small_engine
 from small_models import log_probs, small_experts
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
@@ -12,19 +13,10 @@ from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausal
 from verl_rc.data.parts import token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.workers.environment import engine_environment
 
 ROUNDING = 1e-4
 """In nats: both sides compute in float32."""
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(9)] for row in range(8)]
-
-
-def start_engine(folder: Path) -> ChildProcess:
-    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32}
-    further = {"skip_tokenizer_init": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
-    options = VllmOptions(str(folder), "float32", max_model_len=64, arguments={**arguments, **further})
-    return ChildProcess("loaded_engine:LoadedEngine", engine_environment(1, "cpu", True), options=options)
 
 
 def gap(engine: ChildProcess, model: PreTrainedModel) -> float:
@@ -44,7 +36,7 @@ def test_an_engine_computes_experts_as_the_trainer_also_after_updates(
 ) -> None:
     model = small_experts(kind, 258)
     model.save_pretrained(tmp_path)
-    engine = start_engine(tmp_path)
+    engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
     try:
         assert gap(engine, model) < ROUNDING
         for version in (1, 2):
