@@ -47,7 +47,8 @@ COMMON = (
         "trainer.val_before_train=False",
     ),
     *("trainer.resume_mode=disable", "trainer.report=never", "trainer.token_records.rows_per_step=64"),
-    *("trainer.token_records.freq=4", f"{ACTOR}.optim.lr_scheduler_type=constant"),
+    *("trainer.token_records.freq=4", "trainer.token_records.full_freq=1"),  # whole steps, for in_files.py
+    f"{ACTOR}.optim.lr_scheduler_type=constant",
     # The run's own guards note what they find and stop nothing: the doctor is to be asked.
     *(
         f"{ROLLOUT}.sync_proof.gap_limit=50",
