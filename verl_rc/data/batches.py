@@ -353,5 +353,4 @@ def _factors(width: int, stream: int) -> Tensor:
     batch's."""
     generator = torch.Generator().manual_seed(_SEED + stream)
     lowest = torch.iinfo(torch.int64).min
-    drawn = [torch.randint(lowest, -lowest - 1, (1,), generator=generator) for _ in range(width)]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *drawn]) | 1
+    return torch.randint(lowest, -lowest - 1, (width,), generator=generator) | 1
