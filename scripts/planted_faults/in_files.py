@@ -1,7 +1,8 @@
 """Planted runs in the files of other trainers: what is named first, beside what their own folder names.
 
 Usage: python -m scripts.planted_faults.in_files RUNS --seed 1 --out FILE
-RUNS is the folder of ``python -m scripts.planted_faults``. A line of FILE for each run; a repeated call goes on behind the last.
+RUNS is the folder of ``python -m scripts.planted_faults``. A line of FILE for each run; a repeated call goes
+on behind the last.
 With ``RUNS/sft_model`` the first step is scored again, too, as ``verl-rc diagnose --model`` does.
 """
 
