@@ -29,6 +29,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "restarts": (torch.bool, "BR"),
     "kept_counts": (torch.int64, "BR"),
     "kept_ids": (torch.int32, "BK"),
+    "experts_counts": (torch.int64, "BR"),
+    "experts_ids": (torch.uint8, "BE"),
     "response_mask": (torch.bool, "BR"),
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
@@ -38,6 +40,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
     "varentropies": (torch.float32, "BR"),
+    "flipped_experts": (torch.float32, "BR"),
     "critic_values": (torch.float32, "BR"),
     "old_values": (torch.float32, "BR"),
     "advantages": (torch.float32, "BR"),
@@ -54,7 +57,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "scores": (torch.float32, "B"),
 }
 """Dtype and shape of every field; a field has the same meaning in all records."""
-COLUMNS = {"kept": "BK"}
+COLUMNS = {"kept": "BK", "experts": "BE"}
 """Lists beside the response tokens: the field ``<name>_counts`` has their lengths, ``<name>_ids``, of these
 symbols, the integers of a row's lists, one behind the other."""
 
@@ -103,10 +106,25 @@ class TokenBatch(TensorClass):
     kept_ids: Tensor | None = None
     """int32 ``[B, K]``: the token ids of these sets, padding on the right; ``K`` is their number in the row
     that has most."""
+    experts_counts: Tensor | None = None
+    """int64 ``[B, R]``: numbers in ``experts_ids`` of each token that the policy produced, 0 for all other
+    tokens and where nothing is recorded. None: no experts are replayed."""
+    experts_ids: Tensor | None = None
+    """uint8 ``[B, E]``, padding on the right: the experts that the engine took, of all layers at each place
+    of the row up to the last one that a token was sampled at. Beside a token are those of the places that no
+    token before it has, up to its own: with the first one those of the prompt."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
+
+    def without_experts(self) -> "TokenBatch":
+        """The same tokens for a model that takes its own experts."""
+        if self.experts_counts is None:
+            return self
+        plain = self.clone(recurse=False)
+        plain.experts_counts = plain.experts_ids = None
+        return plain
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -238,6 +256,9 @@ class TokenScores:
     varentropies: Tensor | None = None
     """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both
     of the above."""
+    flipped_experts: Tensor | None = None
+    """float32 ``[B, R]``: 1 where the model itself would take other experts, in a layer, than those replayed
+    at the place that predicts the token, else 0; None where none are replayed."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -330,7 +351,7 @@ def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
         if counts is not None:
             is_real = positions_mask(counts.sum(-1), ids.shape[1])
             total += (counts * _factors(counts.shape[1], 2 + 2 * number)).sum(-1)
-            total += ((ids + 1) * _factors(ids.shape[1], 3 + 2 * number) * is_real).sum(-1)
+            total += ((ids.long() + 1) * _factors(ids.shape[1], 3 + 2 * number) * is_real).sum(-1)
     return total
 
 

@@ -114,6 +114,18 @@ def context(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> list[int]:
     return token_ids(parts[begins[-1] :]) if begins else [*prompt, *token_ids(parts)]
 
 
+def num_since_sampled(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> int:
+    """Tokens of ``context`` from the last one on that was sampled; all of them where none was."""
+    behind = 0
+    for part in reversed(parts):
+        if isinstance(part, Part):
+            return behind + 1
+        behind += len(part.token_ids)
+        if part.restarts:
+            return behind
+    return len(prompt) + behind
+
+
 def num_answers(parts: Sequence[Part | Answer]) -> int:
     """Answers of the environment: one for all messages behind a turn."""
     return sum(isinstance(part, Answer) for part in parts)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from verl_rc.data.parts import Answer, Part, context, num_sampled, num_tokens, num_turns
+from verl_rc.data.parts import Answer, Part, context, num_sampled, num_since_sampled, num_tokens, num_turns
 
 
 def part(*tokens: int, version: int = 3) -> Part:
@@ -29,6 +29,11 @@ def test_the_next_token_is_sampled_behind_the_last_conversation_that_began() -> 
     parts = [part(11), answer(90), part(12), replace(answer(91, 92), restarts=True), part(13)]
     assert context([1, 2], parts[:3]) == [1, 2, 11, 90, 12]
     assert context([1, 2], parts) == [91, 92, 13]
+    # from the last sampled token on: none yet, [12], [12, 91] or, where another conversation began, all of it
+    found = [num_since_sampled([1, 2], parts[:count]) for count in range(6)]
+    assert found == [2, 1, 2, 1, 2, 1]
+    assert num_since_sampled([1, 2], [answer(7, 8, 9)]) == 5
+    assert num_since_sampled([1, 2], [part(11, 12), answer(7, 8, 9)]) == 4
     assert [one.restarts for one in pickle.loads(pickle.dumps(parts)) if isinstance(one, Answer)] == [
         False,
         True,
