@@ -49,6 +49,10 @@ class ObservedEngine(VllmEngine):
         self._loop.call(lambda _: self._loop.limit(count))
         self._loop.call(lambda _: None, after="all")
 
+    def count_preemptions(self) -> int:
+        """How often a running request has lost its blocks of the cache, since this was asked first."""
+        return self._loop.call(_counted_preemptions)
+
     def converse_by(self, conversations: Any) -> None:
         """From now on take turns with tools as ``conversations`` says; None: no tools again."""
         self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
@@ -66,3 +70,16 @@ class ObservedEngine(VllmEngine):
             ]
         finally:
             self._can_sleep, self._loop = can_sleep, loop
+
+
+def _counted_preemptions(sampler: Any) -> int:
+    scheduler = sampler._llm.llm_engine.engine_core.engine_core.scheduler
+    if not hasattr(scheduler, "preemptions"):
+        scheduler.preemptions, preempt = [], scheduler._preempt_request
+
+        def counted(*arguments: Any, **options: Any) -> None:
+            scheduler.preemptions.append(arguments)
+            preempt(*arguments, **options)
+
+        scheduler._preempt_request = counted
+    return len(scheduler.preemptions)

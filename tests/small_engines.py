@@ -21,11 +21,13 @@ _ARGUMENTS = {
 
 
 def start_small_engine(
-    model: Path, arguments: dict[str, Any], served: str = "observed_engine:ObservedEngine", **options: Any
+    model: Path,
+    arguments: dict[str, Any],
+    served: str = "observed_engine:ObservedEngine",
+    dtype: str = "float32",
+    **options: Any,
 ) -> ChildProcess:
-    """An engine of the class ``served``, in fp32."""
-    built = VllmOptions(
-        str(model), "float32", max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options
-    )
+    """An engine of the class ``served``."""
+    built = VllmOptions(str(model), dtype, max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     return ChildProcess(served, environment, options=built)

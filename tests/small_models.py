@@ -28,7 +28,7 @@ def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
     )
 
 
-def small_experts(kind: type[PreTrainedModel], vocabulary: int) -> PreTrainedModel:
+def small_experts(kind: type[PreTrainedModel], vocabulary: int, **further: object) -> PreTrainedModel:
     """A causal language model with five experts in each layer, of which a token takes two."""
     torch.manual_seed(0)
     sizes = small_model_config(vocabulary).to_dict()
@@ -46,7 +46,7 @@ def small_experts(kind: type[PreTrainedModel], vocabulary: int) -> PreTrainedMod
     # Qwen3 has no expert that all tokens share; vLLM would build one without weights.
     of_all = {"shared_expert_intermediate_size": 32} if kind is Qwen2MoeForCausalLM else {}
     assert kind.config_class is not None
-    return kind(kind.config_class(**{**shared, **experts, **heads, **of_all}))
+    return kind(kind.config_class(**{**shared, **experts, **heads, **of_all, **further}))
 
 
 def write_small_model(folder: Path, **further: object) -> Path:

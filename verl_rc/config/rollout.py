@@ -85,7 +85,7 @@ OWNED_ENGINE_ARGUMENTS = {
     "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
     **dict.fromkeys(
         (
-            *("logprobs_mode", "max_logprobs", "disable_log_stats"),
+            *("logprobs_mode", "max_logprobs", "disable_log_stats", "enable_return_routed_experts"),
             *("weight_transfer_config", "worker_extension_cls"),
         ),
         _OF_THE_RUN,
@@ -217,6 +217,10 @@ class RolloutConfig(StrictModel):
     """Size of the largest set that is recorded where ``top_p``, ``top_k`` or ``min_p`` filter; a token that
     is drawn from a larger one is left out of the loss and counted (``kept_set/unrecorded_ratio``). null:
     top_k + 16, since tokens as likely as the last one are kept too; without top_k it must be said."""
+    enable_rollout_routing_replay: bool = False
+    """Of a model with experts: the engine records the experts that each token took, in prompts too, and the
+    actor computes log-probs and gradients with the same ones; the router's probabilities of them stay its
+    own. False: a token whose logits differ by rounding may take other experts in the actor."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     response_length: int = follows("data.max_response_length", ge=1)

@@ -39,6 +39,8 @@ class SamplingOptions:
     min_p: float = 0.0
     max_kept_tokens: int = 0
     """Largest set of tokens left by the filter that is reported with each token; 0: none is."""
+    records_experts: bool = False
+    """The experts that each token took are reported with it."""
 
     @classmethod
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
@@ -52,6 +54,7 @@ class SamplingOptions:
             rollout.ignore_eos,
             rollout.min_p,
             rollout.largest_kept_set,
+            rollout.enable_rollout_routing_replay,
         )
 
     @classmethod

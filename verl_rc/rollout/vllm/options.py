@@ -70,6 +70,8 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
     arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": head_dtype}
     if rollout.largest_kept_set:
         arguments["max_logprobs"] = rollout.largest_kept_set
+    if rollout.enable_rollout_routing_replay:
+        arguments["enable_return_routed_experts"] = True
     exact = config.actor_rollout_ref.exact
     if exact:
         arguments |= ENGINE_ARGUMENTS

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from verl_rc.data.parts import UNKNOWN, Part
@@ -80,3 +81,29 @@ def sampled_log_probs(output: Output, number: int) -> list[float]:
             "others."
         )
     return [flat.logprobs[start] for start in first]
+
+
+def expert_lists(routes: Any, num_places: int, num_tokens: int, number: int) -> RaggedColumn:
+    """The experts beside each sampled token of a request: those of all layers, at each place of the context
+    that has none yet, up to the place that the token was sampled at.
+
+    Args:
+        routes: uint8 ``[num_places + num_tokens - 1, layers, experts of a token]``, as vLLM returns it: of
+            places of the context in order, then of the sampled tokens but the last, which no pass has seen.
+        num_places: Places of the context whose experts are not recorded beside tokens before, at least 1.
+        num_tokens: Sampled tokens, at least 1.
+        number: That of the sample, for messages.
+
+    Raises ``RuntimeError`` when vLLM returned another number of places, or more than 256 experts.
+    """
+    expected = num_places + num_tokens - 1
+    found = "nothing" if routes is None else f"{routes.dtype} of shape {list(routes.shape)}"
+    if routes is None or len(routes) != expected or routes.dtype != np.uint8:
+        raise RuntimeError(
+            f"the experts at {expected} places of request {number} must come with its {num_tokens} tokens, "
+            f"as uint8, the engine returned {found}: the trainer cannot replay them. Drop "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay."
+        )
+    places = np.ones(num_tokens, dtype=np.int64)
+    places[0] = num_places
+    return RaggedColumn.from_counts(places * routes[0].size, routes.reshape(-1))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm import SamplingParams
@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from verl_rc.data.parts import UNKNOWN, Part, Sample, context, num_tokens
+from verl_rc.data.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
 from verl_rc.rollout.conversation import Advanced, Conversations, OpenSamples
 from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
@@ -21,9 +21,23 @@ from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
 from verl_rc.rollout.vllm.kept_sets import kept_sets
 from verl_rc.rollout.vllm.llm import build_llm
 from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.rollout.vllm.output import parts_of_output
+from verl_rc.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
 from verl_rc.weight_sync.proof import LoadReceipt
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One in vLLM."""
+
+    name: str
+    """vLLM's own."""
+    version: int
+    """Of the weights when it began."""
+    num_likely: int
+    """Likely tokens that come with each of its tokens."""
+    num_places: int
+    """Places of its context whose experts come with its first token; 0: experts are not recorded."""
 
 
 class VllmSampler:
@@ -41,9 +55,8 @@ class VllmSampler:
             None if options.conversation is None else Conversations.open(options.conversation)
         )
         """Samples without the tokens of the requests in vLLM."""
-        self._requests: dict[int, tuple[str, int, int]] = {}
-        """vLLM's own names of the requests in it, the version of the weights when each began, and how many
-        likely tokens come with each of its tokens."""
+        self._requests: dict[int, _Request] = {}
+        """The requests in vLLM."""
         self._llm = build_llm(
             options,
             # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
@@ -68,10 +81,17 @@ class VllmSampler:
         request = sample.request
         # With another salt a prompt does not find the blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
-        prompt = tokens_input(context(request.prompt_token_ids, so_far.parts), cache_salt=salt)
+        token_ids = context(request.prompt_token_ids, so_far.parts)
         parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary)
-        name = self._llm.llm_engine.add_request(str(key), prompt, parameters)
-        self._requests[key] = name, self.version, parameters.logprobs or 0
+        num_places = num_since_sampled(request.prompt_token_ids, so_far.parts)
+        parameters.routed_experts_prompt_start = len(token_ids) - num_places
+        name = self._llm.llm_engine.add_request(
+            str(key), tokens_input(token_ids, cache_salt=salt), parameters
+        )
+        has_experts = sample.options.records_experts
+        self._requests[key] = _Request(
+            name, self.version, parameters.logprobs or 0, num_places if has_experts else 0
+        )
         return None
 
     def step(self) -> "list[tuple[int, Sample | Exception | Future[Advanced]]]":
@@ -81,9 +101,9 @@ class VllmSampler:
             if not request.finished:
                 continue
             key, output = int(request.request_id), request.outputs[0]
-            _, *begun = self._requests.pop(key)
+            begun = self._requests.pop(key)
             try:
-                parts = self._parts(key, output, *begun)
+                parts = self._parts(key, output, begun)
             except (ValueError, RuntimeError) as error:
                 self._open.drop(key)
                 ended.append((key, error))
@@ -118,19 +138,23 @@ class VllmSampler:
         """Return what the request that is in vLLM has sampled."""
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
         # no queue.
-        name, *begun = self._requests[key]
-        state = self._llm.llm_engine.output_processor.request_states[name]
+        begun = self._requests[key]
+        state = self._llm.llm_engine.output_processor.request_states[begun.name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return self._parts(key, output.outputs[0], *begun)
+        return self._parts(key, output.outputs[0], begun)
 
-    def _parts(self, key: int, output: Any, version: int, num_likely: int) -> list[Part]:
+    def _parts(self, key: int, output: Any, begun: _Request) -> list[Part]:
         number = self._open[key].number
         columns = {}
-        if num_likely:
-            sets = kept_sets(output.token_ids, output.logprobs, number, num_likely, self._vocabulary)
+        if begun.num_likely:
+            sets = kept_sets(output.token_ids, output.logprobs, number, begun.num_likely, self._vocabulary)
             columns["kept"] = sets
-        return parts_of_output(output, (version, self.version), number, columns)
+        if begun.num_places and output.token_ids:
+            columns["experts"] = expert_lists(
+                output.routed_experts, begun.num_places, len(output.token_ids), number
+            )
+        return parts_of_output(output, (begun.version, self.version), number, columns)
 
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiving end of weight updates; only an engine without tensor parallelism has it in this

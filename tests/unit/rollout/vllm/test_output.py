@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from made_samples import of_parts
 
-from verl_rc.rollout.vllm.output import parts_of_output
+from verl_rc.rollout.vllm.output import expert_lists, parts_of_output
 
 
 class Flat(SimpleNamespace):
@@ -73,3 +74,25 @@ def test_every_token_needs_its_own_log_prob() -> None:
         ValueError, match="every one of the 2 tokens of request 3 needs a log-prob, the engine returned none"
     ):
         parts_of_output(wrong, (4, 4), 3)
+
+
+def test_experts_come_beside_the_token_that_was_sampled_behind_them() -> None:
+    """Three places of the context, then two tokens of which the second was never read; two layers."""
+    routes = np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+    column = expert_lists(routes, 3, 2, 5)
+    assert column.counts.tolist() == [12, 4]
+    assert column[:1].values.tolist() == list(range(12))
+    assert column[1:].values.tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("routes", "found"),
+    [
+        (None, "nothing"),
+        (np.zeros((3, 2, 2), dtype=np.uint8), r"uint8 of shape \[3, 2, 2\]"),
+        (np.zeros((4, 2, 2), dtype=np.uint16), r"uint16 of shape \[4, 2, 2\]"),
+    ],
+)
+def test_experts_that_are_not_of_every_place_end_a_request(routes: Any, found: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"at 4 places of request 5 .* the engine returned {found}"):
+        expert_lists(routes, 3, 2, 5)

@@ -1,0 +1,79 @@
+"""On a CPU, the calls with which vLLM returns the experts that each token took.
+
+vLLM 0.32 records experts, keeps those of cached prefixes beside the cache's blocks, and returns them with a
+request. Its runner for GPUs makes the calls, which the one for CPUs lacks.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+_execute_model, _sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
+_CALLED = {
+    VllmConfig._verify_aux_output_compatibility: ["self"],
+    _execute_model: ["self", "scheduler_output", "intermediate_tensors"],
+    _sample_tokens: ["self", "grammar_output"],
+    get_aux_output_connector: ["model", "vllm_config", "kv_cache_config"],
+    AuxOutputWorkerConnector.begin_step: ["self", "metadata"],
+    AuxOutputWorkerConnector.prepare_output: ["self", "input_batch"],
+}
+"""What is replaced or called, with its parameters."""
+
+
+def return_experts_on_a_cpu() -> None:
+    """Let vLLM return the experts of tokens on a CPU, where ``enable_return_routed_experts`` asks for them.
+
+    Raises ``RuntimeError`` when vLLM's functions have changed.
+    """
+    if not current_platform.is_cpu():
+        return
+    for function, expected in _CALLED.items():
+        if (found := list(inspect.signature(function).parameters)) != expected:
+            raise RuntimeError(
+                f"verl_rc records experts on a CPU through vLLM's {function.__qualname__}, which must have "
+                f"the parameters {expected}, got {found}. Install the version of vLLM that pyproject.toml "
+                "names."
+            )
+    # It demands the runner for GPUs.
+    VllmConfig._verify_aux_output_compatibility = lambda _: None
+    CPUModelRunner.execute_model = _execute_and_record
+    CPUModelRunner.sample_tokens = _sample_and_return
+
+
+def _execute_and_record(runner: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+    if not runner.vllm_config.aux_output_config.enabled:
+        return _execute_model(runner, scheduler_output, intermediate_tensors)
+    if not hasattr(runner, "expert_records"):
+        runner.expert_records = get_aux_output_connector(
+            runner.model, runner.vllm_config, runner.kv_cache_config
+        )
+    runner.expert_records.begin_step(scheduler_output.aux_output_connector_metadata)
+    result = _execute_model(runner, scheduler_output, intermediate_tensors)
+    runner.experts_of_step = None
+    if scheduler_output.total_num_scheduled_tokens:
+        batch = runner.input_batch
+        counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+        rows = SimpleNamespace(
+            req_ids=batch.req_ids,
+            query_start_loc_np=np.cumsum([0, *counts]),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
+        )
+        runner.experts_of_step = runner.expert_records.prepare_output(rows)
+    return result
+
+
+def _sample_and_return(runner: Any, grammar_output: Any) -> Any:
+    output = _sample_tokens(runner, grammar_output)
+    experts = getattr(runner, "experts_of_step", None)
+    if experts is not None:
+        num_sampled = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
+        experts.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+        output.aux_output_connector_output = experts.process_output()
+        runner.experts_of_step = None
+    return output
