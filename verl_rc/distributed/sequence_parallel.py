@@ -26,12 +26,11 @@ class SequenceParallel:
     """Ranks of the group, at least 2."""
 
     def own_tokens(self, packed: Tensor) -> Tensor:
-        """This rank's part ``[ceil(N / size)]`` of ``packed`` ``[N]``; zeros follow the last token, so that
-        parts are equal."""
+        """This rank's part ``[ceil(N / size), …]`` of ``packed`` ``[N, …]``; zeros follow the last token, so
+        that parts are equal."""
         each = self._tokens_each(packed.shape[0])
-        return F.pad(packed, (0, each * self.size - packed.shape[0]))[
-            self.rank * each : (self.rank + 1) * each
-        ]
+        behind = (*(0, 0) * (packed.ndim - 1), 0, each * self.size - packed.shape[0])
+        return F.pad(packed, behind)[self.rank * each : (self.rank + 1) * each]
 
     def own_positions(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part,

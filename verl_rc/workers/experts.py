@@ -6,6 +6,12 @@ from verl_rc.config.run import RunConfig
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families of models call their number of experts."""
+ROUTERS = {"qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter"}
+"""By family, the router of transformers that can replay experts. Its forward pass returns logits, weights and
+ids of experts; the weights are the softmax of the logits at these ids, divided by their sum where
+``norm_topk_prob`` says so."""
+_MOST_REPLAYED = 256
+"""Experts of a layer whose number fits into a byte."""
 
 
 def num_experts(config: Any) -> int:
@@ -23,7 +29,16 @@ def idle_share(config: Any) -> float:
 def experts_problem(config: RunConfig, path: str, source: Any) -> str | None:
     """Why a model at ``path`` with this ``config.json`` cannot be trained with its experts, or None."""
     policy = config.actor_rollout_ref
-    if path != policy.model.path or not num_experts(source):
+    if path != policy.model.path:
+        return None
+    count, family = num_experts(source), source.get_text_config().model_type
+    if policy.rollout.enable_rollout_routing_replay and (family not in ROUTERS or count > _MOST_REPLAYED):
+        return (
+            f"experts are replayed in models of the families {', '.join(ROUTERS)} with up to "
+            f"{_MOST_REPLAYED} experts in a layer, it is of {family} and has {count}: drop "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+        )
+    if not count:
         return None
     if policy.exact:
         return "it has experts, which exact mode does not cover: drop actor_rollout_ref.exact"

@@ -1,7 +1,7 @@
 """One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all
 response tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
 from verl_rc.distributed.sequence_parallel import SequenceParallel
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers.attention import PackedLayout
+from verl_rc.workers.router_replay import RouterReplay, Routes
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
 
 
@@ -77,6 +78,8 @@ class ForwardOptions:
     ranks: SequenceParallel | None = None
     """The ranks that share the tokens of a micro-batch, which must be packed; None: ranks have
     different micro-batches."""
+    replay: RouterReplay | None = None
+    """Of the model's routers: tokens take the experts that are recorded beside them; None: their own."""
 
 
 def score_tokens(
@@ -90,10 +93,14 @@ def score_tokens(
     to its left.
 
     Where the engine has recorded which tokens its filter kept, these alone can be drawn here too: log-probs
-    and what is averaged over a distribution are those of the kept tokens.
+    and what is averaged over a distribution are those of the kept tokens. Where it has recorded experts, and
+    ``options`` replay them, tokens take these.
     """
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
+    has_experts = options.replay is not None and tokens.experts_counts is not None
+    if options.replay is not None:
+        options.replay.use(packed.routes(tokens, options) if has_experts else None)
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     score_options = ScoreOptions(
@@ -111,9 +118,13 @@ def score_tokens(
     def everywhere(outputs: Tensor) -> Tensor:
         return packed.to_grid(predictors.gather(outputs))
 
-    return TokenScores(
+    scores = TokenScores(
         everywhere(log_probs), *(None if values is None else everywhere(values) for values in statistics)
     )
+    if options.replay is None or not has_experts:
+        return scores
+    is_flipped = options.replay.is_flipped[predictors.positions]
+    return replace(scores, flipped_experts=everywhere(is_flipped.float()))
 
 
 def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
@@ -199,8 +210,27 @@ class PackedSequences:
         is_own, positions = options.ranks.own_positions(self.predictors, self.token_ids.numel())
         return inputs, Predictors(positions, options.ranks, is_own)
 
+    def routes(self, tokens: TokenBatch, options: ForwardOptions) -> Routes:
+        """The experts recorded beside ``tokens``, as ``model_inputs`` lays tokens out."""
+        assert options.replay is not None
+        routes = options.replay.packed_routes(tokens, self.predictors, self.is_response, len(self.token_ids))
+        if not options.remove_padding:
+            real = positions_mask(self.lengths, int(self.lengths.max())).flatten()
+            return Routes(*(_spread(values, real) for values in (routes.expert_ids, routes.is_known)))
+        if options.ranks is None:
+            return routes
+        own = (options.ranks.own_tokens(values) for values in (routes.expert_ids, routes.is_known))
+        return Routes(*own)
+
     def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
         # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
         grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
         return grid.masked_scatter(self.is_response, values)
+
+
+def _spread(values: Tensor, real: Tensor) -> Tensor:
+    """``values`` ``[N, …]`` where ``real`` (bool ``[S]``), 0 elsewhere."""
+    spread = torch.zeros(len(real), *values.shape[1:], dtype=values.dtype, device=values.device)
+    spread[real] = values
+    return spread

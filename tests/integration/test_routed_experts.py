@@ -1,0 +1,147 @@
+"""Experts that a real engine's tokens took, and the trainer's log-probs with the same ones."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from made_samples import answer
+from small_engines import start_small_engine
+from small_models import small_experts
+from transformers import Qwen3MoeForCausalLM
+
+from verl_rc.data.batches import RolloutBatch, TokenScores
+from verl_rc.data.parts import Sample
+from verl_rc.distributed.child_process import ChildProcess
+from verl_rc.rollout.response import build_rollout_batch
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.workers.forward import ForwardOptions, score_tokens
+from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.workers.router_replay import RouterReplay
+
+ROUNDING = 1e-4
+"""In nats: both sides compute in float32."""
+SAMPLING = SamplingOptions(1.0, 1.0, -1, 16, stop_token_ids=(), ignore_eos=True, records_experts=True)
+PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(40)] for row in range(8)] * 2
+"""Longer than a block of the cache, and each of them twice: the second finds the first one's."""
+SIZE = 2 * 2
+"""Experts of a token in all layers."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    small_experts(Qwen3MoeForCausalLM, 258).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def precision(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, precision: str) -> Iterator[ChildProcess]:
+    arguments = {"enable_return_routed_experts": True}
+    process = start_small_engine(model, arguments, dtype=precision)
+    yield process
+    process.end()
+
+
+def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
+    return build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples, 0)
+
+
+def sampled(engine: ChildProcess, options: SamplingOptions = SAMPLING, *before: Sample) -> list[Sample]:
+    requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
+    if before:
+        requests = [one.continued(sample) for one, sample in zip(requests, before, strict=True)]
+    samples: list[Sample] = engine.call("generate", requests, options)
+    return samples
+
+
+def gap(scores: TokenScores, rollouts: RolloutBatch) -> float:
+    """Mean |log-ratio|, nats."""
+    return float((scores.log_probs - rollouts.rollout_log_probs)[rollouts.response_mask].abs().mean())
+
+
+def test_the_trainer_takes_the_experts_that_the_engine_took(
+    engine: ChildProcess, model: Path, precision: str
+) -> None:
+    """In float32 none differs; in bfloat16 some do, and with them a part of the gap goes."""
+    rollouts = batch_of(sampled(engine))
+    tokens, mask = rollouts.tokens, rollouts.response_mask
+    assert tokens.experts_counts is not None
+    assert tokens.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 15] * len(PROMPTS)
+    trainer = load_causal_lm(str(model), torch.float32).eval()
+    options = ForwardOptions(replay=RouterReplay(trainer))
+    with torch.no_grad():
+        replayed = score_tokens(trainer, tokens, options, with_entropy=False)
+        own = score_tokens(trainer, tokens.without_experts(), options, with_entropy=False)
+    assert replayed.flipped_experts is not None
+    flips = float(replayed.flipped_experts[mask].mean())
+    if precision == "float32":
+        assert flips == 0
+        assert gap(replayed, rollouts) < ROUNDING
+        assert torch.equal(replayed.log_probs, own.log_probs)
+    else:
+        assert 0 < flips < 0.5
+        assert gap(replayed, rollouts) < 0.8 * gap(own, rollouts)
+    if precision == "float32":  # others than the engine's are seen in the log-probs
+        assert tokens.experts_ids is not None
+        tokens.experts_ids = (tokens.experts_ids + 1) % 5
+        with torch.no_grad():
+            wrong = score_tokens(trainer, tokens, options, with_entropy=False)
+        assert gap(wrong, rollouts) > 0.1
+
+
+def test_what_continues_has_the_experts_of_every_place_once(
+    engine: ChildProcess, model: Path, precision: str
+) -> None:
+    """Behind five tokens of its own, and behind an answer to them."""
+    first = sampled(engine, replace(SAMPLING, max_tokens=5))
+    open_again = [replace(one, finished=False) for one in first]
+    cut = batch_of(sampled(engine, SAMPLING, *open_again)).tokens
+    assert cut.experts_counts is not None
+    assert cut.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 15] * len(PROMPTS)
+    answered = [replace(one, parts=[*one.parts, answer([7, 8, 9])]) for one in open_again]
+    rollouts = batch_of(sampled(engine, SAMPLING, *answered))
+    tokens = rollouts.tokens
+    assert tokens.experts_counts is not None
+    counts = [40 * SIZE, *[SIZE] * 4, 0, 0, 0, 4 * SIZE, *[SIZE] * 7]
+    assert tokens.experts_counts.tolist() == [counts] * len(PROMPTS)
+    if precision == "float32":
+        trainer = load_causal_lm(str(model), torch.float32).eval()
+        with torch.no_grad():
+            options = ForwardOptions(replay=RouterReplay(trainer))
+            scores = score_tokens(trainer, tokens, options, with_entropy=False)
+        assert gap(scores, rollouts) < ROUNDING
+        assert scores.flipped_experts is not None
+        assert not scores.flipped_experts.any()
+
+
+def test_what_is_computed_again_keeps_the_experts_that_it_was_sampled_with(model: Path) -> None:
+    """The cache has room for a part of the samples: others lose their blocks, and are computed again."""
+    arguments = {"enable_return_routed_experts": True, "kv_cache_memory_bytes": 20 * 32 * 512}
+    engine = start_small_engine(model, arguments)
+    try:
+        engine.call("count_preemptions")
+        rollouts = batch_of(sampled(engine, replace(SAMPLING, max_tokens=50)))
+        assert engine.call("count_preemptions") > 3
+    finally:
+        engine.end()
+    tokens = rollouts.tokens
+    assert tokens.experts_counts is not None
+    assert tokens.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 49] * len(PROMPTS)
+    trainer = load_causal_lm(str(model), torch.float32).eval()
+    with torch.no_grad():
+        options = ForwardOptions(replay=RouterReplay(trainer))
+        scores = score_tokens(trainer, tokens, options, with_entropy=False)
+    assert gap(scores, rollouts) < ROUNDING
+    assert scores.flipped_experts is not None
+    assert not scores.flipped_experts.any()
+
+
+def test_experts_come_with_training_samples_alone(engine: ChildProcess) -> None:
+    assert batch_of(sampled(engine, replace(SAMPLING, records_experts=False))).tokens.experts_counts is None
