@@ -44,7 +44,7 @@ class ActorGroup(RankGroup):
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens, limit, beside)
+        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, beside)
 
     def update(
         self,
@@ -106,7 +106,7 @@ class CriticGroup(RankGroup):
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens, limit, beside)
+        return self.score_one("compute_values", tokens.without_experts(), limit, beside)
 
     def update(
         self,
@@ -129,7 +129,7 @@ class ReferenceGroup(RankGroup):
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows under the reference policy."""
-        return self.score_one("compute_log_probs", tokens, limit, beside)
+        return self.score_one("compute_log_probs", tokens.without_experts(), limit, beside)
 
 
 class RewardModel:

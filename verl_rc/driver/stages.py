@@ -35,7 +35,13 @@ def evaluate(
 ) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
     far as the run needs them."""
-    if services.config.actor_rollout_ref.rollout.has_filter and rollouts.tokens.kept_counts is None:
+    rollout = services.config.actor_rollout_ref.rollout
+    if rollout.enable_rollout_routing_replay and rollouts.tokens.experts_counts is None:
+        raise RuntimeError(
+            "the engines must record the experts that each token took, but the step's samples have none: the "
+            "actor would take its own. Drop actor_rollout_ref.rollout.enable_rollout_routing_replay."
+        )
+    if rollout.has_filter and rollouts.tokens.kept_counts is None:
         raise RuntimeError(
             "the engines must record which tokens their filter has kept, but the step's samples have no such "
             "sets: the trainer would score them over the whole vocabulary. Drop "

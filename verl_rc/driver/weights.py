@@ -199,7 +199,8 @@ class Publisher:
         assert rollouts.fingerprints is not None
         distinct, places = rollouts.fingerprints.unique(return_inverse=True)
         rows = torch.empty_like(distinct).scatter_(0, places, torch.arange(len(places)))
-        scores = services.actor.compute_log_probs(rollouts.tokens[rows], log_prob_limit(self._rollout)).result
+        tokens, rows_at_once = rollouts.tokens[rows], log_prob_limit(self._rollout)
+        scores = services.actor.compute_log_probs(tokens, rows_at_once).result
         gaps = []
         nonfinite = 0
         parts = zip(places.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
@@ -216,6 +217,11 @@ class Publisher:
         record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])
         if not gaps:
             return
+        if tokens.experts_counts is not None:
+            own = services.actor.compute_log_probs(tokens.without_experts(), rows_at_once).result.log_probs
+            gap = LogProbGap.between(own[places], rollouts.rollout_log_probs, rollouts.response_mask)
+            assert gap is not None
+            record.add_records([Metric("sync/canary_own_experts_gap", gap.mean, Reduction.MAX)])
         largest = max(gaps, key=lambda gap: gap.mean)
         # The largest of the first gaps sets the limit of all engines.
         limit = services.gap_limit.calibrate(largest, self._state.canary_gap_limit, "canary tokens")

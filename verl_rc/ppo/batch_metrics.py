@@ -47,6 +47,8 @@ def batch_metrics(
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
     if "kept_set" in columns:
         values["kept_set/unrecorded_ratio"] = (columns["kept_set"] == 0).double().mean()
+    if rollouts.tokens.experts_counts is not None:
+        values["rollout/routed_fraction"] = (rollouts.tokens.experts_counts[mask] > 0).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()
     return _to_floats(values)
 

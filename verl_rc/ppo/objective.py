@@ -74,6 +74,8 @@ def policy_objective(
     averages = dict(averages)
     if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
+    if current.flipped_experts is not None:
+        averages["actor/flipped_experts"] = token_mean(current.flipped_experts, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
         entropy, _ = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)

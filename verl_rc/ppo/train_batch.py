@@ -162,7 +162,7 @@ def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBat
     assert batch.returns is not None
     assert evaluations.critic_values is not None
     return CriticBatch(
-        tokens=batch.tokens,
+        tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
         old_values=evaluations.critic_values,
         returns=batch.returns,

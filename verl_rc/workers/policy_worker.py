@@ -49,6 +49,7 @@ from verl_rc.workers.micro_batches import (
     select_sequences,
 )
 from verl_rc.workers.operations import operations
+from verl_rc.workers.router_replay import RouterReplay
 from verl_rc.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
@@ -92,6 +93,8 @@ class PolicyWorker(Learner):
             model_config.head_dtype,
             operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
         )
+        is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        replay = RouterReplay(module) if is_replayed else None
         self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
@@ -100,6 +103,7 @@ class PolicyWorker(Learner):
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
             ranks=sharing,
+            replay=replay,
         )
         self._weights_in_use = ExitStack()
         self._statistics_seconds = 0.0

@@ -64,6 +64,12 @@ _ACTOR = (
         f"mode and with proximal=interpolate{_KEPT}",
     ),
     MetricSpec(
+        "actor/flipped_experts",
+        "1",
+        "with router replay: response tokens at whose place the actor itself would take other experts, in a "
+        "layer, than the engine took / all, over all updates of the step",
+    ),
+    MetricSpec(
         "actor/proximal_interpolation_gap",
         "nats",
         "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of "

@@ -118,6 +118,13 @@ SYNC = tuple(
             None,
         ),
         (
+            "sync/canary_own_experts_gap",
+            "nats",
+            "with router replay: mean over all generated canary tokens of |trainer − rollout log-prob| where "
+            "the trainer takes its own experts",
+            None,
+        ),
+        (
             "sync/canary_max_gap",
             "nats",
             "largest |trainer − rollout log-prob| over generated canary tokens",

@@ -72,6 +72,13 @@ _LENGTHS = (
         (0, 0.01),
         "ppo",
     ),
+    MetricSpec(
+        "rollout/routed_fraction",
+        "1",
+        "response tokens whose experts in the engine are recorded and replayed in the actor / all",
+        (1, 1),
+        "ppo",
+    ),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )
 _TRAINING = (

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from formula_run import live, without_processes
@@ -40,6 +42,7 @@ from verl_rc.data.batches import (
 )
 from verl_rc.data.episode import Reply
 from verl_rc.data.optimizer_step import OptimizerStep
+from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.token_rows import record_of_rows
 from verl_rc.driver.decide import environment_metrics, waiting_metrics
 from verl_rc.driver.evaluate import validation_metrics
@@ -320,6 +323,7 @@ def lengths_scores_advantages():
     sizes = torch.tensor([[3, 1, 1], [0, 6, 0], [1, 0, 0]])
     rollouts.tokens = TOKENS.clone()
     rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
+    rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
     found = batch_metrics(batch, torch.tensor([1.0, 0.0, 5.0]), rewards, rollouts, 3, 3)
     spreads = {
         "critic/score": (2, 5, 0),
@@ -339,7 +343,11 @@ def lengths_scores_advantages():
         for end, value in zip(("mean", "max", "min"), values, strict=True)
     }
     shares = {"response_length/clip_ratio": 1 / 3, "prompt_length/clip_ratio": 1 / 3}
-    further = {"perf/total_num_tokens": 12, "kept_set/unrecorded_ratio": 1 / 6}
+    further = {
+        "perf/total_num_tokens": 12,
+        "kept_set/unrecorded_ratio": 1 / 6,
+        "rollout/routed_fraction": 4 / 6,
+    }
     return found, {**expected, **shares, **further}
 
 
@@ -424,7 +432,8 @@ def the_actors_loss():
 
 @example
 def the_entropy_of_the_policy_that_is_updated():
-    """In bypass mode nothing knows the entropy before the update."""
+    """In bypass mode nothing knows the entropy before the update. One of three tokens would take other
+    experts."""
     config = load_run_config([*sound_run(), "algorithm.rollout_correction.bypass_mode=True"])
     batch = TrainBatch(
         tokens=ROW,
@@ -437,14 +446,18 @@ def the_entropy_of_the_policy_that_is_updated():
         batch_size=[1],
     )
     objective = policy_objective(
-        TokenScores(torch.zeros(1, 4), torch.tensor([[1.0, 2.0, 6.0, 50.0]])),
+        TokenScores(
+            torch.zeros(1, 4), torch.tensor([[1.0, 2.0, 6.0, 50.0]]), flipped_experts=one_row(1, 0, 0, 1)
+        ),
         batch,
         config.actor_rollout_ref.actor,
         config.algorithm.rollout_correction,
         Aggregation("token-mean"),
     )
-    return {"actor/update_entropy": float(objective.averages["actor/update_entropy"].value)}, {
-        "actor/update_entropy": 3
+    names = ("actor/update_entropy", "actor/flipped_experts")
+    return {name: float(objective.averages[name].value) for name in names}, {
+        "actor/update_entropy": 3,
+        "actor/flipped_experts": 1 / 3,
     }
 
 
@@ -1037,6 +1050,40 @@ def canary_tokens_of_two_engines():
         "sync/canary_mean_gap": 1 / 2,
         "sync/canary_max_gap": 1,
         "sync/canary_nonfinite_tokens": 3,
+    }
+
+
+@example
+def canary_tokens_whose_experts_are_recorded():
+    """Log-probs of -1 with the experts of the engine, of -2 with the trainer's own."""
+    actor = SimpleNamespace(
+        compute_log_probs=lambda tokens, _: Timed(
+            SimpleNamespace(
+                log_probs=torch.full(tokens.responses.shape, -2.0 if tokens.experts_counts is None else -1.0)
+            ),
+            0.0,
+        )
+    )
+    column = RaggedColumn.from_counts(np.array([2, 1, 1]), np.zeros(4, dtype=np.uint8))
+    plain = made_sample(0, [5, 6, 7], 1, [-1.5, -1.25, -1.0])
+    recorded = replace(plain, parts=[replace(plain.parts[0], columns={"experts": column})])
+    services = SimpleNamespace(
+        config=load_run_config(sound_run()),
+        stop_token_ids=(),
+        engines=SimpleNamespace(generate_on_each=lambda *_: [[recorded]]),
+        actor=actor,
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        gap_limit=GapLimit.for_precision("float32", fixed=0.75),
+        guards=Mock(),
+    )
+    record = StepRecord()
+    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
+        Publisher(services, SimpleNamespace(canary_gap_limit=None))._judge_canary(1, record)
+    return record.metrics(), {
+        "sync/canary_mean_gap": 1 / 4,
+        "sync/canary_max_gap": 1 / 2,
+        "sync/canary_nonfinite_tokens": 0,
+        "sync/canary_own_experts_gap": 3 / 4,
     }
 
 
