@@ -326,6 +326,15 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _experts(config: RunConfig) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.enable_rollout_routing_replay and not rollout.enable_prefix_caching:
+        yield (
+            f"{key}.enable_rollout_routing_replay=True needs {key}.enable_prefix_caching=True, got False: "
+            "vLLM keeps the experts of tokens beside the blocks of its prefix cache."
+        )
+
+
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
     key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm
@@ -550,6 +559,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _token_budgets,
     _sequence_parallel,
     _sampling,
+    _experts,
     _engine_arguments,
     _multi_turn,
     _environment,

@@ -121,6 +121,13 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         source = own_model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
     yield from _kept_set(config.actor_rollout_ref.rollout)
+    if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
+        yield (
+            "π(y)",
+            "given the engine's experts (router replay): in the actor each token, in prompts too, takes the "
+            "experts that it took in the engine, weighed by the actor's own router, through which the "
+            "gradient goes. A reference policy takes its own",
+        )
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
     if policy.spec is not None and policy.spec.ratio == "row":
         yield (

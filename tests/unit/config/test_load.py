@@ -131,6 +131,12 @@ MISTAKES = [
         "actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.max_kept_tokens=20",
         "must be at least top_k=50",
     ),
+    (
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True "
+        "actor_rollout_ref.rollout.enable_prefix_caching=False",
+        "needs actor_rollout_ref.rollout.enable_prefix_caching=True",
+    ),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts=True", "the run sets it"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=5", "the run sets it"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),
     (

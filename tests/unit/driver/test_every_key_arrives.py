@@ -92,6 +92,8 @@ ENGINE: list[tuple[str, str, Any]] = [
     (f"{R}.top_k=5", "max_logprobs", 21),
     (f"{R}.min_p=0.1 {R}.max_kept_tokens=7", "max_logprobs", 7),
     (f"{R}.top_k=0", "max_logprobs", None),
+    (f"{R}.enable_rollout_routing_replay=True", "enable_return_routed_experts", True),
+    ("", "enable_return_routed_experts", None),
     (f"{R}.seed=7", "seed", 7),
     (f"+{R}.engine_kwargs.vllm.block_size=32", "block_size", 32),
     ("actor_rollout_ref.model.trust_remote_code=True", "trust_remote_code", True),

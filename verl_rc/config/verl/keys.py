@@ -193,6 +193,14 @@ AGREEMENTS = {
         f"data.{name}": _equal(_environment_argument(name), f"{_ROLLOUT}.multi_turn.{name}")
         for name in ("tool_config_path", "function_tool_path")
     },
+    "actor_rollout_ref.actor.router_replay.mode": Agreement(
+        lambda config, mode: (
+            (mode or "disabled")
+            == ("R3" if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else "disabled")
+        ),
+        "the actor takes the experts that the engine took, or its own in every pass; write R3 with "
+        f"{_ROLLOUT}.enable_rollout_routing_replay=True, or disabled without it",
+    ),
     "trainer.max_critic_ckpt_to_keep": _equal(
         lambda config: config.trainer.max_actor_ckpt_to_keep,
         "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint",

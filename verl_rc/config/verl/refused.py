@@ -237,7 +237,6 @@ _ROLLOUT_LEAVES = {
         "no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*_OFF, {})
     ),
     "skip_tokenizer_init": Refusal("prompts and responses travel as tokens; write True", (True,)),
-    "enable_rollout_routing_replay": Refusal("replay of a router's choices is not built; write False", _OFF),
     "moe_load_balance_metrics_interval": Refusal("it is not built; write 0", (0,)),
     "prometheus": Refusal("metrics go where trainer.logger says; write enable=False", _OFF, switch="enable"),
     "quantization_config_file": Refusal("write rollout.quantization=<method>", _NOTHING),
@@ -378,9 +377,12 @@ _OTHER_LEAVES = {
     ),
     f"{_ACTOR}.use_prefix_grouper": Refusal("prompts that samples share are not grouped; write False", _OFF),
     f"{_ACTOR}.use_fused_kernels": _MODEL_LEAVES["use_fused_kernels"],
-    f"{_ACTOR}.router_replay": Refusal(
-        "replay of a router's choices is not built; drop it", ("disabled", None)
-    ),
+    **{
+        f"{_ACTOR}.router_replay.{name}": Refusal(
+            "experts travel with the samples they belong to; drop it", (None,)
+        )
+        for name in ("record_file", "replay_file")
+    },
     f"{_ACTOR}.ppo_micro_batch_size": Refusal(
         _GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)
     ),

@@ -147,6 +147,19 @@ def test_the_message_of_a_renamed_key_can_be_pasted() -> None:
         ("reward.reward_manager.name=dapo", True),
         ("reward.reward_manager.name=gdpo", False),
         ("reward.reward_manager.name=prime", False),
+        ("actor_rollout_ref.actor.router_replay.mode=disabled", True),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", False),
+        ("actor_rollout_ref.actor.router_replay.mode=R2", False),
+        (
+            "actor_rollout_ref.actor.router_replay.mode=R3 "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            True,
+        ),
+        (
+            "actor_rollout_ref.actor.router_replay.mode=disabled "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            False,
+        ),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", True),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", False),
         (
