@@ -159,6 +159,7 @@ class TokenRecorder:
         return {
             "trainer": "verl_rc",
             **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+            "router_replay": rollout.enable_rollout_routing_replay,
             "logprobs_mode": "processed_logprobs",
             "stop_token_ids": list(self._services.stop_token_ids),
             "engine_dtype": rollout.dtype,

@@ -71,23 +71,25 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
             except DamagedRecordError:
                 continue
             has_ids = record.prompts is not None and "response_ids" in record.tokens
-            # Replays score a row as one conversation, over all words.
-            is_plain = "restart" not in record.tokens and not _has_filter(record)
+            # Replays score a row as one conversation, over all words, by the model's own experts.
+            is_plain = "restart" not in record.tokens and not _is_given_choices(record)
             if has_ids and len(record.lengths) and is_plain:
                 records.append(rows_of(record, most_rows))
     if not records:
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses, and one conversation a "
             "row: trainer.token_records.enable=True and trainer.token_records.contents=full write them. "
-            "Records of a run with top_p, top_k or min_p are left out: they hold no sets of kept tokens."
+            "Records of a run with top_p, top_k, min_p or router replay are left out: they hold neither sets "
+            "of kept tokens nor experts."
         )
     return records
 
 
-def _has_filter(record: TokenRecord) -> bool:
+def _is_given_choices(record: TokenRecord) -> bool:
+    """Whether the trainer's log-probs are given what the engine chose: sets of kept tokens, or experts."""
     facts = record.facts
     top_p, top_k, min_p = (facts.get(name) or 0 for name in ("top_p", "top_k", "min_p"))
-    return 0 < top_p < 1 or top_k > 0 or min_p > 0
+    return 0 < top_p < 1 or top_k > 0 or min_p > 0 or bool(facts.get("router_replay"))
 
 
 def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:

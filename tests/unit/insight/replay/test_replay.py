@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,13 +289,16 @@ def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:
     assert "R3 (the trainer with each version" in without.notes[-1]
 
 
-def test_records_of_tokens_drawn_from_kept_sets_are_not_replayed(kept: dict[str, Path]) -> None:
+@pytest.mark.parametrize("facts", [{"top_p": 1.0, "top_k": 20}, {"router_replay": True}])
+def test_records_of_log_probs_that_are_given_the_engine_s_choices_are_not_replayed(
+    kept: dict[str, Path], facts: dict[str, Any]
+) -> None:
     train = log_probs(kept["later"], PROMPTS)
     folder = run_with(kept, train, train)
     for _, path in record_files(folder / "tokens"):
         record = read_record(path)
-        write_record(path.parent, replace(record, facts={**record.facts, "top_p": 1.0, "top_k": 20}))
-    with pytest.raises(NothingToReplayError, match="no sets of kept tokens"):
+        write_record(path.parent, replace(record, facts={**record.facts, **facts}))
+    with pytest.raises(NothingToReplayError, match="neither sets of kept tokens nor experts"):
         diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
 
 
