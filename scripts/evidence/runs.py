@@ -27,6 +27,7 @@ CURVES = (
     "rollout_corr/k3_kl",
     "async/token_age/mean",
     "actor/grad_norm",
+    "actor/flipped_experts",
     "timing_s/step",
 )
 """What is kept of a run."""

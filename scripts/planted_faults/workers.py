@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class PlantedEngine(VllmEngine):
         super().__init__(options)
         if "report_raw" in self._planted:
             self._loop.call(_report_raw)
+        if "router_noise" in self._planted:
+            self._loop.call(partial(_disturb_routers, size=float(self._planted["router_noise"])))
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         """Queue samples with other options; a frozen engine samples from its first weights, and validates the
@@ -159,6 +162,21 @@ def _round_cache() -> None:
     cpu_attn.ops.cpu_attn_reshape_and_cache = lambda key, value, *rest, **named: write(
         in_fp8(key), in_fp8(value), *rest, **named
     )
+
+
+def _disturb_routers(sampler: Any, size: float) -> None:
+    """Let routers choose experts by logits with normal noise of this standard deviation."""
+    chance = torch.Generator().manual_seed(7)
+    for module in sampler.weight_receiver().model.modules():
+        if (router := getattr(module, "router", None)) is None:
+            continue
+        route = router._compute_routing
+
+        def disturbed(states: Tensor, logits: Tensor, *others: Any, route: Any = route, **named: Any) -> Any:
+            noise = size * torch.randn(logits.shape, generator=chance)
+            return route(states, logits.float() + noise, *others, **named)
+
+        router._compute_routing = disturbed
 
 
 def _report_raw(sampler: Any) -> None:
