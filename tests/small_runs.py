@@ -39,11 +39,11 @@ WITH_EVERYTHING = [
 adaptive KL."""
 
 
-def make_task(folder: Path) -> dict[str, Path]:
+def make_task(folder: Path, *model_options: str) -> dict[str, Path]:
     """``model`` and ``data`` folders made by the scripts a user would call."""
     sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
     heads = ["--num_heads", "2", "--num_kv_heads", "1"]
-    make_tiny_model.main(["--output_dir", str(folder / "model"), *sizes, *heads])
+    make_tiny_model.main(["--output_dir", str(folder / "model"), *sizes, *heads, *model_options])
     data = [
         "scripts/prepare_data/digits.py",
         "--output_dir",

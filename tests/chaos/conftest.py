@@ -31,6 +31,12 @@ def game_overrides(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> li
     return overrides_of(make_game(tmp_path_factory.mktemp("game")), folder)
 
 
+@pytest.fixture(scope="session")
+def expert_overrides(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> list[str]:
+    """A run of a model with experts."""
+    return overrides_of(make_task(tmp_path_factory.mktemp("experts"), "--experts", "5"), folder)
+
+
 def overrides_of(task: dict[str, Path], folder: Path) -> list[str]:
     return [
         *(

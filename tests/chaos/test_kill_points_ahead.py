@@ -49,6 +49,13 @@ MODES = {
         "actor_rollout_ref.rollout.environment.arguments={latency: 0.02, max_turns: 4, snapshot: False}",
         "actor_rollout_ref.rollout.environment.hosts=2",
     ),
+    "experts": (
+        *AHEAD,
+        "async_training.partial_rollout=True",
+        "async_training.deterministic_steps=5",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    ),
 }
 KILLS = (  # function, number of the call, when, and the steps that this life commits
     (f"{SUPPLY}.take", 1, "0.02", 0),
@@ -91,8 +98,12 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def of_mode(mode: str, request: pytest.FixtureRequest) -> list[str]:
-    task = request.getfixturevalue("game_overrides" if "episodes" in mode else "overrides")
-    return [*task, *MODES[mode]]
+    starts = {
+        "episodes": "game_overrides",
+        "replayed episodes": "game_overrides",
+        "experts": "expert_overrides",
+    }
+    return [*request.getfixturevalue(starts.get(mode, "overrides")), *MODES[mode]]
 
 
 @pytest.fixture(scope="module")
