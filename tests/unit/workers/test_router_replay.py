@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_models import VOCABULARY, make_tokens, small_experts, small_model_config
 from torch import Tensor
 from transformers import Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.ragged import Ragged
-from verl_rc.workers.forward import ForwardOptions, score_tokens
+from verl_rc.distributed.sequence_parallel import SequenceParallel
+from verl_rc.workers.forward import ForwardOptions, PackedSequences, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.router_replay import RouterReplay
 
@@ -185,6 +187,26 @@ def test_behind_an_answer_the_first_token_brings_the_experts_of_the_places_befor
         found = score_tokens(model, tokens, options, with_entropy=False).log_probs[0]
         expected = log_probs_with(judge, row_ids(tokens, 0), given[:8])[2:]
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_ranks_that_share_tokens_share_their_experts(folder: str) -> None:
+    """13 + 12 tokens: the third rank has two places without a token."""
+    model = load_causal_lm(folder, torch.float32)
+    tokens = make_tokens([6, 5], [7, 7])
+    given = [torch.randint(0, EXPERTS, (length, LAYERS, TOP_K)) for length in (13, 12)]
+    full, packed = with_experts(tokens, given), PackedSequences.from_tokens(tokens)
+    replay, group = RouterReplay(model), cast("dist.ProcessGroup", None)
+    whole = packed.routes(full, ForwardOptions(replay=replay))
+    parts = [
+        packed.routes(full, ForwardOptions(ranks=SequenceParallel(group, rank, 3), replay=replay))
+        for rank in range(3)
+    ]
+    assert [len(part.is_known) for part in parts] == [9, 9, 9]
+    for name in ("expert_ids", "is_known"):
+        together = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(together[:25], getattr(whole, name))
+        assert not together[25:].any()
+    assert whole.is_known.tolist() == [True] * 12 + [False] + [True] * 11 + [False]
 
 
 def test_dense_layers_among_those_with_experts_have_records_that_nobody_reads(tmp_path: Path) -> None:
