@@ -147,10 +147,10 @@ class PlantedEngine(VllmEngine):
 
 
 def _as_long_as(parts: Sequence[Part], token_ids: Tensor, log_probs: Tensor) -> list[Part]:
-    """Parts of the same lengths and versions."""
+    """The parts with other tokens and log-probs."""
     lengths = [len(part.token_ids) for part in parts]
     pieces = zip(token_ids.split(lengths), log_probs.split(lengths), parts, strict=True)
-    return [Part(tokens, numbers, part.version) for tokens, numbers, part in pieces]
+    return [replace(part, token_ids=tokens, log_probs=numbers) for tokens, numbers, part in pieces]
 
 
 def _round_cache() -> None:
