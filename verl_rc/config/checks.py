@@ -326,6 +326,16 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _survival(config: RunConfig) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.sync_proof.survival_freq and rollout.quantization not in (None, "fp8_per_channel"):
+        yield (
+            f"{key}.sync_proof.survival_freq={rollout.sync_proof.survival_freq} needs "
+            f"{key}.quantization=null or fp8_per_channel, whose rounding is known here, got "
+            f"{rollout.quantization}; pass 0."
+        )
+
+
 def _experts(config: RunConfig) -> Iterator[str]:
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.enable_rollout_routing_replay and not rollout.enable_prefix_caching:
@@ -560,6 +570,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sequence_parallel,
     _sampling,
     _experts,
+    _survival,
     _engine_arguments,
     _multi_turn,
     _environment,

@@ -129,6 +129,10 @@ class SyncProofConfig(StrictModel):
     canary_max_tokens: int = Field(32, ge=1)
     """Tokens generated for each of them, at most ``data.max_response_length``. The mean gap of few tokens
     scatters."""
+    survival_freq: int = Field(0, ge=0)
+    """Steps between two measurements of what the engines' rounding leaves of an update of the weights
+    (``sync/update_survival``); 0: none. Each copies the actor's weights in float32 into host memory for a
+    step, and compares them afterwards."""
     gap_limit: float | None = Field(None, gt=0)
     """Largest mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run
     ends; null: calibrated by the first ones for the engine's precision, see ``trainer.alerts.gap``."""

@@ -174,6 +174,11 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
     )
 
 
+def own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows in float32, detached; all of them where the tensor is no shard."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+
+
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor behind a shard; a collective when it is sharded, the tensor itself otherwise."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -189,10 +189,10 @@ def update_actor(
     beside: Beside | None = None,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
-    actor = services.config.actor_rollout_ref.actor
+    actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     correction = services.config.algorithm.rollout_correction
     options = MiniBatchOptions(
-        rows_per_mini_batch=actor.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
+        rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
@@ -205,6 +205,7 @@ def update_actor(
         control.correction(correction),
         policy_version=state.step,
         gap_limit=limit,
+        measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
     )
     with record.stage("update_actor"):
         answer = services.actor.update(

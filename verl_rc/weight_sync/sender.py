@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from verl_rc.distributed.fsdp import gather_full_tensors
+from verl_rc.distributed.fsdp import gather_full_tensors, own_rows
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.weight_sync.shared_bucket import (
     BucketHandle,
@@ -45,6 +45,9 @@ class WeightSource(Protocol):
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """These weights, whole, detached and cast before they travel; collective over the trainer ranks."""
 
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and this rank's rows, float32, of every weight that training changes; collective."""
+
 
 class ModelWeights:
     """The parameters of a model, sharded or not, as they are."""
@@ -60,6 +63,12 @@ class ModelWeights:
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Whole parameters; collective over the trainer ranks."""
         return gather_full_tensors([self._model.get_parameter(name) for name in names], dtype)
+
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters with a gradient."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, own_rows(parameter)
 
 
 class WeightSender:

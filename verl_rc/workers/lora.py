@@ -10,7 +10,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.distributed.fsdp import add_product, gather_full_tensors, whole_parameters, without_memory
+from verl_rc.distributed.fsdp import (
+    add_product,
+    gather_full_tensors,
+    own_rows,
+    whole_parameters,
+    without_memory,
+)
 from verl_rc.weight_sync.sender import ModelWeights
 
 _ADAPTER = "default"
@@ -101,12 +107,30 @@ class MergedWeights:
         parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
         return gather_full_tensors(parameters, dtype)
 
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights with adapters, merged."""
+        for name, (first, _) in self._adapters.items():
+            (whole,) = gather_full_tensors([self._model.get_parameter(first)], torch.float32)
+            yield name, own_rows(self._merged(name, whole))
+
     def _merged(self, name: str, first: Tensor) -> Tensor:
         weight, second = (
             self._model.get_parameter(parameter)
             for parameter in (self._weights[name], self._adapters[name][1])
         )
         return add_product(weight, second, first, self._scale)
+
+
+def linear_weights(model: Any) -> frozenset[str]:
+    """Names, as engines know them, of the weights of linear layers and experts, without the output layer."""
+    head = model.get_output_embeddings()
+    linear = {
+        f"{name}.weight"
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and part is not head
+    }
+    experts = {name for name, _ in model.named_parameters() if ".experts." in name}
+    return frozenset(_plain(name) for name in linear | experts)
 
 
 def _plain(name: str) -> str:

@@ -24,7 +24,7 @@ from verl_rc.distributed.process_group import (
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.losses import Aggregation, CovarianceStatistics, covariance_statistics
-from verl_rc.metrics import Metric, Reduction
+from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
@@ -36,12 +36,13 @@ from verl_rc.ppo.objective import (
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
+from verl_rc.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
+from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters, linear_weights
 from verl_rc.workers.micro_batches import (
     ObjectiveTotals,
     accumulate_gradients,
@@ -109,10 +110,15 @@ class PolicyWorker(Learner):
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
+        # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
+        self._weights = (
+            MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module)
+        )
+        self._rounding = EngineRounding(
+            torch_dtype(rollout.dtype), rollout.quantization, linear_weights(module)
+        )
         self._sender = WeightSender(
-            # Engines get plain weights: they need no support for adapters, and every update has the same
-            # tensors.
-            MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
+            self._weights,
             address.rank,
             self._device,
             rollout.dtype,
@@ -158,6 +164,7 @@ class PolicyWorker(Learner):
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
+            survival = UpdateSurvival(self._weights.trained()) if request.measures_survival else None
             for share in request.mini_batches:
                 # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
@@ -178,9 +185,14 @@ class PolicyWorker(Learner):
                     # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
                     # weights.
                     self.model.optimizer.zero_grad()
+            left = None if survival is None else survival.sums(self._weights.trained(), self._rounding)
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
+        if left is not None:
+            kept, moved, other, changed = left.tolist()
+            records.append(Metric("sync/update_survival", Mean(kept, moved)))
+            records.append(Metric("sync/changed_weights", Mean(other, changed)))
         if self._address.rank == 0:
             # The counts are global: summed over ranks, each skip would count once a rank.
             skipped = sum(num_kept == 0 for num_kept in kept_tokens)

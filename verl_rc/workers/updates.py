@@ -23,6 +23,8 @@ class UpdateRequest:
     gap_limit: float | None = None
     """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit.
     """
+    measures_survival: bool = False
+    """Measure what the engines' rounding leaves of the step's updates."""
 
 
 @dataclass(frozen=True)

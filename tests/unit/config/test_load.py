@@ -136,6 +136,11 @@ MISTAKES = [
         "actor_rollout_ref.rollout.enable_prefix_caching=False",
         "needs actor_rollout_ref.rollout.enable_prefix_caching=True",
     ),
+    (
+        "actor_rollout_ref.rollout.sync_proof.survival_freq=5 actor_rollout_ref.rollout.quantization=fp8 "
+        "trainer.device=cuda",
+        "needs actor_rollout_ref.rollout.quantization=null or fp8_per_channel",
+    ),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts=True", "the run sets it"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=5", "the run sets it"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),

@@ -11,7 +11,7 @@ from two_processes import free_port
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.process_group import RankAddress
-from verl_rc.workers.lora import add_adapters
+from verl_rc.workers.lora import MergedWeights, add_adapters, linear_weights
 from verl_rc.workers.policy_worker import PolicyWorker
 
 MODEL = "actor_rollout_ref.model"
@@ -64,3 +64,27 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
     }
     assert layers.keys() == adapted
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}
+
+
+def test_the_weights_that_training_changes_are_those_with_adapters_merged(model_folder: Path) -> None:
+    config = ModelConfig.model_validate(
+        {"path": "m", "lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
+    )
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
+    model = add_adapters(plain, config)
+    first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
+    up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
+    with torch.no_grad():
+        up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
+        up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
+    weights = MergedWeights(model, config)
+    trained = dict(weights.trained())
+    assert trained.keys() == {name for name in before if "q_proj.weight" in name or "up_proj" in name}
+    changed = "model.layers.1.mlp.up_proj.weight"
+    torch.testing.assert_close(trained.pop(changed), before[changed] + 3 * second @ first)
+    assert all(torch.equal(weight, before[name]) for name, weight in trained.items())
+    linear = {name for name in before if name.endswith("_proj.weight")}
+    found = linear_weights(model)
+    assert found & before.keys() == linear
+    assert linear_weights(AutoModelForCausalLM.from_pretrained(model_folder)) == linear

@@ -111,6 +111,20 @@ SYNC = tuple(
         ("sync/bytes", "bytes", "Σ size of the tensors sent", None),
         ("sync/tensors", "1", "number of tensors sent; equals the manifest's", None),
         (
+            "sync/update_survival",
+            "1",
+            "⟨Q(W + D) − Q(W), D⟩ / |D|² over all weights that training changes: Q rounds as the engines do, "
+            "D is the update of the step; 1: nothing is lost; every sync_proof.survival_freq-th step",
+            None,
+        ),
+        (
+            "sync/changed_weights",
+            "1",
+            "weights that are another number in the engines after the update / weights that changed; every "
+            "sync_proof.survival_freq-th step",
+            None,
+        ),
+        (
             "sync/canary_mean_gap",
             "nats",
             "mean over generated canary tokens of |trainer − rollout log-prob|, of the engine where it is "

@@ -70,10 +70,11 @@ from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit
+from verl_rc.weight_sync.survival import EngineRounding
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
-from verl_rc.workers.updates import ActorReport
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 """What the code reports, and what it must be, by name."""
@@ -1105,7 +1106,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         _device=SimpleNamespace(type="cpu"),
         model=model,
     )
-    request = SimpleNamespace(correction=None, policy_version=0, mini_batches=shares, gap_limit=None)
+    request = UpdateRequest(RolloutCorrectionConfig(), 0, shares)
     with patch("verl_rc.workers.policy_worker.covariance_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
@@ -1113,6 +1114,30 @@ def updates_of_which_none_had_anything_to_learn_from():
         "rollout_corr/skipped_updates": 2,
         "actor/lr": 3 / 32,
         "critic/lr": 3 / 32,
+    }
+
+
+@example
+def an_update_that_the_engine_rounds():
+    """Next to 1 numbers of bfloat16 are 1/128 apart: an update of 3/512 goes to the next one, one of 1/512 is
+    lost."""
+    ones = torch.ones(2)
+    states = iter((ones, ones + torch.tensor([3 / 512, 1 / 512])))
+    policy = SimpleNamespace(
+        _correction=SimpleNamespace(in_actor=False),
+        _actor=None,
+        _address=SimpleNamespace(rank=1),
+        _device=SimpleNamespace(type="cpu"),
+        _weights=SimpleNamespace(trained=lambda: [("weight", next(states))]),
+        _rounding=EngineRounding(torch.bfloat16, None, frozenset()),
+        model=MagicMock(),
+    )
+    request = UpdateRequest(RolloutCorrectionConfig(), 0, [], measures_survival=True)
+    with patch("verl_rc.workers.policy_worker.covariance_loss_name", return_value=None):
+        records = PolicyWorker.update(policy, None, request).metrics
+    return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
+        "sync/update_survival": 4 * 3 / (3**2 + 1**2),
+        "sync/changed_weights": 1 / 2,
     }
 
 
