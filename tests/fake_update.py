@@ -1,8 +1,8 @@
 """Memory of one rank in an update, measured by running the project's own code on tensors without memory.
 
-``python fake_update.py [LAYERS TOKENS SHARING [TOKENS SHARING]...]``: of micro-batches with so many tokens
-that so many ranks share. Prints a line of JSON for each. A dispatch mode follows every storage; FSDP frees by
-resizing storages, so their sizes are read anew.
+``python fake_update.py [--experts] [LAYERS TOKENS SHARING [TOKENS SHARING]...]``: of micro-batches with so
+many tokens that so many ranks share, of a dense model or one with experts. Prints a line of JSON for each. A
+dispatch mode follows every storage; FSDP frees by resizing storages, so their sizes are read anew.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from verl_rc.config.models import ActorConfig, LearnerFsdpConfig
 from verl_rc.distributed.sequence_parallel import divide_ranks
@@ -40,6 +40,16 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 """Of Qwen2.5-7B, which has 28 layers."""
+WITH_EXPERTS = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+"""Of Qwen3-30B-A3B, which has 48 layers."""
 
 
 class Living(TorchDispatchMode):
@@ -74,12 +84,19 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return query * (key.mean() + value.mean())
 
 
+def model_config(layers: int, experts: bool) -> PretrainedConfig:
+    """Of either model with other layers."""
+    shared = {"num_hidden_layers": layers, "vocab_size": 152_064, "tie_word_embeddings": False}
+    return Qwen3MoeConfig(**WITH_EXPERTS, **shared) if experts else Qwen2Config(**SIZES, **shared)
+
+
 def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: PackedLayout) -> dict[str, int]:
     """Bytes at rest, between two micro-batches, and at the peak of two."""
     scoring_head._logit_factor = lambda model: 1.0  # read from a number, which fake tensors have none of
-    config = Qwen2Config(**SIZES, num_hidden_layers=layers, vocab_size=152_064, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32
+        model_config(layers, "--experts" in sys.argv),
+        attn_implementation=PACKED_ATTENTION,
+        dtype=torch.float32,
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     fsdp = LearnerFsdpConfig(use_no_sync_for_gradient_accumulation=whole_gradients)
@@ -112,7 +129,7 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
 if __name__ == "__main__":
     torch.set_num_threads(1)
     forward.F = SimpleNamespace(scaled_dot_product_attention=attention)  # type: ignore[assignment]
-    layers, *pairs = map(int, sys.argv[1:]) if sys.argv[1:] else DEFAULT
+    layers, *pairs = [int(word) for word in sys.argv[1:] if word != "--experts"] or DEFAULT
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     ranks = init_device_mesh("cpu", (RANKS,))
     for tokens, sharing in zip(pairs[::2], pairs[1::2], strict=True):

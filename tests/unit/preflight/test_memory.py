@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_update import model_config
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_models import VOCABULARY, write_small_model
 from small_runs import ROOT
@@ -324,6 +325,25 @@ def test_ranks_that_share_rows_hold_their_part_of_them(shared: int, once: bool, 
     given: Given = {**one_row, f"{ACTOR}.{SHARED}": shared, f"{ACTOR}.{ONCE}": once}
     config = config_of({**ON_8_GPUS, **given, "data.max_response_length": 32_768 - 1024})
     actor = next(role for role in estimate_roles(config, {"unused": SEVEN}, 80 << 30) if role.role == "actor")
+    assert (actor.model - actor.optimizer) / (1 << 30) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "once", "measured"),
+    [
+        *((4096, True, 19.32), (4096, False, 11.19), (16_384, True, 22.42), (16_384, False, 14.29)),
+        *((32_768, True, 27.43), (32_768, False, 19.3)),
+    ],
+)
+def test_experts_get_copies_of_their_tokens(tokens: int, once: bool, measured: float, tmp_path: Path) -> None:
+    """An update of four layers of Qwen3-30B-A3B on 8 ranks, without moments: GiB by fake execution
+    (``tests/fake_update.py --experts 4 16384 1``)."""
+    model_config(4, experts=True).save_pretrained(tmp_path)
+    shape = ModelShape.from_model_folder(str(tmp_path))
+    one_row: Given = {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}
+    given: Given = {**ON_8_GPUS, **one_row, f"{ACTOR}.{ONCE}": once}
+    config = config_of({**given, "data.max_response_length": tokens - 1024})
+    actor = next(role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor")
     assert (actor.model - actor.optimizer) / (1 << 30) == pytest.approx(measured, rel=0.1)
 
 
