@@ -46,6 +46,10 @@ MEANT = {
     },
     "math_qwen3_8b_gspo_8gpu": {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio_high": 4e-4},
     "math_qwen3_8b_cispo_8gpu": {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_high": 5.0},
+    "math_qwen3_30b_a3b_8gpu": {
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
+        f"{CORRECTION}.rollout_is": "token",
+    },
     "math_qwen2.5_7b_rloo_8gpu": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True},
     "math_qwen2.5_7b_reinforce_plus_plus_8gpu": {"algorithm.adv_estimator": "reinforce_plus_plus"},
     "math_qwen2.5_7b_dr_grpo_8gpu": {
@@ -260,9 +264,19 @@ SHAPES = {
     "0.5b": ModelShape(494_032_768, 136_134_656, 0, 24, 896, 151_936, 32_768),
     "7b": ModelShape(7_615_616_512, 1_089_994_752, 0, 28, 3584, 152_064, 131_072),
     "8b": ModelShape(8_190_735_360, 1_244_659_712, 0, 36, 4096, 151_936, 40_960),
+    "30b": ModelShape(
+        30_532_122_624,
+        622_329_856,
+        0,
+        48,
+        2048,
+        151_936,
+        40_960,
+        recomputed_bytes=36 + 11 * 8 + 9.3 * 8 * 768 / 2048,
+    ),
     "32b": ModelShape(32_763_876_352, 1_557_135_360, 0, 64, 5120, 152_064, 131_072),
 }
-"""Of Qwen2.5 and, 8b, Qwen3, by their published configurations."""
+"""Of Qwen2.5 and, 8b and 30b, Qwen3, by their published configurations."""
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda recipe: recipe.stem)
