@@ -353,8 +353,8 @@ def _experts() -> Study:
         "less than a third, and all arms learn alike. Beside noise the gap is several times as wide; replay "
         "halves it and brings the effective sample size near that of bf16; without replay and without "
         "correction a run learns less, and replay gives most of that back.",
-        found="In bf16 two tokens in a hundred take other experts, and they make nine tenths of the gap: less "
-        "than a third was expected. Replay leaves a tenth of it; all arms learn alike, as "
+        found="In bf16 two tokens in a hundred take other experts, and they make nine tenths of the gap: "
+        "less than a third was expected. Replay leaves a tenth of it; all arms learn alike, as "
         "expected. Beside noise six tokens in ten take others; replay leaves less than a tenth of the gap "
         "and brings the effective sample size from 0.978 to 0.997. Without correction runs with replay end "
         "at or above those without in each seed, by 0.04 on average, which is about what chance moves a run; "
