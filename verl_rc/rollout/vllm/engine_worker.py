@@ -4,14 +4,13 @@ from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
-from vllm.platforms import PlatformEnum
+from vllm.platforms import PlatformEnum, current_platform
 
 from verl_rc.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.rollout.vllm.float32_head import keep_float32_heads
 from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.rollout.vllm.receiver import ReceiptExtension
-from verl_rc.rollout.vllm.routed_experts import return_experts_on_a_cpu
 
 
 class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
@@ -46,5 +45,8 @@ kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 keep_float32_heads()
 pack_experts_after_updates()
-return_experts_on_a_cpu()
+if current_platform.is_cpu():
+    from verl_rc.rollout.vllm.routed_experts import return_experts_on_a_cpu  # internals of a CPU build
+
+    return_experts_on_a_cpu()
 die_with_parent()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
-from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 _execute_model, _sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
@@ -31,8 +30,6 @@ def return_experts_on_a_cpu() -> None:
 
     Raises ``RuntimeError`` when vLLM's functions have changed.
     """
-    if not current_platform.is_cpu():
-        return
     for function, expected in _CALLED.items():
         if (found := list(inspect.signature(function).parameters)) != expected:
             raise RuntimeError(

@@ -83,15 +83,14 @@ class VllmSampler:
         salt = str(self.version) if self._keeps_cache else None
         token_ids = context(request.prompt_token_ids, so_far.parts)
         parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary)
-        num_places = num_since_sampled(request.prompt_token_ids, so_far.parts)
-        parameters.routed_experts_prompt_start = len(token_ids) - num_places
+        num_places = 0
+        if sample.options.records_experts:
+            num_places = num_since_sampled(request.prompt_token_ids, so_far.parts)
+            parameters.routed_experts_prompt_start = len(token_ids) - num_places
         name = self._llm.llm_engine.add_request(
             str(key), tokens_input(token_ids, cache_salt=salt), parameters
         )
-        has_experts = sample.options.records_experts
-        self._requests[key] = _Request(
-            name, self.version, parameters.logprobs or 0, num_places if has_experts else 0
-        )
+        self._requests[key] = _Request(name, self.version, parameters.logprobs or 0, num_places)
         return None
 
     def step(self) -> "list[tuple[int, Sample | Exception | Future[Advanced]]]":
