@@ -20,7 +20,13 @@ from verl_rc.bench.method import Method
 from verl_rc.bench.policies import Problem, Responses, make_problem
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, measure
+from verl_rc.correction import (
+    CorrectionStatistics,
+    SequenceContext,
+    apply,
+    compute_rollout_correction,
+    measure,
+)
 from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
@@ -229,8 +235,11 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
     """The inputs of the loss, as the actor makes them."""
     config = method.correction.model_copy(update={"diagnostics": "core"})
     mask = rows.responses.mask
-    statistics = known.correction or _measure(config, rows, train)
-    weights, keep = apply(train, rows.rollout_log_probs, mask, config, statistics, rows.advantages)
+    if known.correction is None:
+        result = compute_rollout_correction(train, rows.rollout_log_probs, mask, config, rows.advantages)
+        weights, keep = result.weights, result.keep_mask
+    else:
+        weights, keep = apply(train, rows.rollout_log_probs, mask, config, known.correction, rows.advantages)
     if config.bypass_mode and config.loss_type == "ppo_clip":
         weights = None  # its clipped ratio is itself current over rollout
     if method.weight is not None:

@@ -1,5 +1,6 @@
 """Tools that need no run: what a configuration means, whether it can start here."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,27 @@ from verl_rc.cli.subcommand import (
 )
 
 _GPU_FILE = Path("doctor_gpu.json")
+
+
+def _bench(options: Options) -> None:
+    # A script that is installed has its own folder there, and not that of the user's modules.
+    sys.path.insert(0, os.getcwd())
+    from verl_rc.bench.method import find_method  # noqa: PLC0415  (torch)
+    from verl_rc.bench.results import record_results  # noqa: PLC0415  (as above)
+    from verl_rc.bench.standing import known_methods, run, stand  # noqa: PLC0415  (as above)
+
+    if options.method == "all":
+        if options.save is None:
+            raise ValueError("to run all methods takes minutes: say with --save where results are kept")
+        for method in known_methods():
+            record_results(options.save, {method.name: run(method)})
+            write_lines([method.name])
+            sys.stdout.flush()
+        return
+    standing = stand(find_method(options.method))
+    if options.save is not None:
+        record_results(options.save, {standing.result.name: standing.result})
+    write_lines([json.dumps(standing.result.as_json(), indent=2)] if options.json else standing.lines())
 
 
 def _exact(options: Options) -> int:
@@ -102,6 +124,24 @@ def _presets(options: Options) -> None:
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "bench": Subcommand(
+        _bench,
+        "compare a method of correction with all others on CorrectionBench (docs/leaderboard.md)",
+        {
+            "method": {
+                "metavar": "METHOD",
+                "help": "a preset, loss_mode=NAME[,OPTION=VALUE], a YAML file of correction keys, or "
+                "module:function (a loss or a weight); all: every preset and loss",
+            },
+            "--track": {
+                "choices": ("exact",),
+                "default": "exact",
+                "help": "exact (default): every response of small policies, in seconds, without an engine",
+            },
+            "--save": path_argument("FOLDER", "also put the result into FOLDER/exact.json"),
+            "--json": {"action": "store_true", "help": "print the result as JSON"},
+        },
+    ),
     "exact": Subcommand(
         _exact,
         "certify that engine and trainer compute the same bits, or name the first operation that differs",
