@@ -95,6 +95,16 @@ class PolicyLossOptions(StrictModel):
     covariance."""
     ppo_kl_coef: float = Field(0.1, ge=0)
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+    kl_tau: float = Field(1e-3, ge=0)
+    """``prime_rl``: weight of the penalty on the squared log-ratio, per squared nat."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """``vespo``: power of a sequence's ratio where the advantage is not negative."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """``vespo``: decay in that ratio there."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """``vespo``: power of the ratio where the advantage is negative."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """``vespo``: decay in the ratio there."""
 
     @model_validator(mode="after")
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
@@ -170,6 +180,8 @@ class LossSpec:
 _LOW, _HIGH = LossOption("clip_ratio_low", "ε_low"), LossOption("clip_ratio_high", "ε_high")
 _CAP = LossOption("clip_ratio_c", "c")
 _TAU_POS, _TAU_NEG = LossOption("tau_pos", "τ", "where A > 0"), LossOption("tau_neg", "τ", "elsewhere")
+_K_NEG = LossOption("policy_loss.vespo_k_neg", "k", "elsewhere")
+_LAMBDA_NEG = LossOption("policy_loss.vespo_lambda_neg", "λ", "elsewhere")
 _SURROGATE = "max(−A r, −A clip(r, 1−ε_low, 1+ε_high))"
 
 POLICY_LOSSES: Mapping[str, LossSpec] = {
@@ -190,6 +202,17 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(_LOW, _HIGH),
         only_negative=(_LOW,),
+        ppo_kl="whole",
+    ),
+    "luspo": LossSpec(
+        title="Length-unbiased sequence policy optimisation",
+        formula="max(−A s, −A clip(s, 1−ε_low, 1+ε_high)), s as in gspo",
+        source="arXiv:2602.05261, TRL",
+        ratio="row",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH),
+        only_negative=(_LOW,),
+        aggregation="seq-mean-token-sum",
         ppo_kl="whole",
     ),
     "gpg": LossSpec(
@@ -275,6 +298,47 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+    ),
+    "prime_rl": LossSpec(
+        title="The default loss of prime-rl",
+        formula="−A r, while π(y) − π_old(y) has not moved by more than ε_high up or ε_low down, plus "
+        "τ (log r)²",
+        source="prime-rl, default_loss_fn",
+        ratio="token",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH, LossOption("policy_loss.kl_tau", "τ")),
+        only_negative=(_LOW,),
+    ),
+    "aspo": LossSpec(
+        title="Asymmetric importance sampling policy optimisation",
+        formula="−A sg[min(1/r, c)] log π(y) where A > 0, while r ≤ 1+ε_high; −A sg[min(r, c)] log π(y) "
+        "elsewhere, while r ≥ 1−ε_low",
+        source="arXiv:2510.06062, Archer2.0",
+        ratio="token",
+        gradient_through="log_prob",
+        options=(_LOW, _HIGH, _CAP),
+        only_negative=(_LOW,),
+    ),
+    "topr": LossSpec(
+        title="Tapered off-policy REINFORCE",
+        formula="−A log π(y) where A > 0, −A sg[min(w, 1)] log π(y) elsewhere; w = product of the row's r",
+        source="arXiv:2503.14286",
+        ratio="row",
+        gradient_through="log_prob",
+    ),
+    "vespo": LossSpec(
+        title="Variational sequence-level soft policy optimisation",
+        formula="−A sg[w^k e^(λ − λ w)] log π(y), w = product of the row's r",
+        source="arXiv:2602.10693, TRL",
+        ratio="row",
+        gradient_through="log_prob",
+        options=(
+            LossOption("policy_loss.vespo_k_pos", "k", "where A ≥ 0"),
+            LossOption("policy_loss.vespo_lambda_pos", "λ", "where A ≥ 0"),
+            _K_NEG,
+            _LAMBDA_NEG,
+        ),
+        only_negative=(_K_NEG, _LAMBDA_NEG),
     ),
     "dro": LossSpec(
         title="Direct reward optimisation",
