@@ -29,12 +29,12 @@ from verl_rc.correction import (
 )
 from verl_rc.losses import (
     Aggregation,
-    CovarianceStatistics,
     PolicyLossInputs,
+    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_policy_loss,
-    covariance_statistics,
     loss_options,
+    selection_statistics,
 )
 from verl_rc.ppo.choices import needs_statistics_first
 
@@ -174,7 +174,7 @@ class Known:
     aggregation: Aggregation
     """With denominators of a row: losses of rows are averaged."""
     correction: CorrectionStatistics | None
-    covariance: CovarianceStatistics | None
+    selection: SelectionStatistics | None
 
 
 def coefficients(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Tensor:
@@ -202,7 +202,7 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
     width = float(rows.responses.mask.shape[1])
     known = Known(Aggregation("seq-mean-token-sum", tokens, 1.0, width), None, None)
     spec = POLICY_LOSSES.get(method.loss)
-    selects = spec is not None and spec.selects_by_covariance
+    selects = spec is not None and spec.selects_tokens
     if not selects and not needs_statistics_first(method.correction):
         return known
     mini_batch = rows.mini_batch()
@@ -222,7 +222,7 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
             known = replace(known, aggregation=aggregation)
     if selects:
         inputs = [_loss_inputs(method, part, part.responses.log_probs(logits), known) for part in parts]
-        known = replace(known, covariance=covariance_statistics(method.loss, inputs))
+        known = replace(known, selection=selection_statistics(method.loss, inputs))
     return known
 
 
@@ -282,7 +282,7 @@ def _part_coefficients(method: Method, rows: Rows, train: Tensor, known: Known) 
         rollout_is_weights=inputs.rollout_is_weights,
         config=inputs.parameters,
         aggregation=known.aggregation,
-        covariance_statistics=known.covariance,
+        selection_statistics=known.selection,
     )
     if not loss.requires_grad:
         return torch.zeros_like(train)

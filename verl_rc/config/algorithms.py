@@ -162,9 +162,8 @@ class LossSpec:
     """An average that overrides ``loss_agg_mode``; None: ``loss_agg_mode`` applies."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
-    selects_by_covariance: bool = False
-    """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds
-    first."""
+    selects_tokens: bool = False
+    """It selects tokens of the whole mini-batch, which a pass without gradient orders first."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
     its absolute value; or nothing."""
@@ -267,7 +266,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
             LossOption("policy_loss.clip_cov_ub", "cov_high"),
         ),
         only_negative=(_LOW,),
-        selects_by_covariance=True,
+        selects_tokens=True,
     ),
     "kl_cov": LossSpec(
         title="KL-Cov",
@@ -276,7 +275,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.kl_cov_ratio", "share"), LossOption("policy_loss.ppo_kl_coef", "κ")),
-        selects_by_covariance=True,
+        selects_tokens=True,
         ppo_kl="distance",
     ),
     "dppo_tv": LossSpec(

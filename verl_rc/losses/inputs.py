@@ -22,10 +22,10 @@ LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
-class CovarianceStatistics:
-    """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
+class SelectionStatistics:
+    """What losses that select tokens need to know about the whole mini-batch.
 
-    A pass without gradient finds it: ``covariance_statistics``.
+    A pass without gradient finds it: ``selection_statistics``.
     """
 
     advantage_mean: Tensor
@@ -65,7 +65,7 @@ class PolicyLossInputs:
     """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
-    covariance_statistics: CovarianceStatistics | None = None
+    selection_statistics: SelectionStatistics | None = None
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
@@ -105,7 +105,7 @@ PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    remedy="Weights are there with algorithm.rollout_correction.rollout_is, covariance_statistics only for "
+    remedy="Weights are there with algorithm.rollout_correction.rollout_is, selection_statistics only for "
     "clip_cov and kl_cov.",
 )
 
@@ -196,7 +196,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
         else _at_least_float32(weights).detach().where(loss_mask, 0),
         parameters=inputs.parameters,
         aggregation=inputs.aggregation,
-        covariance_statistics=inputs.covariance_statistics,
+        selection_statistics=inputs.selection_statistics,
     )
 
 

@@ -19,15 +19,15 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed import sequence_parallel
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.losses import Aggregation, covariance_statistics
+from verl_rc.losses import Aggregation, selection_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     correct_current,
-    covariance_inputs,
     kept_counts,
     measure_current,
     measure_signatures,
     policy_objective,
+    selection_inputs,
     value_objective,
 )
 from verl_rc.tensor_ops import logprobs
@@ -143,11 +143,9 @@ def test_every_policy_loss(
         for rows in MICRO_BATCHES:
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
-            seen = covariance_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
+            seen = selection_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
             inputs = [seen] if needs_covariance else []
-            covariance = (
-                covariance_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
-            )
+            covariance = selection_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
             objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, covariance)
             objective.loss.backward()
             totals.add(objective)

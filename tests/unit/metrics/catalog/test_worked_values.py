@@ -1059,7 +1059,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         model=model,
     )
     request = SimpleNamespace(correction=None, policy_version=0, mini_batches=shares, gap_limit=None)
-    with patch("verl_rc.workers.policy_worker.covariance_loss_name", return_value=None):
+    with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_rc.losses.clipped import surrogates
-from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
+from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, SelectionStatistics, register_policy_loss
 from verl_rc.metrics.mergeable import Mean
 
 SumOverRanks: TypeAlias = Callable[[Tensor], Tensor]
@@ -70,12 +70,12 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
-def covariance_statistics(
+def selection_statistics(
     name: str,
     micro_batches: Sequence[PolicyLossInputs],
     over_ranks: SumOverRanks | None = None,
     from_ranks: GatherOverRanks | None = None,
-) -> CovarianceStatistics:
+) -> SelectionStatistics:
     """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
     ranks add; None: there are no others.
 
@@ -108,7 +108,7 @@ def covariance_statistics(
     above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()
     # The places left are divided among the tokens at the threshold.
     share = ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
-    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share)
+    return SelectionStatistics(advantage_mean, log_prob_mean, threshold, share)
 
 
 def selection_scores(
@@ -167,7 +167,7 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
     # Without statistics the mini-batch is given whole, as in a notebook.
-    statistics = inputs.covariance_statistics or covariance_statistics(name, [inputs])
+    statistics = inputs.selection_statistics or selection_statistics(name, [inputs])
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.losses import PolicyLossInputs, compute_policy_loss
-from verl_rc.losses.covariance import selection_scores, selection_threshold
+from verl_rc.losses.selection import selection_scores, selection_threshold
 
 NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
