@@ -95,6 +95,8 @@ class PolicyLossOptions(StrictModel):
     covariance."""
     ppo_kl_coef: float = Field(0.1, ge=0)
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+    m2_threshold: float = Field(0.04, gt=0)
+    """``m2po``: largest mean of the squared log-ratios of the tokens that are kept, in squared nats."""
     kl_tau: float = Field(1e-3, ge=0)
     """``prime_rl``: weight of the penalty on the squared log-ratio, per squared nat."""
     vespo_k_pos: float = Field(2.0, ge=0)
@@ -297,6 +299,16 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+    ),
+    "m2po": LossSpec(
+        title="Second-moment trust policy optimisation",
+        formula="−A r, and 0 for the tokens with the largest (log r)², so many that the mean of the others "
+        "is at most τ",
+        source="arXiv:2510.01161, AReaL",
+        ratio="token",
+        gradient_through="ratio",
+        options=(LossOption("policy_loss.m2_threshold", "τ"),),
+        selects_tokens=True,
     ),
     "prime_rl": LossSpec(
         title="The default loss of prime-rl",

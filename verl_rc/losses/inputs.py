@@ -29,13 +29,13 @@ class SelectionStatistics:
     """
 
     advantage_mean: Tensor
-    """0-d; mean advantage over the mini-batch's trained tokens."""
+    """0-d; mean advantage over the mini-batch's trained tokens; 0 where the order does not depend on it."""
     log_prob_mean: Tensor
-    """0-d, nats; mean current log-prob over the same tokens."""
+    """0-d, nats; mean current log-prob over the same tokens, or 0."""
     score_threshold: Tensor
     """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
-    """0-d, in (0, 1]; how much of each token with this very score is selected."""
+    """0-d, in [0, 1]; how much of each token with this very score is selected."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     remedy="Weights are there with algorithm.rollout_correction.rollout_is, selection_statistics only for "
-    "clip_cov and kl_cov.",
+    "losses of verl_rc that select tokens.",
 )
 
 

@@ -47,7 +47,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
         config: the section ``actor_rollout_ref.actor``, a mapping with its keys, ``LossOptions``, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
-        selection_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the
+        selection_statistics: for losses that select tokens, of the whole mini-batch; computed from the
             tensors given when None.
 
     Returns:

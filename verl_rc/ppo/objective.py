@@ -53,7 +53,7 @@ def policy_objective(
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``selection`` too, for the losses ``clip_cov`` and ``kl_cov``.
+    ``selection`` too, for losses that select tokens.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(

@@ -243,7 +243,7 @@ class PolicyWorker(Learner):
     def _selection(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
     ) -> SelectionStatistics | None:
-        """The statistics of the whole mini-batch for ``clip_cov`` and ``kl_cov``, by a pass without gradient;
+        """The statistics of the whole mini-batch for losses that select tokens, by a pass without gradient;
         None for other losses. Collective."""
         name = selecting_loss_name(self._actor, self._correction)
         if name is None:

@@ -12,7 +12,7 @@ from small_models import make_tokens, make_train_batch, small_run_config
 from torch import Tensor, nn
 
 from verl_rc.config import RolloutCorrectionConfig
-from verl_rc.config.algorithms import LOSS_MODES
+from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.config.rollout_correction_presets import PRESETS
 from verl_rc.correction import compute_rollout_correction
@@ -136,7 +136,7 @@ def test_every_policy_loss(
             "use_kl_loss": True,
         }
     )
-    needs_covariance = loss_mode in ("clip_cov", "kl_cov")
+    selects = POLICY_LOSSES[loss_mode].selects_tokens
 
     def work(device: torch.device) -> list[Tensor]:
         totals = ObjectiveTotals("actor")
@@ -144,9 +144,9 @@ def test_every_policy_loss(
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
             seen = selection_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
-            inputs = [seen] if needs_covariance else []
-            covariance = selection_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
-            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, covariance)
+            inputs = [seen] if selects else []
+            selection = selection_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
+            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, selection)
             objective.loss.backward()
             totals.add(objective)
         return [*gradients_of(model), torch.tensor([*reduce_metrics(totals.metrics(True)).values()])]
