@@ -1,6 +1,5 @@
 """Kept results of a track: which method, on which machine, with which versions."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,9 +10,8 @@ from typing import Any
 
 import torch
 
+from verl_rc import __version__
 from verl_rc.bench.standing import Result, settings
-
-_PACKAGES = ("verl_rc", "torch")
 
 
 def record_results(folder: Path, results: Mapping[str, Result]) -> Path:
@@ -51,9 +49,9 @@ def _origin() -> dict[str, Any]:
         text=True,
         check=False,
     )
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {"verl_rc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "machine": f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}, {cores} cores",
-        "versions": {**versions, "python": platform.python_version()},
+        "versions": versions,
         "commit": git.stdout.strip() or None,
     }

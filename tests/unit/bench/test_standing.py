@@ -103,19 +103,19 @@ def test_sequence_weights_stand_before_no_correction_and_the_clip_behind():
 
 @pytest.mark.usefixtures("_short")
 def test_the_command_prints_a_table_and_saves(tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "of_my_own.py").write_text(
         "def weights(train_log_probs, rollout_log_probs):\n"
         "    return (train_log_probs - rollout_log_probs).exp().clamp(max=2)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "mine:weights", "--save", "kept"]) == 0
+    assert main(["bench", "of_my_own:weights", "--save", "kept"]) == 0
     printed = capsys.readouterr().out
     assert "flow, fresh: expected score 0.99" in printed
     assert "\nplace 1 of 3, " in printed
-    assert "mine:weights" in read_results(tmp_path / "kept/exact.json")
+    assert "of_my_own:weights" in read_results(tmp_path / "kept/exact.json")
     assert main(["bench", "decoupled_token_is", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["findings"]["4 steps"]
-    kept = read_results(tmp_path / "kept/exact.json")["mine:weights"]["findings"]["4 steps"]
+    kept = read_results(tmp_path / "kept/exact.json")["of_my_own:weights"]["findings"]["4 steps"]
     assert found == pytest.approx(kept)
 
 
