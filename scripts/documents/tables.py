@@ -124,14 +124,15 @@ def exact_track_origin() -> str:
     """On what the kept results were computed, in docs/leaderboard.md."""
     kept = read_results(Path(__file__).parents[2] / "docs" / "bench" / "exact.json").values()
     origins = {
-        (entry["machine"], *entry["versions"].items(), ("commit", (entry["commit"] or "unknown")[:12])): None
+        (
+            entry["machine"],
+            *(f"{name} {version}" for name, version in entry["versions"].items()),
+            entry["commit"],
+        )
         for entry in kept
     }
-    lines = [
-        f"- {machine}; {', '.join(f'{name} {version}' for name, version in versions)}\n"
-        for machine, *versions in origins
-    ]
-    return "".join(lines)
+    lines = (f"| {' | '.join(map(str, origin))} |\n" for origin in sorted(origins, key=str))
+    return "| machine | package | torch | Python | commit |\n|---|---|---|---|---|\n" + "".join(lines)
 
 
 def signature_causes_table() -> str:

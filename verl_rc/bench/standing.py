@@ -58,13 +58,12 @@ class Result:
         return cls(name, values["forwards"], findings, flows)
 
 
-def run(method: Method, with_flow: bool = True, among: Sequence[Problem] | None = None) -> Result:
-    """The exact track, on the problems ``among``; None: its own."""
+def run(method: Method, whole: bool = True, among: Sequence[Problem] | None = None) -> Result:
+    """The exact track, on the problems ``among``, None: its own; unless ``whole`` without ranks and flows."""
     among = problems() if among is None else among
     forwards = int(not method.correction.in_actor)
-    return Result(
-        method.name, forwards, run_exact(method, among), run_flow(method, among) if with_flow else {}
-    )
+    flows = run_flow(method, among) if whole else {}
+    return Result(method.name, forwards, run_exact(method, among, with_ranks=whole), flows)
 
 
 def known_methods() -> Iterator[Method]:
@@ -143,7 +142,7 @@ class Standing:
 
 
 def stand(method: Method) -> Standing:
-    """Run the method, and all others without their flows."""
+    """Run the method, and of all others their errors."""
     among = problems()
     result = run(method, among=among)
     compared = {name: run(reference, False, among) for name, reference in references().items()}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def test_sequence_weights_without_truncation_are_unbiased(condition, fields):
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *LOSSES])
-def test_fresh_responses_need_no_correction_and_every_method_runs_on_any_number_of_ranks(name):
+def test_fresh_responses_need_no_correction_and_stale_ones_are_the_same_on_any_number_of_ranks(name):
+    examine(find_method(name), CONDITIONS["4 steps"], [PROBLEM])  # raises, where they are not
     found = examine(find_method(name), CONDITIONS["fresh"], [PROBLEM])
     if name in ("loss_mode=geo_mean", "loss_mode=sapo"):  # they divide by the length of a response
         assert 0.5 < found.bias < 0.95
@@ -233,16 +235,22 @@ def test_a_mean_weight_and_kept_tokens_are_those_of_a_large_mini_batch():
 
 
 def test_the_gap_of_the_conditions_is_that_of_recorded_runs():
-    """Means of k3 in docs/evidence.md: one, four and eight steps old .0044, .057, .15 (geometric means of the
-    arms at the usual rate), fp8 weights and cache .0032."""
+    """Mean k3 of the runs in docs/evidence.md: four corrections at the usual rate, by age; fp8 weights and
+    cache."""
+    recorded = {
+        "1 step": (0.00789, 0.00509, 0.00511, 0.0042),
+        "4 steps": (0.13, 0.0632, 0.0508, 0.0293),
+        "8 steps": (0.316, 0.148, 0.0759, 0.0594),
+        "noise": (0.00317, 0.00322, 0.00309, 0.00461),
+    }
     gaps = {}
-    for name in ("1 step", "4 steps", "8 steps", "noise"):
+    for name in recorded:
         rows = Rows.sample_all(PROBLEM, rollout_of(PROBLEM, name))
         ratio = rows.responses.log_probs(PROBLEM.logits) - rows.rollout_log_probs
         k3 = ((ratio.exp() - 1 - ratio) * rows.responses.mask).sum(dim=-1)
         gaps[name] = float(rows.weights @ k3) / float(rows.weights @ rows.responses.mask.sum(dim=-1).double())
-    for name, recorded in (("1 step", 0.0055), ("4 steps", 0.06), ("8 steps", 0.13), ("noise", 0.0032)):
-        assert 0.5 < gaps[name] / recorded < 2, gaps
+    for name, runs in recorded.items():
+        assert 0.5 < gaps[name] / statistics.geometric_mean(runs) < 2, gaps
 
 
 # ---- What is refused.
@@ -271,7 +279,7 @@ def scalar(advantages):
 
 def test_a_loss_that_depends_on_the_number_of_ranks_is_named():
     with pytest.raises(
-        ValueError, match=r"mean_over_rank must not depend on the number of ranks; .* 2 times"
+        ValueError, match=r"mean_over_rank must not depend on the number of ranks; .* by 100%"
     ):
         run_exact(find_method(f"{__name__}:mean_over_rank"), [PROBLEM])
 
