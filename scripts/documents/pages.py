@@ -17,6 +17,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "docs/leaderboard.md": {
+        "the exact track": tables.exact_track_table,
+        "origins": tables.exact_track_origin,
+    },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},
     "docs/see_why.md": {

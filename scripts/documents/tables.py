@@ -6,6 +6,9 @@ from pathlib import Path
 
 from planted_faults.alarm_counts import read_sums, table_of
 
+from verl_rc.bench.exact import CONDITIONS
+from verl_rc.bench.results import read_results
+from verl_rc.bench.standing import EQUAL, Result
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
 from verl_rc.health.cause import Cause
@@ -80,6 +83,56 @@ def effective_overrides(name: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
+
+
+def exact_track_table() -> str:
+    """Every kept result of the exact track, in docs/leaderboard.md."""
+    kept = read_results(Path(__file__).parents[2] / "docs" / "bench" / "exact.json")
+    results = sorted((Result.from_json(*entry) for entry in kept.items()), key=lambda result: result.error)
+    conditions = list(CONDITIONS)
+    head = [
+        "place",
+        "method",
+        "error",
+        "worst",
+        *(f"bias, {name}" for name in conditions),
+        "frozen",
+        "forwards",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    place, error = 0, -1.0
+    for count, result in enumerate(results, start=1):
+        if result.error > error + EQUAL:
+            place, error = count, result.error
+        worst = f"{result.findings[result.worst].best_error:.3f} ({result.worst})"
+        biases = [f"{result.findings[name].bias:.3f}" for name in conditions]
+        end = f"{result.flows['frozen'].score:.2f}"
+        cells = [
+            str(place),
+            f"`{result.name}`",
+            f"{result.error:.3f}",
+            worst,
+            *biases,
+            end,
+            str(result.forwards),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def exact_track_origin() -> str:
+    """On what the kept results were computed, in docs/leaderboard.md."""
+    kept = read_results(Path(__file__).parents[2] / "docs" / "bench" / "exact.json").values()
+    origins = {
+        (
+            entry["machine"],
+            *(f"{name} {version}" for name, version in entry["versions"].items()),
+            entry["commit"],
+        )
+        for entry in kept
+    }
+    lines = (f"| {' | '.join(map(str, origin))} |\n" for origin in sorted(origins, key=str))
+    return "| machine | package | torch | Python | commit |\n|---|---|---|---|---|\n" + "".join(lines)
 
 
 def signature_causes_table() -> str:

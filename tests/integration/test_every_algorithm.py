@@ -56,6 +56,9 @@ FURTHER = {
     "dppo_tv": ["actor_rollout_ref.actor.clip_ratio=0.01"],
     "dppo_kl": ["actor_rollout_ref.actor.clip_ratio=0.001"],
     "gspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
+    "luspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
+    "m2po": ["actor_rollout_ref.actor.policy_loss.m2_threshold=1e-6"],
+    "prime_rl": ["actor_rollout_ref.actor.clip_ratio=0.01"],
 }
 VECTORIZED = ("grpo_vectorized", "rloo_vectorized")
 CHOICES = [

@@ -95,6 +95,18 @@ class PolicyLossOptions(StrictModel):
     covariance."""
     ppo_kl_coef: float = Field(0.1, ge=0)
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+    m2_threshold: float = Field(0.04, gt=0)
+    """``m2po``: largest mean of the squared log-ratios of the tokens that are kept, in squared nats."""
+    kl_tau: float = Field(1e-3, ge=0)
+    """``prime_rl``: weight of the penalty on the squared log-ratio, per squared nat."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """``vespo``: power of a sequence's ratio where the advantage is not negative."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """``vespo``: decay in that ratio there."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """``vespo``: power of the ratio where the advantage is negative."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """``vespo``: decay in the ratio there."""
 
     @model_validator(mode="after")
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
@@ -152,9 +164,8 @@ class LossSpec:
     """An average that overrides ``loss_agg_mode``; None: ``loss_agg_mode`` applies."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
-    selects_by_covariance: bool = False
-    """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds
-    first."""
+    selects_tokens: bool = False
+    """It selects tokens of the whole mini-batch, which a pass without gradient orders first."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
     its absolute value; or nothing."""
@@ -170,6 +181,8 @@ class LossSpec:
 _LOW, _HIGH = LossOption("clip_ratio_low", "ε_low"), LossOption("clip_ratio_high", "ε_high")
 _CAP = LossOption("clip_ratio_c", "c")
 _TAU_POS, _TAU_NEG = LossOption("tau_pos", "τ", "where A > 0"), LossOption("tau_neg", "τ", "elsewhere")
+_K_NEG = LossOption("policy_loss.vespo_k_neg", "k", "elsewhere")
+_LAMBDA_NEG = LossOption("policy_loss.vespo_lambda_neg", "λ", "elsewhere")
 _SURROGATE = "max(−A r, −A clip(r, 1−ε_low, 1+ε_high))"
 
 POLICY_LOSSES: Mapping[str, LossSpec] = {
@@ -190,6 +203,17 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(_LOW, _HIGH),
         only_negative=(_LOW,),
+        ppo_kl="whole",
+    ),
+    "luspo": LossSpec(
+        title="Length-unbiased sequence policy optimisation",
+        formula="max(−A s, −A clip(s, 1−ε_low, 1+ε_high)), s as in gspo",
+        source="arXiv:2602.05261, TRL",
+        ratio="row",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH),
+        only_negative=(_LOW,),
+        aggregation="seq-mean-token-sum",
         ppo_kl="whole",
     ),
     "gpg": LossSpec(
@@ -244,7 +268,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
             LossOption("policy_loss.clip_cov_ub", "cov_high"),
         ),
         only_negative=(_LOW,),
-        selects_by_covariance=True,
+        selects_tokens=True,
     ),
     "kl_cov": LossSpec(
         title="KL-Cov",
@@ -253,7 +277,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.kl_cov_ratio", "share"), LossOption("policy_loss.ppo_kl_coef", "κ")),
-        selects_by_covariance=True,
+        selects_tokens=True,
         ppo_kl="distance",
     ),
     "dppo_tv": LossSpec(
@@ -275,6 +299,57 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+    ),
+    "m2po": LossSpec(
+        title="Second-moment trust policy optimisation",
+        formula="−A r, and 0 for the tokens with the largest (log r)², so many that the mean of the others "
+        "is at most τ",
+        source="arXiv:2510.01161, AReaL",
+        ratio="token",
+        gradient_through="ratio",
+        options=(LossOption("policy_loss.m2_threshold", "τ"),),
+        selects_tokens=True,
+    ),
+    "prime_rl": LossSpec(
+        title="The default loss of prime-rl",
+        formula="−A r, while π(y) − π_old(y) has not moved by more than ε_high up or ε_low down, plus "
+        "τ (log r)²",
+        source="prime-rl, default_loss_fn",
+        ratio="token",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH, LossOption("policy_loss.kl_tau", "τ")),
+        only_negative=(_LOW,),
+    ),
+    "aspo": LossSpec(
+        title="Asymmetric importance sampling policy optimisation",
+        formula="−A sg[min(1/r, c)] log π(y) where A > 0, while r ≤ 1+ε_high; −A sg[min(r, c)] log π(y) "
+        "elsewhere, while r ≥ 1−ε_low",
+        source="arXiv:2510.06062, Archer2.0",
+        ratio="token",
+        gradient_through="log_prob",
+        options=(_LOW, _HIGH, _CAP),
+        only_negative=(_LOW,),
+    ),
+    "topr": LossSpec(
+        title="Tapered off-policy REINFORCE",
+        formula="−A log π(y) where A > 0, −A sg[min(w, 1)] log π(y) elsewhere; w = product of the row's r",
+        source="arXiv:2503.14286",
+        ratio="row",
+        gradient_through="log_prob",
+    ),
+    "vespo": LossSpec(
+        title="Variational sequence-level soft policy optimisation",
+        formula="−A sg[w^k e^(λ − λ w)] log π(y), w = product of the row's r",
+        source="arXiv:2602.10693, TRL",
+        ratio="row",
+        gradient_through="log_prob",
+        options=(
+            LossOption("policy_loss.vespo_k_pos", "k", "where A ≥ 0"),
+            LossOption("policy_loss.vespo_lambda_pos", "λ", "where A ≥ 0"),
+            _K_NEG,
+            _LAMBDA_NEG,
+        ),
+        only_negative=(_K_NEG, _LAMBDA_NEG),
     ),
     "dro": LossSpec(
         title="Direct reward optimisation",

@@ -179,7 +179,7 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
             "corrected after the first update; pass proximal=recompute, or raise "
             f"{SECTION}.staleness_threshold."
         )
-    if spec is not None and spec.selects_by_covariance:
+    if spec is not None and spec.selects_tokens:
         yield (
             f"{key} cannot go with loss_mode={loss}, which orders tokens before the loss; pass "
             "proximal=recompute."

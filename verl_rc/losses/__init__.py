@@ -1,12 +1,11 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
 from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
-from verl_rc.losses.covariance import covariance_statistics
 from verl_rc.losses.inputs import (
-    CovarianceStatistics,
     LossMetrics,
     PolicyLoss,
     PolicyLossInputs,
+    SelectionStatistics,
     clean_policy_loss_inputs,
     loss_options,
     policy_loss_names,
@@ -14,12 +13,13 @@ from verl_rc.losses.inputs import (
     resolve_policy_loss,
 )
 from verl_rc.losses.policy import compute_entropy_loss, compute_kl_loss, compute_policy_loss
+from verl_rc.losses.selection import selection_statistics
 from verl_rc.losses.value import compute_value_loss, explained_variance
 
 __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
-    "CovarianceStatistics",
+    "SelectionStatistics",
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",
@@ -29,7 +29,7 @@ __all__ = [
     "compute_kl_loss",
     "compute_policy_loss",
     "compute_value_loss",
-    "covariance_statistics",
+    "selection_statistics",
     "explained_variance",
     "loss_options",
     "policy_loss_names",

@@ -65,6 +65,26 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens whose clipped branch is the larger one),
         ``actor/pg_clipfrac_lower`` (0), ``actor/ppo_kl`` (mean of old − current, nats).
     """
+    token_loss, metrics = _sequence_surrogate(inputs)
+    return inputs.reduce(token_loss), metrics
+
+
+@register_policy_loss("luspo")
+def luspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """Length-unbiased sequence policy optimisation (LUSPO, arXiv:2602.05261); the loss mode ``luspo``.
+
+    GSPO's loss of a sequence times its length: the terms of ``gspo_loss``, always averaged
+    ``seq-mean-token-sum``.
+
+    Returns:
+        The loss, 0-d, and the metrics of ``gspo_loss``.
+    """
+    token_loss, metrics = _sequence_surrogate(inputs)
+    return inputs.reduce(token_loss, inputs.aggregation.with_mode("seq-mean-token-sum")), metrics
+
+
+def _sequence_surrogate(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """The terms of ``gspo_loss`` [B, T], before weights, and its metrics."""
     sequence_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
     log_ratio = inputs.unbounded_log_ratio
     # Detached: the gradient of a token must go through its own log-prob only. With the mean in the graph
@@ -75,7 +95,7 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     # The bound is verl's. e^10 = 22,026; without a bound exp overflows float32 from 88.8 nats on.
     ratio = (own_gradient + log_sequence_ratio).clamp(max=LOG_SEQUENCE_RATIO_MAX).exp()
     unclipped, clipped = surrogates(inputs, ratio)
-    return inputs.reduce(torch.maximum(unclipped, clipped)), {
+    return torch.maximum(unclipped, clipped), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(clipped > unclipped),
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(clipped)),

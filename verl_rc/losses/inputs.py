@@ -22,20 +22,20 @@ LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
-class CovarianceStatistics:
-    """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
+class SelectionStatistics:
+    """What losses that select tokens need to know about the whole mini-batch.
 
-    A pass without gradient finds it: ``covariance_statistics``.
+    A pass without gradient finds it: ``selection_statistics``.
     """
 
     advantage_mean: Tensor
-    """0-d; mean advantage over the mini-batch's trained tokens."""
+    """0-d; mean advantage over the mini-batch's trained tokens; 0 where the order does not depend on it."""
     log_prob_mean: Tensor
-    """0-d, nats; mean current log-prob over the same tokens."""
+    """0-d, nats; mean current log-prob over the same tokens, or 0."""
     score_threshold: Tensor
     """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
-    """0-d, in (0, 1]; how much of each token with this very score is selected."""
+    """0-d, in [0, 1]; how much of each token with this very score is selected."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PolicyLossInputs:
     """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
-    covariance_statistics: CovarianceStatistics | None = None
+    selection_statistics: SelectionStatistics | None = None
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
@@ -105,8 +105,8 @@ PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    remedy="Weights are there with algorithm.rollout_correction.rollout_is, covariance_statistics only for "
-    "clip_cov and kl_cov.",
+    remedy="Weights are there with algorithm.rollout_correction.rollout_is, selection_statistics only for "
+    "losses of verl_rc that select tokens.",
 )
 
 
@@ -196,7 +196,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
         else _at_least_float32(weights).detach().where(loss_mask, 0),
         parameters=inputs.parameters,
         aggregation=inputs.aggregation,
-        covariance_statistics=inputs.covariance_statistics,
+        selection_statistics=inputs.selection_statistics,
     )
 
 

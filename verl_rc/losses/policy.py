@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from verl_rc.losses import clipped, covariance, policy_gradient  # noqa: F401  (they bind functions to names)
+from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (they bind functions to names)
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
-    CovarianceStatistics,
     LossMetrics,
     PolicyLossInputs,
+    SelectionStatistics,
     clean_policy_loss_inputs,
     loss_options,
     resolve_policy_loss,
@@ -29,7 +29,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     rollout_is_weights: Tensor | None = None,
     config: object | None = None,
     aggregation: str | Aggregation = "token-mean",
-    covariance_statistics: CovarianceStatistics | None = None,
+    selection_statistics: SelectionStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute a policy loss and its metrics for one micro-batch.
 
@@ -47,7 +47,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
         config: the section ``actor_rollout_ref.actor``, a mapping with its keys, ``LossOptions``, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
-        covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the
+        selection_statistics: for losses that select tokens, of the whole mini-batch; computed from the
             tensors given when None.
 
     Returns:
@@ -67,7 +67,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights=rollout_is_weights,
         parameters=loss_options(config),
         aggregation=Aggregation.from_name(aggregation),
-        covariance_statistics=covariance_statistics,
+        selection_statistics=selection_statistics,
     )
     return resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
 

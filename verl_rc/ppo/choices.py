@@ -14,11 +14,11 @@ def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -
     return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
 
 
-def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
-    """The policy loss that runs, if it selects tokens by their covariance over the mini-batch."""
+def selecting_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that runs, if it selects tokens of the whole mini-batch."""
     name = policy_loss_name(config, correction)
     spec = POLICY_LOSSES.get(name)
-    return name if spec is not None and spec.selects_by_covariance else None
+    return name if spec is not None and spec.selects_tokens else None
 
 
 _STEPS_BETWEEN_COMPARISONS = 50

@@ -14,8 +14,8 @@ from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, int
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
-    CovarianceStatistics,
     PolicyLossInputs,
+    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_entropy_loss,
     compute_kl_loss,
@@ -46,14 +46,14 @@ def policy_objective(
     config: ActorConfig,
     correction: RolloutCorrectionConfig,
     totals: Aggregation,
-    covariance: CovarianceStatistics | None = None,
+    selection: SelectionStatistics | None = None,
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by
     ``totals``.
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``covariance`` too, for the losses ``clip_cov`` and ``kl_cov``.
+    ``selection`` too, for losses that select tokens.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
@@ -67,7 +67,7 @@ def policy_objective(
         rollout_is_weights=batch.rollout_is_weights,
         config=config,
         aggregation=totals,
-        covariance_statistics=covariance,
+        selection_statistics=selection,
     )
     loss = policy_loss
     terms = {"actor/pg_loss": policy_loss.detach()}
@@ -118,7 +118,7 @@ def value_objective(
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
 
 
-def covariance_inputs(
+def selection_inputs(
     batch: TrainBatch, log_probs: Tensor, config: ActorConfig, correction: RolloutCorrectionConfig
 ) -> PolicyLossInputs:
     """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""

@@ -23,15 +23,15 @@ from verl_rc.distributed.process_group import (
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
-from verl_rc.losses import Aggregation, CovarianceStatistics, covariance_statistics
+from verl_rc.losses import Aggregation, SelectionStatistics, selection_statistics
 from verl_rc.metrics import Mean, Metric, Reduction
-from verl_rc.ppo.choices import covariance_loss_name
+from verl_rc.ppo.choices import selecting_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
     Objective,
-    covariance_inputs,
     interpolation_gap,
     policy_objective,
+    selection_inputs,
 )
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
@@ -198,7 +198,7 @@ class PolicyWorker(Learner):
             skipped = sum(num_kept == 0 for num_kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
-        if correction is not None or covariance_loss_name(self._actor, self._correction) is not None:
+        if correction is not None or selecting_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
             return ActorReport(records, totals.steps, kept_tokens)
@@ -223,7 +223,7 @@ class PolicyWorker(Learner):
             if counts is not None:
                 num_tokens, num_sequences = counts.num_tokens, counts.num_sequences
         # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
-        covariance = self._covariance(batch, share, correction)
+        selection = self._selection(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
             num_tokens=num_tokens,
@@ -239,9 +239,7 @@ class PolicyWorker(Learner):
             if correction is not None:
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
-            objective = policy_objective(
-                current, part, self._actor, self._correction, aggregation, covariance
-            )
+            objective = policy_objective(current, part, self._actor, self._correction, aggregation, selection)
             if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
             # Recomputed this time, to compare interpolated ones with.
@@ -258,12 +256,12 @@ class PolicyWorker(Learner):
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, with_sum_pi_squared)
 
-    def _covariance(
+    def _selection(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
-    ) -> CovarianceStatistics | None:
-        """The statistics of the whole mini-batch for ``clip_cov`` and ``kl_cov``, by a pass without gradient;
+    ) -> SelectionStatistics | None:
+        """The statistics of the whole mini-batch for losses that select tokens, by a pass without gradient;
         None for other losses. Collective."""
-        name = covariance_loss_name(self._actor, self._correction)
+        name = selecting_loss_name(self._actor, self._correction)
         if name is None:
             return None
         started = time.perf_counter()
@@ -271,8 +269,8 @@ class PolicyWorker(Learner):
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
-            inputs.append(covariance_inputs(corrected, log_probs, self._actor, self._correction))
-        statistics = covariance_statistics(
+            inputs.append(selection_inputs(corrected, log_probs, self._actor, self._correction))
+        statistics = selection_statistics(
             name,
             inputs,
             partial(all_reduce_sum, mesh=self._data_parallel),

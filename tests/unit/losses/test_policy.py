@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
-    CovarianceStatistics,
     PolicyLossInputs,
+    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss,
-    covariance_statistics,
     loss_options,
     register_policy_loss,
     resolve_policy_loss,
+    selection_statistics,
 )
 from verl_rc.metrics.mergeable import Mean
 
@@ -89,9 +89,9 @@ OTHERS = ("aggregation", "old_log_probs")
 
 def statistics_of_parts(
     name: str, arguments: dict[str, Any], parts: list[Tensor]
-) -> CovarianceStatistics | None:
+) -> SelectionStatistics | None:
     """What a trainer computes for a mini-batch from its parts, before the losses."""
-    if name not in ("clip_cov", "kl_cov"):
+    if not POLICY_LOSSES[name].selects_tokens:
         return None
     parameters = loss_options(CONFIG)
     cleaned = [
@@ -105,7 +105,7 @@ def statistics_of_parts(
         )
         for rows in parts
     ]
-    return covariance_statistics(name, cleaned)
+    return selection_statistics(name, cleaned)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -127,7 +127,7 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
                         for field, tensor in arguments.items()
                     },
                     "aggregation": aggregation,
-                    "covariance_statistics": statistics,
+                    "selection_statistics": statistics,
                 },
             )
             for rows in parts
@@ -230,7 +230,7 @@ def test_rejecting_a_token_changes_no_other_tokens_gradient(
     batch = make_batch(seed=6)
     arguments = {**batch.policy_loss_arguments(), "loss_mask": batch.response_mask}
     statistics = statistics_of_parts(name, arguments, [torch.arange(6)])
-    arguments |= {"covariance_statistics": statistics}
+    arguments |= {"selection_statistics": statistics}
     _, before, _ = loss_and_gradient(name, arguments)
     _, after, _ = loss_and_gradient(name, {**arguments, "loss_mask": batch.loss_mask})
     torch.testing.assert_close(after, before * batch.loss_mask)

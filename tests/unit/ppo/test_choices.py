@@ -12,12 +12,12 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
     actor_limit,
-    covariance_loss_name,
     critic_limit,
     log_prob_limit,
     needs_statistics_first,
     policy_loss_name,
     reference_limit,
+    selecting_loss_name,
 )
 
 DECOUPLED = RolloutCorrectionConfig()
@@ -29,19 +29,20 @@ def actor(loss_mode: str) -> ActorConfig:
 
 
 @pytest.mark.parametrize(
-    ("loss_mode", "correction", "name", "looks_at_covariances"),
+    ("loss_mode", "correction", "name", "selects"),
     [
         ("vanilla", DECOUPLED, "vanilla", False),
         ("kl_cov", DECOUPLED, "kl_cov", True),
         ("clip_cov", DECOUPLED, "clip_cov", True),
+        ("m2po", DECOUPLED, "m2po", True),
         ("kl_cov", REINFORCE, "reinforce", False),
     ],
 )
 def test_the_loss_that_runs(
-    loss_mode: str, correction: RolloutCorrectionConfig, name: str, looks_at_covariances: bool
+    loss_mode: str, correction: RolloutCorrectionConfig, name: str, selects: bool
 ) -> None:
     assert policy_loss_name(actor(loss_mode), correction) == name
-    assert covariance_loss_name(actor(loss_mode), correction) == (name if looks_at_covariances else None)
+    assert selecting_loss_name(actor(loss_mode), correction) == (name if selects else None)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ from torch import Tensor
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, covariance_statistics
-from verl_rc.losses.covariance import selection_scores
-from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first
+from verl_rc.losses import Aggregation, PolicyLossInputs, SelectionStatistics, selection_statistics
+from verl_rc.losses.selection import selection_scores
+from verl_rc.ppo.choices import needs_statistics_first, selecting_loss_name
 from verl_rc.ppo.objective import (
     correct_current,
-    covariance_inputs,
     kept_counts,
     measure_current,
     policy_objective,
+    selection_inputs,
     value_objective,
     with_interpolated_proximal,
 )
@@ -146,6 +146,7 @@ def test_value_loss_equals_a_float64_loop() -> None:
 
 
 KL_COV: Mapping[str, object] = {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}
+M2PO: Mapping[str, object] = {"loss_mode": "m2po", "m2_threshold": 1e-3}
 CLIP_COV: Mapping[str, object] = {
     "loss_mode": "clip_cov",
     "clip_cov_ratio": 0.2,
@@ -168,12 +169,12 @@ def alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def statistics_of(config: ActorConfig, batch: TrainBatch, split: list[list[int]]) -> CovarianceStatistics:
+def statistics_of(config: ActorConfig, batch: TrainBatch, split: list[list[int]]) -> SelectionStatistics:
     log_probs = current(batch)
-    seen = [covariance_inputs(batch[rows], log_probs[rows], config, correction()) for rows in split]
-    name = covariance_loss_name(config, RolloutCorrectionConfig())
+    seen = [selection_inputs(batch[rows], log_probs[rows], config, correction()) for rows in split]
+    name = selecting_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    return covariance_statistics(name, seen, alone, alone)
+    return selection_statistics(name, seen, alone, alone)
 
 
 def expected_kl_cov(batch: TrainBatch) -> tuple[float, float, set[tuple[int, int]]]:
@@ -198,7 +199,7 @@ def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[li
     assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx(
         [advantage, log_prob], rel=1e-5
     )
-    inputs = covariance_inputs(batch, current(batch), config, correction())
+    inputs = selection_inputs(batch, current(batch), config, correction())
     scores = selection_scores("kl_cov", inputs, found.advantage_mean, found.log_prob_mean)
     assert {(row, t) for row, t in (scores >= found.score_threshold).nonzero().tolist()} == expected
     assert found.share_at_threshold == 1
@@ -216,14 +217,14 @@ def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(
     assert (cut.score_threshold, cut.share_at_threshold) == (whole.score_threshold, whole.share_at_threshold)
     scores = selection_scores(
         "kl_cov",
-        covariance_inputs(batch, current(batch), config, correction()),
+        selection_inputs(batch, current(batch), config, correction()),
         cut.advantage_mean,
         cut.log_prob_mean,
     )
     assert (scores >= cut.score_threshold).sum() == 3
 
 
-@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
+@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO], ids=["kl_cov", "clip_cov", "m2po"])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=len)
 def test_micro_batches_change_neither_loss_nor_gradient(
     fields: Mapping[str, object], split: list[list[int]]
@@ -231,7 +232,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(
     config, batch = actor(fields), make_train_batch(LENGTHS, REJECTED)
     totals = Aggregation("token-mean", num_tokens=21, num_sequences=5)
 
-    def loss_and_gradient(parts: list[list[int]], statistics: CovarianceStatistics) -> tuple[float, Tensor]:
+    def loss_and_gradient(parts: list[list[int]], statistics: SelectionStatistics) -> tuple[float, Tensor]:
         leaf, loss = current(batch).requires_grad_(), torch.zeros(())
         for rows in parts:
             scores = TokenScores(leaf[rows], None)
@@ -255,7 +256,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(
 
 def over_two_ranks(
     name: str, shares: list[list[PolicyLossInputs]]
-) -> tuple[CovarianceStatistics, CovarianceStatistics]:
+) -> tuple[SelectionStatistics, SelectionStatistics]:
     """Two ranks in two threads, which wait for each other where ranks would."""
     barrier = Barrier(2, timeout=60)
     sent: dict[int, Tensor] = {}
@@ -270,16 +271,16 @@ def over_two_ranks(
 
         return call
 
-    def run(rank: int) -> CovarianceStatistics:
+    def run(rank: int) -> SelectionStatistics:
         over = exchange(rank, lambda parts: parts[0] + parts[1])
-        return covariance_statistics(name, shares[rank], over, exchange(rank, torch.cat))
+        return selection_statistics(name, shares[rank], over, exchange(rank, torch.cat))
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(run, (0, 1))
     return first, second
 
 
-@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
+@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO], ids=["kl_cov", "clip_cov", "m2po"])
 @pytest.mark.parametrize("advantage", [None, 0.0], ids=["as they are", "all equal"])
 def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: float | None) -> None:
     config, batch = actor(fields), make_train_batch(LENGTHS, REJECTED)
@@ -287,13 +288,13 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
         batch.advantages = torch.full_like(batch.advantages, advantage)
     log_probs = current(batch)
     shares = [
-        [covariance_inputs(batch[rows], log_probs[rows], config, correction()) for rows in of_rank]
+        [selection_inputs(batch[rows], log_probs[rows], config, correction()) for rows in of_rank]
         for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
     ]
-    name = covariance_loss_name(config, RolloutCorrectionConfig())
+    name = selecting_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    whole = covariance_statistics(
-        name, [covariance_inputs(batch, log_probs, config, correction())], alone, alone
+    whole = selection_statistics(
+        name, [selection_inputs(batch, log_probs, config, correction())], alone, alone
     )
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):

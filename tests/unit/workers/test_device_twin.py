@@ -12,22 +12,22 @@ from small_models import make_tokens, make_train_batch, small_run_config
 from torch import Tensor, nn
 
 from verl_rc.config import RolloutCorrectionConfig
-from verl_rc.config.algorithms import LOSS_MODES
+from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.config.rollout_correction_presets import PRESETS
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed import sequence_parallel
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.losses import Aggregation, covariance_statistics
+from verl_rc.losses import Aggregation, selection_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     correct_current,
-    covariance_inputs,
     kept_counts,
     measure_current,
     measure_signatures,
     policy_objective,
+    selection_inputs,
     value_objective,
 )
 from verl_rc.tensor_ops import logprobs
@@ -136,19 +136,17 @@ def test_every_policy_loss(
             "use_kl_loss": True,
         }
     )
-    needs_covariance = loss_mode in ("clip_cov", "kl_cov")
+    selects = POLICY_LOSSES[loss_mode].selects_tokens
 
     def work(device: torch.device) -> list[Tensor]:
         totals = ObjectiveTotals("actor")
         for rows in MICRO_BATCHES:
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
-            seen = covariance_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
-            inputs = [seen] if needs_covariance else []
-            covariance = (
-                covariance_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
-            )
-            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, covariance)
+            seen = selection_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
+            inputs = [seen] if selects else []
+            selection = selection_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
+            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, selection)
             objective.loss.backward()
             totals.add(objective)
         return [*gradients_of(model), torch.tensor([*reduce_metrics(totals.metrics(True)).values()])]

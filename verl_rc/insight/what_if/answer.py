@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from verl_rc.config.algorithms import RatioOptions
-from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, fields_from_text
 from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Statement
 from verl_rc.insight.verdict import Verdict
@@ -104,8 +102,7 @@ def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, Rollo
     if any(not equals for _, equals, _ in pairs):
         raise ValueError(f"--set must be given KEY=VALUE, got {', '.join(fields)}.")
     if pairs:
-        # Thresholds are read as text: a YAML number 0.5_5 would be 0.55.
-        values = {key: text if "threshold" in key else yaml.safe_load(text) for key, _, text in pairs}
+        values = fields_from_text({key: text for key, _, text in pairs})
         configs["given"] = RolloutCorrectionConfig.model_validate(values)
     return configs
 

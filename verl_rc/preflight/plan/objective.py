@@ -6,7 +6,7 @@ from typing import Literal
 
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first, policy_loss_name
+from verl_rc.ppo.choices import needs_statistics_first, policy_loss_name, selecting_loss_name
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
-        + int(covariance_loss_name(actor, correction) is not None),
+        + int(selecting_loss_name(actor, correction) is not None),
     )
 
 

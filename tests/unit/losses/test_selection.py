@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.losses import PolicyLossInputs, compute_policy_loss
-from verl_rc.losses.covariance import selection_scores, selection_threshold
+from verl_rc.losses.selection import selection_scores, selection_threshold
 
 NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
@@ -172,3 +172,54 @@ def test_clip_cov_drops_its_share_of_tokens_that_nothing_tells_apart() -> None:
     config = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0}
     _, metrics = compute_policy_loss("clip_cov", old, log_probs, advantages, mask, config=config)
     assert metrics["actor/pg_clipfrac"].value == pytest.approx(0.1)
+
+
+def second_moments(batch: Any) -> dict[tuple[int, int], float]:
+    """(log r)² of every kept token, rounded to float32 as the loss orders them."""
+    gaps = (batch.log_probs - batch.old_log_probs).float().square().double()
+    return {(row, column): float(gaps[row, column]) for row, column in batch.loss_mask.nonzero().tolist()}
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 0.01, 0.04, 0.1, 10.0])
+def test_m2po_drops_the_fewest_tokens_from_the_largest_until_the_mean_is_small(
+    threshold: float, make_batch: Callable[..., Any]
+) -> None:
+    batch = make_batch(seed=12, rows=20)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss, metrics = compute_policy_loss(
+        "m2po",
+        **{**batch.policy_loss_arguments(), "log_probs": log_probs},
+        config={"m2_threshold": threshold},
+    )
+    loss.backward()
+    moments = second_moments(batch)
+    kept = sorted(moments, key=lambda token: moments[token])
+    while kept and sum(moments[token] for token in kept) > threshold * len(kept):
+        kept.pop()
+    total, slopes = 0.0, torch.zeros_like(batch.log_probs)
+    count = batch.response_mask.sum().item()
+    for token in kept:
+        gap = (batch.log_probs[token] - batch.old_log_probs[token]).item()
+        slopes[token] = -batch.weights[token] * batch.advantages[token] * math.exp(gap) / count
+        total += slopes[token].item()
+    assert len(kept) == {1e-6: 0, 10.0: len(moments)}.get(threshold, len(kept))
+    assert threshold not in (0.01, 0.04, 0.1) or 0 < len(kept) < len(moments)
+    assert loss.item() == pytest.approx(total, abs=1e-12)
+    torch.testing.assert_close(log_probs.grad, slopes)
+    share = 1 - len(kept) / len(moments)
+    assert metrics["actor/pg_clipfrac"].value.item() == pytest.approx(share, abs=1e-7)
+
+
+def test_m2po_keeps_or_drops_equal_tokens_together() -> None:
+    gaps = torch.tensor([[0.1, -0.3, 0.3, 0.3, 2.0]], dtype=torch.float64)
+    log_probs = (gaps - 3).requires_grad_()
+    loss, _ = compute_policy_loss(
+        "m2po",
+        torch.full_like(gaps, -3.0),
+        log_probs,
+        torch.ones_like(gaps),
+        torch.ones_like(gaps),
+        config={"m2_threshold": 0.06},
+    )  # (0.01 + 2 * 0.09) / 3 is 0.063: one of three tokens at 0.3 would be kept, were they told apart
+    loss.backward()
+    assert [bool(slope) for slope in log_probs.grad[0]] == [True, False, False, False, False]

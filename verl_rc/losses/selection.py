@@ -1,4 +1,5 @@
-"""Restraining the few tokens whose advantage and log-prob vary together most."""
+"""Losses that restrain some tokens of the whole mini-batch: those whose advantage and log-prob vary together
+most, or those that moved farthest."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_rc.losses.clipped import surrogates
-from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
+from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, SelectionStatistics, register_policy_loss
 from verl_rc.metrics.mergeable import Mean
 
 SumOverRanks: TypeAlias = Callable[[Tensor], Tensor]
@@ -22,6 +23,8 @@ GatherOverRanks: TypeAlias = Callable[[Tensor], Tensor]
 
 # A signed number of 32 bits above 31 bits of hash fits an int64.
 _HASH_BITS = 31
+_FLOAT_BITS = 31
+"""Bits of a float32 that is not negative; their order is that of the numbers."""
 _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
@@ -70,12 +73,31 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
-def covariance_statistics(
+@register_policy_loss("m2po")
+def m2po_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """The unclipped surrogate without the tokens that moved farthest (M2PO, arXiv:2510.01161); the loss mode
+    ``m2po``.
+
+    ``−w A r``, and 0 for the tokens of the mini-batch with the largest (log r)²: the fewest whose absence
+    brings the mean of the others down to ``m2_threshold``. Tokens with the same (log r)² are dropped
+    together. Rejected tokens enter neither the sum nor the mean.
+
+    Returns:
+        The loss, 0-d, and ``actor/pg_clipfrac`` (share of dropped tokens), those of ``ppo_kl_metrics``.
+    """
+    dropped = _selected("m2po", inputs)
+    return inputs.reduce(-inputs.advantages * inputs.log_ratio.exp() * (1 - dropped)), {
+        "actor/pg_clipfrac": inputs.mean_over_tokens(dropped),
+        **inputs.ppo_kl_metrics(),
+    }
+
+
+def selection_statistics(
     name: str,
     micro_batches: Sequence[PolicyLossInputs],
     over_ranks: SumOverRanks | None = None,
     from_ranks: GatherOverRanks | None = None,
-) -> CovarianceStatistics:
+) -> SelectionStatistics:
     """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
     ranks add; None: there are no others.
 
@@ -83,6 +105,8 @@ def covariance_statistics(
     the score of the last one that is selected is found among the best of every rank. So neither micro-batches
     nor ranks change which tokens are selected.
     """
+    if name == "m2po":
+        return _second_moment_statistics(micro_batches, over_ranks)
     # In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a
     # rounding error in its place would order the tokens by log-prob.
     advantages = reduce(
@@ -108,7 +132,27 @@ def covariance_statistics(
     above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()
     # The places left are divided among the tokens at the threshold.
     share = ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
-    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share)
+    return SelectionStatistics(advantage_mean, log_prob_mean, threshold, share)
+
+
+def _second_moment_statistics(
+    micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
+) -> SelectionStatistics:
+    """The largest (log r)², as its bits, up to which the mean of all smaller ones is within the threshold."""
+    nothing = micro_batches[0].log_probs.new_zeros(())
+    scores = torch.cat(
+        [selection_scores("m2po", inputs, nothing, nothing).flatten() for inputs in micro_batches]
+    )
+    moments = scores.clamp(min=0).to(torch.int32).view(torch.float32).to(torch.float64)
+    bound = scores.new_zeros(())
+    # The mean of those below a bound grows with it, so the bits of the bound are found one by one.
+    for bit in reversed(range(_FLOAT_BITS)):
+        higher = bound + (1 << bit)
+        below = (scores >= 0) & (scores < higher)
+        sums = torch.stack([moments.where(below, 0).sum(), below.sum().to(torch.float64)])
+        total, count = sums if over_ranks is None else over_ranks(sums)
+        bound = torch.where(total <= micro_batches[0].parameters.m2_threshold * count, higher, bound)
+    return SelectionStatistics(nothing, nothing, bound - 1, torch.zeros_like(total, dtype=torch.float32))
 
 
 def selection_scores(
@@ -117,7 +161,8 @@ def selection_scores(
     """Order the tokens by how early they are selected.
 
     Args:
-        name: the loss; ``kl_cov`` orders by covariance, ``clip_cov`` by a hash among the tokens in its band.
+        name: the loss; ``kl_cov`` orders by covariance, ``clip_cov`` by a hash among the tokens in its band,
+            ``m2po`` by (log r)².
         inputs: of a micro-batch.
         advantage_mean: 0-d; over the mini-batch.
         log_prob_mean: 0-d, nats; over the mini-batch.
@@ -126,6 +171,9 @@ def selection_scores(
         [B, T], int64; the smallest int64 for tokens that cannot be selected. ``kl_cov`` has the covariance
         (in float32) in the upper bits and the hash in the lower ones, so that one comparison orders by both.
     """
+    if name == "m2po":
+        moments = inputs.unbounded_log_ratio.detach().to(torch.float32).square()
+        return moments.view(torch.int32).to(torch.int64).where(inputs.loss_mask, _NOT_SELECTABLE)
     deviation = (
         inputs.advantages.float() - advantage_mean.float()
     )  # in float32: equal advantages give exactly 0
@@ -167,7 +215,7 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
     # Without statistics the mini-batch is given whole, as in a notebook.
-    statistics = inputs.covariance_statistics or covariance_statistics(name, [inputs])
+    statistics = inputs.selection_statistics or selection_statistics(name, [inputs])
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)

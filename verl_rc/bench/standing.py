@@ -1,0 +1,165 @@
+"""A method beside the others on the exact track: its table, and where it would stand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_rc.bench import exact, flow, policies
+from verl_rc.bench.exact import CONDITIONS, GROUP, PROMPTS, SEEDS, Finding, problems, run_exact
+from verl_rc.bench.flow import Flow, run_flow
+from verl_rc.bench.method import Method, find_method, of_correction
+from verl_rc.bench.policies import Problem
+from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+
+_UNCAPPED = 4.9e8
+"""A bound above every weight: log-weights are clamped to 20."""
+_REQUIRED_OPTIONS = {"dro_beta": 0.1}
+"""Options without a default, as the bench sets them."""
+EQUAL = 5e-4
+"""Errors that differ by less share a place."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method on the exact track."""
+
+    name: str
+    forwards: int
+    """Passes over the batch without gradient that it needs before an update."""
+    findings: Mapping[str, Finding]
+    """By condition."""
+    flows: Mapping[str, Flow]
+    """By condition; empty: not run."""
+
+    @property
+    def error(self) -> float:
+        """What methods are ordered by: the error at the best step size, mean over the conditions."""
+        return sum(finding.best_error for finding in self.findings.values()) / len(self.findings)
+
+    @property
+    def worst(self) -> str:
+        """The condition with the largest error at the best step size."""
+        return max(self.findings, key=lambda name: self.findings[name].best_error)
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "forwards": self.forwards,
+            "findings": {name: asdict(finding) for name, finding in self.findings.items()},
+            "flows": {name: asdict(flow) for name, flow in self.flows.items()},
+        }
+
+    @classmethod
+    def from_json(cls, name: str, values: Mapping[str, Any]) -> "Result":
+        """The opposite of ``as_json``."""
+        findings = {condition: Finding(**numbers) for condition, numbers in values["findings"].items()}
+        flows = {condition: Flow(**numbers) for condition, numbers in values["flows"].items()}
+        return cls(name, values["forwards"], findings, flows)
+
+
+def run(method: Method, whole: bool = True, among: Sequence[Problem] | None = None) -> Result:
+    """The exact track, on the problems ``among``, None: its own; unless ``whole`` without ranks and flows."""
+    among = problems() if among is None else among
+    forwards = int(not method.correction.in_actor)
+    flows = run_flow(method, among) if whole else {}
+    return Result(method.name, forwards, run_exact(method, among, with_ranks=whole), flows)
+
+
+def known_methods() -> Iterator[Method]:
+    """Every preset and every loss, without second names of the same."""
+    seen = list[RolloutCorrectionConfig]()
+    for name in PRESETS:
+        method = find_method(name)
+        if method.correction not in seen:
+            seen.append(method.correction)
+            yield method
+    for name in LOSS_MODES:
+        required = [option for option in POLICY_LOSSES[name].options if option.is_required]
+        keys = [option.key.rpartition(".")[2] for option in required]
+        text = ",".join([f"loss_mode={name}", *(f"{key}={_REQUIRED_OPTIONS[key]}" for key in keys)])
+        if text != "loss_mode=vanilla":  # it is bypass_ppo_clip
+            yield find_method(text)
+
+
+def references() -> dict[str, Method]:
+    """What methods are compared with: no correction, and weights of tokens and sequences without a bound."""
+
+    def weights(level: str) -> Method:
+        config = {"rollout_is": level, "rollout_is_threshold": _UNCAPPED}
+        return of_correction(f"{level} weights", RolloutCorrectionConfig.model_validate(config))
+
+    return {"none": find_method("disabled"), "token": weights("token"), "sequence": weights("sequence")}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method among the others."""
+
+    result: Result
+    references: Mapping[str, Result]
+    others: Sequence[Result]
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        head = ["condition", "bias", "variance", "error", "cosine", "best error"]
+        head += [f"error/{name}" for name in self.references]
+        rows = [head]
+        for name, found in self.result.findings.items():
+            ratios = [found.error / other.findings[name].error for other in self.references.values()]
+            numbers = (found.bias, found.variance, found.error, found.cosine, found.best_error, *ratios)
+            rows.append([name, *(f"{number:.3f}" for number in numbers)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return [
+            f"{self.result.name}, exact track: means over {len(SEEDS)} policies, relative to the true "
+            f"gradient. Error: of {PROMPTS} prompts with {GROUP} responses; best error: at the best step "
+            "size.",
+            "",
+            *table,
+            "",
+            *self._flow(),
+            self._place(),
+        ]
+
+    def _flow(self) -> Iterator[str]:
+        for name, found in self.result.flows.items():
+            end = "optimal" if found.optimal == 1 else "not optimal"
+            fallen = f", collapsed in {found.collapsed:.0%} of the policies" if found.collapsed else ""
+            yield f"flow, {name}: expected score {found.score:.3f} at the end, {end}{fallen}"
+
+    def _place(self) -> str:
+        better = [other.name for other in self.others if other.error < self.result.error - EQUAL]
+        equal = [other.name for other in self.others if abs(other.error - self.result.error) <= EQUAL]
+        places = f"place {len(better) + 1} of {len(self.others) + 1}"
+        place = f"{places}, mean of best errors {self.result.error:.3f}"
+        above = f", behind {better[-1]}" if better else ""
+        beside = f", beside {', '.join(equal[:3])}{' and others' if len(equal) > 3 else ''}" if equal else ""
+        return f"{place}{above}{beside}"
+
+
+def stand(method: Method) -> Standing:
+    """Run the method, and of all others their errors."""
+    among = problems()
+    result = run(method, among=among)
+    compared = {name: run(reference, False, among) for name, reference in references().items()}
+    others = [run(other, False, among) for other in known_methods() if other.name != method.name]
+    return Standing(result, compared, sorted(others, key=lambda other: other.error))
+
+
+def settings() -> dict[str, Any]:
+    """What results depend on; those of other settings must not be mixed."""
+    constants = {
+        exact: ("SEEDS", "GROUP", "PROMPTS", "NOISE", "MINI_BATCH_ROWS"),
+        flow: ("STEPS", "RATE", "LONGEST"),
+        policies: ("VOCABULARY", "MOST_TOKENS", "VERSIONS", "STEP", "DRIFT"),
+    }
+    found = {
+        f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
+        for module, names in constants.items()
+        for name in names
+    }
+    return {**found, "exact.SEEDS": list(SEEDS), "conditions": {n: c.words for n, c in CONDITIONS.items()}}

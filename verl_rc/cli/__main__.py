@@ -1,0 +1,7 @@
+"""``python -m verl_rc.cli``."""
+
+import sys
+
+from verl_rc.cli import main
+
+sys.exit(main())

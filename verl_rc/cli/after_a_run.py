@@ -1,0 +1,304 @@
+"""Tools that read what a run left, or leaves while it goes on."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from verl_rc.cli.subcommand import (
+    STEPS,
+    Options,
+    Subcommand,
+    path_argument,
+    positive_number,
+    precision_pair,
+    quieten_libraries,
+    step_pair,
+    step_range,
+    write_lines,
+)
+
+
+def _convert(options: Options) -> None:
+    from verl_rc.insight.convert import convert  # noqa: PLC0415  (numpy)
+
+    write_lines(convert(options.path, options.output))
+
+
+def _diagnose(options: Options) -> None:
+    if options.digests is not None:
+        quieten_libraries()
+        from verl_rc.insight.replay.digests import compare_weights  # noqa: PLC0415  (torch, transformers)
+
+        write_lines(compare_weights(options.folder, options.digests).lines())
+        return
+    from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
+
+    names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
+    if unknown := [name for name in names if name not in REPLAYS]:
+        raise ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
+    given = {name: getattr(options, name) for name in ("model", "temperature", "dtypes")}
+    request = DiagnosisRequest(options.folder, names, options.rows, **given, **step_range(options))
+    if options.model is not None:
+        quieten_libraries()
+        from verl_rc.insight.replay.foreign import diagnose_with_model  # noqa: PLC0415  (torch, transformers)
+
+        diagnosis = diagnose_with_model(request)
+    elif names:
+        quieten_libraries()
+        from verl_rc.insight.replay.diagnosis import diagnose_with_replays  # noqa: PLC0415  (torch, transformers)
+
+        diagnosis = diagnose_with_replays(request)
+    else:
+        diagnosis = diagnose(request)
+    write_lines([json.dumps(diagnosis.as_json(), indent=2)] if options.json else diagnosis.lines())
+
+
+def _export(options: Options) -> None:
+    quieten_libraries()
+    # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
+    from verl_rc.workers.export import ExportRequest, export_checkpoint  # noqa: PLC0415
+
+    request = ExportRequest(options.checkpoint, options.output, options.part, options.dtype, options.model)
+    sys.stdout.write(f"{export_checkpoint(request)}\n")
+
+
+def _plot(options: Options) -> None:
+    from verl_rc.insight.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+
+    sys.stdout.write(f"{draw_run(options.folder)}\n")
+
+
+def _report(options: Options) -> None:
+    from verl_rc.insight.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
+
+    page = PageOptions(not options.no_text, options.max_megabytes)
+    steps = step_range(options)
+    report = write_report(
+        Request(tuple(options.paths), options.output, newest_steps=options.last, options=page, **steps)
+    )
+    verdicts = list(zip(report.runs, report.verdicts, strict=True))
+    if options.json:
+        runs = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in verdicts]
+        sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': runs}, indent=2)}\n")
+        return
+    for run, verdict in verdicts:
+        lines = verdict.lines() if run.is_own else [*verdict.lines(), f"  read as: {run.source}"]
+        if len(verdicts) > 1:
+            lines[0] = f"{run.name}: {lines[0]}"
+        write_lines(lines)
+    sys.stdout.write(f"report: {report.path}\n")
+
+
+def _trace(options: Options) -> None:
+    from verl_rc.insight.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
+
+    sys.stdout.write(write_timeline(options.folder, options.steps))
+
+
+def _wandb_workspace(options: Options) -> None:
+    entity, slash, project = options.project.partition("/")
+    if not (entity and slash and project) or "/" in project:
+        raise ValueError(f"the project must be given as ENTITY/PROJECT, got {options.project}")
+    try:
+        from verl_rc.metrics.sinks import wandb_workspace as views  # noqa: PLC0415  (an optional package)
+    except ImportError as error:
+        raise ValueError(
+            "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
+        ) from error
+    view = views.workspace_json(entity, project) if options.json else None
+    sys.stdout.write(f"{json.dumps(view, indent=2) if view else views.save_workspace(entity, project)}\n")
+
+
+def _what_if(options: Options) -> None:
+    from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
+    from verl_rc.insight.what_if import (  # noqa: PLC0415  (torch)
+        answer,
+        clip_of,
+        read_batch,
+        tried_configs,
+        with_turns,
+    )
+
+    configs = tried_configs(options.presets, options.fields)
+    run = read_run(options.folder)
+    verdict, steps = judge(run), options.steps or ()
+    clip = clip_of(run.settings)
+    if options.gradients:
+        quieten_libraries()
+        from verl_rc.insight.replay.gradients import ParameterGradients  # noqa: PLC0415  (transformers)
+
+        gradients = ParameterGradients(options.folder, *steps)
+        batch = replace(gradients.batch, clip=clip)
+        configs = configs if options.presets else with_turns(configs, batch)
+        result = answer(batch, configs, verdict, updates=gradients)
+        result = replace(result, notes=(*result.notes, gradients.cost))
+    else:
+        batch = replace(read_batch(options.folder, *steps), clip=clip)
+        configs = configs if options.presets else with_turns(configs, batch)
+        result = answer(batch, configs, verdict)
+    if not run.is_own:
+        result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
+    write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())
+
+
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "convert": Subcommand(
+        _convert,
+        "write the token files of any trainer as token records, version 1 (docs/token_record.md)",
+        {
+            "path": path_argument("PATH", "folder or file that a trainer wrote"),
+            "output": path_argument("OUT.jsonl", "file to write"),
+        },
+    ),
+    "diagnose": Subcommand(
+        _diagnose,
+        "name what makes engine and trainer of a run differ; --replay scores recorded tokens again",
+        {
+            "folder": path_argument("RUN", "folder of a run; replays need its token records"),
+            "--replay": {
+                "metavar": "R0,R1",
+                "nargs": "?",
+                "const": "all",
+                "default": "",
+                "help": "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps "
+                "them, the report shows them)",
+            },
+            "--rows": {
+                "metavar": "N",
+                "type": positive_number,
+                "default": 64,
+                "help": "most rows of a record (default: 64)",
+            },
+            **STEPS,
+            "--model": path_argument(
+                "FOLDER",
+                "for a run of another trainer: the model that it began with (with --steps A-B: that "
+                "of step A), which scores the first recorded step again",
+            ),
+            "--temperature": {"metavar": "T", "type": float, "help": "if the files do not say it"},
+            "--dtypes": {
+                "metavar": "TRAINER,ENGINE",
+                "type": precision_pair,
+                "help": "with --model: precisions, such as float32,bfloat16, where the files do not say",
+            },
+            "--digests": path_argument(
+                "WEIGHTS",
+                "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
+                "checkpoint, that differ from those of this model folder or checkpoint",
+            ),
+            "--json": {"action": "store_true", "help": "print statements and measurements as JSON"},
+        },
+    ),
+    "export": Subcommand(
+        _export,
+        "write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
+        {
+            "checkpoint": path_argument("CHECKPOINT", "folder global_step_N of a run"),
+            "--output": path_argument("DIR", "folder to write; new or empty", required=True),
+            "--dtype": {
+                "choices": ("bfloat16", "float32", "float16"),
+                "help": "precision of the weights (default: the base model's)",
+            },
+            "--model": {
+                "metavar": "PATH",
+                "help": "where the base model is now (default: where it was when the run was started)",
+            },
+        },
+        alternatives={
+            "--critic": {
+                "dest": "part",
+                "action": "store_const",
+                "const": "critic",
+                "default": "policy",
+                "help": "the value model, not the policy",
+            },
+            "--adapter": {
+                "dest": "part",
+                "action": "store_const",
+                "const": "adapter",
+                "default": "policy",
+                "help": "the LoRA adapter alone (default: merged)",
+            },
+        },
+    ),
+    "plot": Subcommand(
+        _plot,
+        "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps",
+        {
+            "folder": path_argument(
+                "RUN", "a run's folder, or a log of another trainer; the picture is written there"
+            )
+        },
+    ),
+    "report": Subcommand(
+        _report,
+        "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
+        "compared",
+        {
+            "paths": path_argument(
+                "RUN",
+                "a run's folder, or files that another trainer wrote (docs/token_record.md names them)",
+                nargs="+",
+            ),
+            "--output": path_argument("FILE", "the page (default: RUN/report.html; several runs need it)"),
+            "--max-megabytes": {
+                "metavar": "MB",
+                "type": float,
+                "default": 8.0,
+                "help": "size of the page (default: 8)",
+            },
+            "--no-text": {"action": "store_true", "help": "leave prompts and responses out of the page"},
+            "--json": {"action": "store_true", "help": "print verdict and evidence as JSON"},
+        },
+        alternatives={
+            "--last": {"metavar": "N", "type": positive_number, "help": "only the last N steps"},
+            **STEPS,
+        },
+    ),
+    "trace": Subcommand(
+        _trace,
+        "show who did what and when in a run with async_training.trace=True: text, picture, file for "
+        "Perfetto",
+        {
+            "folder": path_argument("RUN", "folder of a run; the files are written into it"),
+            "--steps": {
+                "metavar": "A-B",
+                "type": step_pair,
+                "help": "only steps A to B (default: all; drawn: the last six)",
+            },
+        },
+    ),
+    "wandb-workspace": Subcommand(
+        _wandb_workspace,
+        "save a view of a W&B project whose charts answer questions; needs an account and a network",
+        {
+            "project": {"metavar": "ENTITY/PROJECT", "help": "the user or team, and the project of the runs"},
+            "--json": {"action": "store_true", "help": "print the view instead of saving it; no network"},
+        },
+    ),
+    "what-if": Subcommand(
+        _what_if,
+        "say what each preset would have done with the tokens that a run recorded, and which one it needs",
+        {
+            "folder": path_argument("RUN", "folder of a run with token records"),
+            "--presets": {"metavar": "A,B", "help": "presets to try (default: all of today)"},
+            "--set": {
+                "metavar": "KEY=VALUE",
+                "dest": "fields",
+                "action": "append",
+                "default": [],
+                "help": "a field of algorithm.rollout_correction; those given are tried together, as one "
+                "correction named 'given'",
+            },
+            **STEPS,
+            "--gradients": {
+                "action": "store_true",
+                "help": "take gradients of the trainer's model, at the weights that the run kept; a backward "
+                "pass a prompt and preset",
+            },
+            "--json": {"action": "store_true", "help": "print the table as JSON"},
+        },
+    ),
+}

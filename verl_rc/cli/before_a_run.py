@@ -1,0 +1,222 @@
+"""Tools that need no run: what a configuration means, whether it can start here."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl_rc.cli.subcommand import (
+    Options,
+    Subcommand,
+    configuration,
+    path_argument,
+    quieten_libraries,
+    refuse,
+    write_lines,
+)
+
+_GPU_FILE = Path("doctor_gpu.json")
+
+
+def _bench(options: Options) -> None:
+    # A script that is installed has its own folder there, and not that of the user's modules.
+    sys.path.insert(0, os.getcwd())
+    from verl_rc.bench.method import find_method  # noqa: PLC0415  (torch)
+    from verl_rc.bench.results import record_results  # noqa: PLC0415  (as above)
+    from verl_rc.bench.standing import known_methods, run, stand  # noqa: PLC0415  (as above)
+
+    if options.method == "all":
+        if options.save is None:
+            raise ValueError("to run all methods takes minutes: say with --save where results are kept")
+        for method in known_methods():
+            record_results(options.save, {method.name: run(method)})
+            write_lines([method.name])
+            sys.stdout.flush()
+        return
+    standing = stand(find_method(options.method))
+    if options.save is not None:
+        record_results(options.save, {standing.result.name: standing.result})
+    write_lines([json.dumps(standing.result.as_json(), indent=2)] if options.json else standing.lines())
+
+
+def _exact(options: Options) -> int:
+    quieten_libraries()
+    from verl_rc.preflight.certificate import certify  # noqa: PLC0415  (transformers)
+
+    certificate = certify(options.model, options.dtype, options.prompts, exact=not options.ordinary)
+    write_lines(certificate.lines())
+    return 0 if certificate.is_exact else 1
+
+
+def _explain(options: Options) -> None:
+    config = configuration(options.overrides)
+    from verl_rc.ppo.step_time import MeasuredStep  # noqa: PLC0415  (pydantic, which no help text should wait for)
+    from verl_rc.preflight.explain import plan_text  # noqa: PLC0415  (as above)
+
+    seconds = [
+        seconds for seconds in (options.sampling_seconds, options.training_seconds) if seconds is not None
+    ]
+    if len(seconds) == 1:
+        raise refuse("--sampling-seconds and --training-seconds must be given together.")
+    try:
+        measured = MeasuredStep(*seconds) if seconds else None
+    except ValueError as error:
+        raise refuse(str(error)) from None
+    sys.stdout.write(plan_text(config, measured))
+
+
+def _doctor(options: Options) -> int:
+    quieten_libraries()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    config = configuration(options.overrides)
+    from verl_rc.preflight.finding import verdict  # noqa: PLC0415  (no help text should wait for it)
+
+    if options.gpu or options.only:
+        from verl_rc.preflight.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
+        from verl_rc.preflight.machine import uses_gpus  # noqa: PLC0415  (as above)
+
+        if unknown := set(options.only) - set(STAGES):
+            raise refuse(f"--only must name one of {', '.join(STAGES)}; got {', '.join(sorted(unknown))}.")
+        if not uses_gpus(config) and config.trainer.device != "cpu":
+            raise refuse(
+                "--gpu needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on "
+                "the CPU."
+            )
+        findings = bring_up(config, _GPU_FILE, {name: STAGES[name] for name in options.only or STAGES})
+    else:
+        from verl_rc.preflight.doctor import examine  # noqa: PLC0415  (Ray)
+
+        findings = examine(config)
+    failures = 0
+    for finding in findings:
+        failures += finding.status == "failed"
+        write_lines(finding.lines())
+        sys.stdout.flush()
+    if options.gpu or options.only:
+        sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
+    sys.stdout.write(f"{verdict(failures)}\n")
+    return 1 if failures else 0
+
+
+def _migrate(options: Options) -> None:
+    from verl_rc.config.verl.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+
+    legacy_options = {"era": options.era, "k1_bound_convention": options.k1_bound_convention}
+    migration = migrate(
+        options.arguments, {name: value for name, value in legacy_options.items() if value is not None}
+    )
+    if options.recipe:
+        sys.stdout.write(migration.recipe())
+    else:
+        write_lines(migration.overrides)
+    sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
+
+
+def _presets(options: Options) -> None:
+    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415  (pydantic)
+
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in options.names or PRESETS}
+    for name, config in configs.items():
+        fields = ", ".join(f"{field}={value}" for field, value in config.effective_fields().items())
+        summary = f"    {PRESETS[name].summary} ({PRESETS[name].origin})"
+        write_lines([f"{name}: {fields or 'measures only'}", summary])
+
+
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "bench": Subcommand(
+        _bench,
+        "compare a method of correction with all others on CorrectionBench (docs/leaderboard.md)",
+        {
+            "method": {
+                "metavar": "METHOD",
+                "help": "a preset, loss_mode=NAME[,OPTION=VALUE], a YAML file of correction keys, or "
+                "module:function (a loss or a weight); all: every preset and loss",
+            },
+            "--track": {
+                "choices": ("exact",),
+                "default": "exact",
+                "help": "exact (default): every response of small policies, in seconds, without an engine",
+            },
+            "--save": path_argument("FOLDER", "also put the result into FOLDER/exact.json"),
+            "--json": {"action": "store_true", "help": "print the result as JSON"},
+        },
+    ),
+    "exact": Subcommand(
+        _exact,
+        "certify that engine and trainer compute the same bits, or name the first operation that differs",
+        {
+            "model": {"metavar": "MODEL", "help": "model folder or hub id"},
+            "--dtype": {
+                "choices": ("bfloat16", "float32"),
+                "default": "bfloat16",
+                "help": "precision of both sides (default: bfloat16)",
+            },
+            "--prompts": path_argument("FILE", "a prompt in each line (default: random tokens)"),
+            "--ordinary": {
+                "action": "store_true",
+                "help": "without exact mode: where does the gap come from?",
+            },
+        },
+    ),
+    "explain": Subcommand(
+        _explain,
+        "say what a configuration will do: objective, steps, batch arithmetic, options without effect",
+        {
+            "--sampling-seconds": {
+                "metavar": "S",
+                "type": float,
+                "help": "measured time of sampling a batch alone, to predict an asynchronous step with",
+            },
+            "--training-seconds": {
+                "metavar": "S",
+                "type": float,
+                "help": "measured time of everything else alone",
+            },
+        },
+        takes_configuration=True,
+    ),
+    "doctor": Subcommand(
+        _doctor,
+        "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do",
+        {
+            "--gpu": {"action": "store_true", "help": "measure what the GPUs of a node do, stage by stage"},
+            "--only": {
+                "metavar": "STAGE",
+                "action": "append",
+                "default": [],
+                "help": "run this stage alone; may be given several times",
+            },
+        },
+        takes_configuration=True,
+    ),
+    "migrate": Subcommand(
+        _migrate,
+        "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc",
+        {
+            "arguments": {
+                "metavar": "FILE_OR_OVERRIDE",
+                "nargs": "+",
+                "help": "a shell script, a YAML file, or key=value",
+            },
+            "--recipe": {
+                "action": "store_true",
+                "help": "write a shell script that starts the run, not bare overrides",
+            },
+            "--era": {
+                "choices": ("A", "B1", "B2", "B3", "C", "D"),
+                "help": "the release's era, where its keys do not tell",
+            },
+            "--k1_bound_convention": {
+                "choices": ("documented", "inverse"),
+                "help": "bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, "
+                "as verl executed them",
+            },
+        },
+    ),
+    "presets": Subcommand(
+        _presets,
+        "print presets of rollout correction as the fields they stand for",
+        {"names": {"metavar": "NAME", "nargs": "*", "help": "presets to print (default: all)"}},
+    ),
+}
