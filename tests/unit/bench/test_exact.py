@@ -195,6 +195,7 @@ def actor_coefficients(method: Method, rows: Rows, logits: torch.Tensor) -> torc
         "decoupled_token_icepop",
         "decoupled_seq_is_rs",
         "bypass_ppo_clip_k3_rs",
+        "ppo_is_bypass",
         "bypass_pg_is",
         "opsm",
         "geo_mis",
