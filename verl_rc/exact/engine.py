@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.exact.kernels import require_vllm
-from verl_rc.exact.operations import linear
+from verl_rc.exact.operations import hold_sums, linear
 
 
 class _OneByOneBuilder(CPUAttentionMetadataBuilder):
@@ -93,6 +93,7 @@ def compute_alike() -> None:
     Raises ``InexactError`` where vLLM is another than the one that was looked at.
     """
     require_vllm()
+    hold_sums()
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OneByOneBackend.__name__}")
     RMSNorm.register_oot(_RoundedRmsNorm)

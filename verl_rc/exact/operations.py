@@ -1,5 +1,6 @@
 """The linear layer of both sides, and a test that its rows do not depend on the batch."""
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -10,8 +11,22 @@ from verl_rc.exact import InexactError
 
 _TILE = 16
 """Fewer than eight rows go through other kernels of MKL, which add in another order."""
-_ROWS = (1, 2, 3, 7, 17, 64, 257)
+_ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
+_LIBRARIES = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # AMX: the number of rows chooses how a sum is split
+    "MKL_CBWR": "AUTO,STRICT",  # else with two threads it does so in float32
+}
+"""Environment of both sides, which oneDNN and MKL read when they first multiply."""
+
+
+def hold_sums() -> None:
+    """Let oneDNN and MKL add in one order, whatever the number of rows; variables that the user has set stay.
+
+    Without effect once this process has multiplied matrices.
+    """
+    for name, value in _LIBRARIES.items():
+        os.environ.setdefault(name, value)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,8 +44,14 @@ def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) ->
     """
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in sorted({(inputs, min(outputs, _WIDEST)) for inputs, outputs in shapes}):
-        weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32).to(dtype)
-        x = torch.randn(_ROWS[-1], inputs, generator=generator, dtype=torch.float32).to(dtype)
+        # Every product comes once with each sign: sums are what their order rounds, and nothing else.
+        half = inputs // 2
+        shuffled = torch.randperm(2 * half, generator=generator)
+        weight, x = (torch.randn(rows, half, generator=generator) for rows in (outputs, _ROWS[-1]))
+        weight, x = (
+            F.pad(torch.cat(halves, 1)[:, shuffled], (0, inputs % 2)).to(dtype)
+            for halves in ([weight, weight], [x, -x])
+        )
         whole = linear(x, weight)
         for rows in _ROWS:
             first, last = linear(x[:rows], weight), linear(x[-rows:], weight)

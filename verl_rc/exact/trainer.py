@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_rc.exact.operations import linear, require_rows_alone
+from verl_rc.exact.operations import hold_sums, linear, require_rows_alone
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices
@@ -85,6 +85,7 @@ def multiply_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
 
     Raises ``InexactError`` where this CPU's products depend on the batch.
     """
+    hold_sums()
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
     require_rows_alone({(layer.in_features, layer.out_features) for layer in layers}, compute_dtype)
     for layer in layers:

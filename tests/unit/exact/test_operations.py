@@ -1,5 +1,9 @@
 """The linear layer of both sides: rows do not depend on the batch; a CPU on which they do is found out."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,3 +49,49 @@ def test_a_cpu_whose_products_depend_on_the_batch_is_refused(
     require_rows_alone({(32, 64)}, torch.float32)
     with pytest.raises(InexactError, match=r"32 inputs and 48 outputs in torch\.float32"):
         require_rows_alone({(32, 64), (32, 48)}, torch.float32)
+
+
+@pytest.mark.parametrize("inputs", [64, 65])
+def test_sums_in_another_order_are_seen_in_bfloat16(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = F.linear
+
+    def add(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x, weight = x.float(), weight.float()
+        parts = (32, inputs - 32) if len(x) == splits_at else (inputs,)
+        sums = map(plain, x.split(parts, 1), weight.split(parts, 1))
+        return sum(sums, torch.zeros(())).to(torch.bfloat16)
+
+    splits_at = 0
+    monkeypatch.setattr(operations.F, "linear", add)
+    require_rows_alone({(inputs, 16)}, torch.bfloat16)
+    splits_at = 64
+    # Rounded to 8 bits nearly all sums of other numbers are equal.
+    with pytest.raises(InexactError, match=r"\d{3,4} numbers of a layer"):
+        require_rows_alone({(inputs, 16)}, torch.bfloat16)
+
+
+MULTIPLY = """
+import torch
+from verl_rc.exact.operations import hold_sums, require_rows_alone
+torch.set_num_threads(2)
+hold_sums()
+require_rows_alone({(512, 192), (1024, 1024), (2432, 896)}, torch.bfloat16)
+require_rows_alone({(1024, 1024), (2432, 896)}, torch.float32)
+"""
+
+
+def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one() -> None:
+    # A CPU with AMX splits sums of bfloat16, and MKL those of float32 for two threads. Both read the
+    # environment once: a process of its own.
+    held = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+    environment = {name: value for name, value in os.environ.items() if name not in held}
+    result = subprocess.run(
+        [sys.executable, "-c", MULTIPLY], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-1000:]
+
+
+def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    operations.hold_sums()
+    assert operations.os.environ == {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
