@@ -17,8 +17,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from verl_rc.exact import hold_sums
 from verl_rc.exact.kernels import require_vllm
-from verl_rc.exact.operations import hold_sums, linear
+from verl_rc.exact.operations import linear
 
 
 class _OneByOneBuilder(CPUAttentionMetadataBuilder):

@@ -57,6 +57,9 @@ def require_vllm() -> None:
             f"exact mode needs vLLM's CPU build, this one is for {current_platform.device_type}."
         )
     current_platform.import_kernels()
+    # Linux lets a process use AMX, as vLLM's attention does, once it has asked; oneDNN, which asks else, is
+    # held below AMX.
+    torch.cpu._init_amx()
 
 
 def _moved(operation: str) -> str:

@@ -1,6 +1,5 @@
 """The linear layer of both sides, and a test that its rows do not depend on the batch."""
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -13,20 +12,6 @@ _TILE = 16
 """Fewer than eight rows go through other kernels of MKL, which add in another order."""
 _ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
-_LIBRARIES = {
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # AMX: the number of rows chooses how a sum is split
-    "MKL_CBWR": "AUTO,STRICT",  # else with two threads it does so in float32
-}
-"""Environment of both sides, which oneDNN and MKL read when they first multiply."""
-
-
-def hold_sums() -> None:
-    """Let oneDNN and MKL add in one order, whatever the number of rows; variables that the user has set stay.
-
-    Without effect once this process has multiplied matrices.
-    """
-    for name, value in _LIBRARIES.items():
-        os.environ.setdefault(name, value)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_rc.exact.operations import hold_sums, linear, require_rows_alone
+from verl_rc.exact import hold_sums
+from verl_rc.exact.operations import linear, require_rows_alone
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_rc.exact import InexactError, operations
+from verl_rc import exact
+from verl_rc.exact import InexactError, hold_sums, operations
 from verl_rc.exact.operations import linear, require_rows_alone
+from verl_rc.workers.environment import engine_environment, trainer_environment
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,26 +74,33 @@ def test_sums_in_another_order_are_seen_in_bfloat16(inputs: int, monkeypatch: py
 
 MULTIPLY = """
 import torch
-from verl_rc.exact.operations import hold_sums, require_rows_alone
+import tensordict  # loads MKL
+from verl_rc.exact.operations import require_rows_alone
 torch.set_num_threads(2)
-hold_sums()
 require_rows_alone({(512, 192), (1024, 1024), (2432, 896)}, torch.bfloat16)
 require_rows_alone({(1024, 1024), (2432, 896)}, torch.float32)
 """
 
 
-def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one() -> None:
-    # A CPU with AMX splits sums of bfloat16, and MKL those of float32 for two threads. Both read the
-    # environment once: a process of its own.
-    held = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
-    environment = {name: value for name, value in os.environ.items() if name not in held}
+def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU with AMX splits sums of bfloat16, and MKL those of float32 for two threads.
+    for name in exact.LIBRARIES:
+        monkeypatch.delenv(name, raising=False)
+    hold_sums()
+    environment = {**os.environ, **trainer_environment(2, one_node=True)}
     result = subprocess.run(
         [sys.executable, "-c", MULTIPLY], env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-1000:]
 
 
-def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
-    operations.hold_sums()
-    assert operations.os.environ == {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
+def test_both_sides_get_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    ends = [
+        lambda: trainer_environment(1, one_node=False),
+        lambda: engine_environment(1, "cpu", one_node=False),
+    ]
+    assert all("MKL_CBWR" not in end(one_node=False) for end in ends)
+    hold_sums()
+    held = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
+    assert all(held.items() <= end(one_node=False).items() for end in ends)
