@@ -63,8 +63,8 @@ class Placement:
 
 
 def plan_placement(config: RunConfig) -> Placement:
-    """Decide the processes of a run on the connected cluster, and how libraries add in them, and reserve their
-    places.
+    """Decide the processes of a run on the connected cluster, and how sums are added in them, and reserve
+    their places.
 
     Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU)
     or engines cannot be quantised so on them, and ``RemoteError`` when the places do not become free within

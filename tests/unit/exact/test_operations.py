@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -96,10 +97,7 @@ def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one(monkeypatch: 
 
 def test_both_sides_get_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
-    ends = [
-        lambda: trainer_environment(1, one_node=False),
-        lambda: engine_environment(1, "cpu", one_node=False),
-    ]
+    ends = [partial(trainer_environment, 1), partial(engine_environment, 1, "cpu")]
     assert all("MKL_CBWR" not in end(one_node=False) for end in ends)
     hold_sums()
     held = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
