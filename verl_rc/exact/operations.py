@@ -10,6 +10,8 @@ from verl_rc.exact import InexactError
 
 _TILE = 16
 """Fewer than eight rows go through other kernels of MKL, which add in another order."""
+_VECTOR = 64
+"""Numbers of bfloat16 that PyTorch takes at once; what is left at the end goes through other functions."""
 _ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
 
@@ -20,6 +22,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     missing = -len(rows) % _TILE
     padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
     return F.linear(padded, weight, bias)[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
+def whole_vectors(x: Tensor) -> Tensor:
+    """``x``, with zeros behind the last dimension up to a multiple of 64."""
+    missing = -x.shape[-1] % _VECTOR
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:

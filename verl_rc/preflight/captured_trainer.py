@@ -107,7 +107,9 @@ class CapturedTrainer:
         end = ".".join(name.split(".")[-2:])
         if end in _PARTS:
             self._keep_output(name.removesuffix(end) + _PARTS[end], module)
-        elif name.endswith(capture.KEPT_MODULES) and end != capture.ACTIVATION:
+        elif name.endswith(capture.FIRST_LAYER):
+            self._keep_input(name.removesuffix(capture.FIRST_LAYER) + capture.EMBEDDING, module)
+        elif name.endswith(capture.KEPT_MODULES):
             if name.endswith("norm"):
                 self._keep_input(name + capture.RESIDUAL, module)
             elif end in _INPUTS:
