@@ -17,6 +17,7 @@ from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.health.cause_table import STALE_CACHE
 from verl_rc.insight.diagnosis import DiagnosisRequest
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
+from verl_rc.insight.replay.operations import find_parting
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
@@ -94,3 +95,20 @@ def test_a_stale_prefix_cache_is_named_and_a_fresh_one_reproduced(run: Path) -> 
         assert record.numbers["cached_tokens"] == 2 * 32 * len(PROMPTS)
     first = next(one for one in found.statements if one.level == "fault")
     assert (first.cause, first.confidence, first.steps) == (STALE_CACHE.name, "named", (5, 6))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ("", ""),
+        pytest.param("rms_norm_eps: 0.01", "model.layers.0.input_layernorm", marks=pytest.mark.slow),
+    ],
+    ids=["sound", "epsilon"],
+)
+def test_the_operation_where_an_engine_parts_is_named(overrides: str, named: str, tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base")
+    keys = (*KEYS, f"actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides={{{overrides}}}")
+    config = small_run_config(base, *keys, "actor_rollout_ref.rollout.dtype=bfloat16")
+    found = find_parting(config, str(base), PROMPTS)
+    assert found.first.startswith("model.layers.0.")
+    assert found.beyond == named

@@ -13,6 +13,7 @@ from verl_rc.config.checks import attention_problem, quantization_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import RemoteError
+from verl_rc.exact import hold_sums
 from verl_rc.workers.host import usable_cores
 
 
@@ -62,7 +63,8 @@ class Placement:
 
 
 def plan_placement(config: RunConfig) -> Placement:
-    """Decide the processes of a run on the connected cluster and reserve their places.
+    """Decide the processes of a run on the connected cluster, and how sums are added in them, and reserve
+    their places.
 
     Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU)
     or engines cannot be quantised so on them, and ``RemoteError`` when the places do not become free within
@@ -76,6 +78,8 @@ def plan_placement(config: RunConfig) -> Placement:
         raise ConfigError(problem)
     if device == "cpu":
         _check_cores(config)
+    if config.actor_rollout_ref.exact:
+        hold_sums()
     engines_per_node = max(1, config.num_engines // rollout.nnodes)
     trainer_threads, engine_threads = _threads(config, device, engines_per_node)
     rank_places, engine_places = _reserve(

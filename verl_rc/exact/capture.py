@@ -6,5 +6,7 @@ OUTPUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 HEAD, LOG_PROBS = "logits", "log_probs"
 RESIDUAL = ".residual"
 """After the name of a norm: the sum that it normalises."""
-KEPT_MODULES = ("norm", EMBEDDING, ATTENTION, QKV, GATE_UP, ACTIVATION, OUTPUT, DOWN)
+KEPT_MODULES = ("norm", ATTENTION, QKV, GATE_UP, OUTPUT, DOWN)
 """Ends of the names of modules whose outputs are kept."""
+FIRST_LAYER = "layers.0"
+"""End of the name of the module whose input is what ``EMBEDDING`` keeps: with the factor of Gemma."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -17,8 +18,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from verl_rc.exact import hold_sums
 from verl_rc.exact.kernels import require_vllm
-from verl_rc.exact.operations import linear
+from verl_rc.exact.operations import linear, whole_vectors
 
 
 class _OneByOneBuilder(CPUAttentionMetadataBuilder):
@@ -80,6 +82,25 @@ class _RoundedGemmaRmsNorm(_RoundsFirst, GemmaRMSNorm):
     pass
 
 
+class _OfWholeVectors:
+    """Activation and product of the two halves of ``x``."""
+
+    forward_native: Any
+
+    def forward_cpu(self, x: Tensor) -> Any:
+        """With zeros behind both halves."""
+        halves = torch.cat([whole_vectors(half) for half in x.chunk(2, -1)], -1)
+        return self.forward_native(halves)[..., : x.shape[-1] // 2]
+
+
+class _VectorSiluAndMul(_OfWholeVectors, SiluAndMul):
+    pass
+
+
+class _VectorGeluAndMul(_OfWholeVectors, GeluAndMul):
+    pass
+
+
 def _multiply_alike(layer: Any, remove_weight: bool) -> None:
     """In the place of vLLM's choice of a product for a linear layer."""
     del remove_weight
@@ -93,8 +114,11 @@ def compute_alike() -> None:
     Raises ``InexactError`` where vLLM is another than the one that was looked at.
     """
     require_vllm()
+    hold_sums()
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OneByOneBackend.__name__}")
     RMSNorm.register_oot(_RoundedRmsNorm)
     GemmaRMSNorm.register_oot(_RoundedGemmaRmsNorm)
+    SiluAndMul.register_oot(_VectorSiluAndMul)
+    GeluAndMul.register_oot(_VectorGeluAndMul)
     utils.dispatch_cpu_unquantized_gemm = _multiply_alike  # imported where it is called

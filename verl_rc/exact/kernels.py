@@ -35,6 +35,8 @@ _NEEDED: Mapping[str, str] = {
     "num_actual_tokens max_query_len block_table_tensor",
     f"{_ATTENTION}.backends.registry:register_backend": "backend class_path",
     f"{_LAYERS}.utils:dispatch_cpu_unquantized_gemm": "layer remove_weight",
+    f"{_LAYERS}.activation:SiluAndMul.forward_native": "x",
+    f"{_LAYERS}.activation:GeluAndMul.forward_native": "x",
     f"{_LAYERS}.layernorm:RMSNorm.forward_native": "x residual",
     f"{_LAYERS}.layernorm:GemmaRMSNorm.forward_native": "x residual",
 }
@@ -57,6 +59,9 @@ def require_vllm() -> None:
             f"exact mode needs vLLM's CPU build, this one is for {current_platform.device_type}."
         )
     current_platform.import_kernels()
+    # Linux lets a process use AMX, as vLLM's attention does, once it has asked; oneDNN, which asks else, is
+    # held below AMX.
+    torch.cpu._init_amx()
 
 
 def _moved(operation: str) -> str:

@@ -10,7 +10,9 @@ from verl_rc.exact import InexactError
 
 _TILE = 16
 """Fewer than eight rows go through other kernels of MKL, which add in another order."""
-_ROWS = (1, 2, 3, 7, 17, 64, 257)
+_VECTOR = 64
+"""Numbers of bfloat16 that PyTorch takes at once; what is left at the end goes through other functions."""
+_ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
 
 
@@ -22,6 +24,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(padded, weight, bias)[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
+def whole_vectors(x: Tensor) -> Tensor:
+    """``x``, with zeros behind the last dimension up to a multiple of 64."""
+    missing = -x.shape[-1] % _VECTOR
+    return F.pad(x, (0, missing)) if missing else x
+
+
 def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
     """Raise ``InexactError`` naming the layer when a row's result depends on how many rows come with it.
 
@@ -29,8 +37,14 @@ def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) ->
     """
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in sorted({(inputs, min(outputs, _WIDEST)) for inputs, outputs in shapes}):
-        weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32).to(dtype)
-        x = torch.randn(_ROWS[-1], inputs, generator=generator, dtype=torch.float32).to(dtype)
+        # Every product comes once with each sign: sums are what their order rounds, and nothing else.
+        half = inputs // 2
+        shuffled = torch.randperm(2 * half, generator=generator)
+        weight, x = (torch.randn(rows, half, generator=generator) for rows in (outputs, _ROWS[-1]))
+        weight, x = (
+            F.pad(torch.cat(halves, 1)[:, shuffled], (0, inputs % 2)).to(dtype)
+            for halves in ([weight, weight], [x, -x])
+        )
         whole = linear(x, weight)
         for rows in _ROWS:
             first, last = linear(x[:rows], weight), linear(x[-rows:], weight)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_rc.exact.operations import linear, require_rows_alone
+from verl_rc.exact import hold_sums
+from verl_rc.exact.capture import ACTIVATION
+from verl_rc.exact.operations import linear, require_rows_alone, whole_vectors
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices
@@ -80,17 +82,26 @@ def exact_scores(
     return scores._replace(log_probs=_ValueOf.apply(log_probs, scores.log_probs))  # type: ignore[no-untyped-call]
 
 
-def multiply_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """Let the linear layers of ``model``, which computes in ``compute_dtype``, multiply as the engine's do.
+def compute_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
+    """Let linear layers and activations of ``model``, which computes in ``compute_dtype``, compute as the
+    engine's do.
 
     Raises ``InexactError`` where this CPU's products depend on the batch.
     """
+    hold_sums()
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
     require_rows_alone({(layer.in_features, layer.out_features) for layer in layers}, compute_dtype)
     for layer in layers:
         layer.forward = partial(_forward, layer)
+    for name, module in model.named_modules():
+        if name.endswith(ACTIVATION):
+            module.forward = partial(_activate, module.forward)
     return model
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
+
+
+def _activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(whole_vectors(x))[..., : x.shape[-1]]

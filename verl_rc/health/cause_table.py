@@ -324,6 +324,23 @@ OTHER_CODE = Cause(
     evidence="replays",
     is_repairable=True,
 )
+OTHER_OPERATION = Cause(
+    20,
+    "an operation of the engine computes otherwise than the trainer's",
+    f"R8: more than {BOUNDS.far_above_floor:g} times as far from the trainer's in float32 as the trainer's "
+    "in the engine's precision",
+    (
+        "OPERATION is the first operation of the engine that is farther from the trainer's than rounding "
+        "makes: with the weights and prompts of step {step:.0f} {gap:.2g} of its size from float32, where "
+        "the trainer's code in the engine's precision is {rounding:.2g}"
+    ),
+    (
+        "Compare what both sides make of the model's configuration for this operation (rotary base and "
+        "scaling, norm epsilon, head sizes), and the engine's kernel for it with its plain one."
+    ),
+    evidence="replays",
+    is_repairable=True,
+)
 NOT_THE_MODEL = Cause(
     20,
     "the engine's log-probs are not its model's",
@@ -381,6 +398,7 @@ REPLAY_CAUSES = (
     OLDER_WEIGHTS,
     ENGINES_INPUTS,
     OTHER_ENGINE,
+    OTHER_OPERATION,
     OTHER_CODE,
     NOT_THE_MODEL,
     LARGER_THAN_HEALTHY,

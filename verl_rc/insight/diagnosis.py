@@ -22,6 +22,8 @@ REPLAYS: Mapping[str, str] = {
     "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
     "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
     "as R5, and 3 generations a record",
+    "R8": "the operation at which engine and trainer part: an engine's start and two of a trainer, for the "
+    "last record alone",
 }
 """What is built of the replays in docs/see_why.md, and what each costs for a record."""
 WITH_MODEL = (

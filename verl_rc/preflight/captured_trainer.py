@@ -42,6 +42,8 @@ class Compared:
     """Largest difference; NaN where one is."""
     first: tuple[int, int] | None
     """Sequence and position of the first row that differs."""
+    relative: float = 0.0
+    """Root mean square of the difference over that of the trainer's numbers."""
 
 
 class CapturedTrainer:
@@ -66,30 +68,48 @@ class CapturedTrainer:
     def compare(self, prompts: list[list[int]], file: str) -> list[Compared]:
         """Compare with the ``file`` of ``CapturingEngine.sample``, in the order in which it computes."""
         engine = torch.load(file)
+        sampled = torch.tensor([value for given in engine["log_probs"] for value in given])
+        theirs = {**engine["kept"], capture.LOG_PROBS: (None, sampled[:, None])}
+        compared = []
+        for name, (places, mine) in self._computed(prompts, engine).items():
+            # the engine's vocabulary may be padded
+            rows = theirs[name][1][:, : mine.shape[1]] if name == capture.HEAD else theirs[name][1]
+            compared += compare_rows(name, places, mine, rows)
+        return compared
+
+    def keep(self, prompts: list[list[int]], file: str, kept: str) -> None:
+        """Write to ``kept`` what this model computes of the tokens in an engine's ``file``, as if it were
+        that."""
+        engine = torch.load(file)
+        computed = self._computed(prompts, engine)
+        _, log_probs = computed.pop(capture.LOG_PROBS)
+        parts = log_probs[:, 0].split([len(answer) for answer in engine["responses"]])
+        torch.save({**engine, "kept": computed, "log_probs": [part.tolist() for part in parts]}, kept)
+
+    def _computed(
+        self, prompts: list[list[int]], engine: dict[str, Any]
+    ) -> dict[str, tuple[list[Place], Tensor]]:
+        """By operation, in the engine's order: its places, and the rows of this model there."""
         sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, engine["responses"], strict=True)]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         begins = lengths.cumsum(0) - lengths
-        places, logits = engine["kept"].pop(capture.HEAD)
+        ends, _ = engine["kept"][capture.HEAD]
         self._kept = {}
         with torch.no_grad():
             ids = torch.tensor([token for sequence in sequences for token in sequence])
-            ends = _rows(places, begins)
-            mine = {capture.HEAD: packed_logits(self.model, ids, lengths, ends)}
-            mine |= {name: torch.cat([*parts], -1) for name, parts in self._kept.items()}
+            logits = packed_logits(self.model, ids, lengths, _rows(ends, begins))
+            mine = {name: torch.cat([*parts], -1) for name, parts in self._kept.items()}
             log_probs = self._log_probs(prompts, engine["responses"])
-        compared = []
-        for name, (where, rows) in engine["kept"].items():
-            if name in mine:
-                compared += compare_rows(name, where, mine[name][_rows(where, begins)], rows)
-        words = mine[capture.HEAD].shape[1]
-        compared += compare_rows(capture.HEAD, places, mine[capture.HEAD], logits[:, :words])
         sampled = [
             (row, len(prompts[row]) + place, place > 0)
             for row, answer in enumerate(engine["responses"])
             for place in range(len(answer))
         ]
-        theirs = torch.tensor([value for given in engine["log_probs"] for value in given])
-        return [*compared, *compare_rows(capture.LOG_PROBS, sampled, log_probs[:, None], theirs[:, None])]
+        kept = engine["kept"].items()
+        computed = {
+            name: (where, mine[name][_rows(where, begins)]) for name, (where, _) in kept if name in mine
+        }
+        return {**computed, capture.HEAD: (ends, logits), capture.LOG_PROBS: (sampled, log_probs[:, None])}
 
     def _log_probs(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
         """float32 ``[K]``, of all response tokens, row by row."""
@@ -107,7 +127,9 @@ class CapturedTrainer:
         end = ".".join(name.split(".")[-2:])
         if end in _PARTS:
             self._keep_output(name.removesuffix(end) + _PARTS[end], module)
-        elif name.endswith(capture.KEPT_MODULES) and end != capture.ACTIVATION:
+        elif name.endswith(capture.FIRST_LAYER):
+            self._keep_input(name.removesuffix(capture.FIRST_LAYER) + capture.EMBEDDING, module)
+        elif name.endswith(capture.KEPT_MODULES):
             if name.endswith("norm"):
                 self._keep_input(name + capture.RESIDUAL, module)
             elif end in _INPUTS:
@@ -149,6 +171,10 @@ def compare_rows(name: str, places: list[Place], mine: Tensor, theirs: Tensor) -
             left, right = mine[of_phase], theirs[of_phase]
             different = (left != right).any(-1)
             first = min((places[int(row)][:2] for row in of_phase[different]), default=None)
-            largest = float((left.double() - right.double()).abs().max())
-            compared.append(Compared(name, decodes, len(of_phase), int(different.sum()), largest, first))
+            apart = left.double() - right.double()
+            relative = float(apart.norm() / left.double().norm()) if different.any() else 0.0
+            largest = float(apart.abs().max())
+            compared.append(
+                Compared(name, decodes, len(of_phase), int(different.sum()), largest, first, relative)
+            )
     return compared

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from verl_rc.config.models import model_source
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.child_process import ChildProcess, RemoteError
-from verl_rc.exact import ENGINE_ARGUMENTS, capture
+from verl_rc.exact import ENGINE_ARGUMENTS, capture, hold_sums
 from verl_rc.preflight.captured_trainer import Compared
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
@@ -105,6 +105,8 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         **(ENGINE_ARGUMENTS if exact else {}),
     }
     options = VllmOptions(model_source(model), dtype, longest, arguments, exact=exact)
+    if exact:
+        hold_sums()
     cores = usable_cores()
     compared = {}
     with tempfile.TemporaryDirectory() as folder:

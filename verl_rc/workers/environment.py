@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping
 
+from verl_rc.exact import LIBRARIES
+
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -36,7 +38,9 @@ def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
 
 
 def _threads(count: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(count), **_users_or(SLEEP_WHILE_WAITING)}
+    # On other nodes, too, both sides of exact mode add as this process says.
+    held = {name: os.environ[name] for name in LIBRARIES if name in os.environ}
+    return {"OMP_NUM_THREADS": str(count), **_users_or(SLEEP_WHILE_WAITING), **held}
 
 
 def _users_or(defaults: Mapping[str, str]) -> dict[str, str]:

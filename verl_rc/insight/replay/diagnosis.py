@@ -17,10 +17,12 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.token_parquet import record_files
 from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.distributed.process_group import trainer_device
 from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, causes_from_metrics
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
+from verl_rc.insight.replay.operations import find_parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
 from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
@@ -104,6 +106,8 @@ class _Session:
             self.replayed.append(
                 replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
             )
+        if "R8" in self._wanted and self._rows:
+            self._by_operations()
 
     def diagnosis(
         self, run: RunData, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]
@@ -211,6 +215,22 @@ class _Session:
             size = rows.rms(stale, rows.rollout)
             if size < result.numbers.get("stale_cache", math.inf):
                 result.numbers |= {"stale_cache": size, "stale_version": version, "cached_tokens": cached}
+
+    def _by_operations(self) -> None:
+        """R8: of the last record."""
+        rollout, rows = self._config.actor_rollout_ref.rollout, self._rows[-1]
+        is_quantised = rollout.quantization is not None or rollout.kv_cache_dtype.startswith("fp8")
+        if is_quantised or trainer_device(self._config.trainer.device).type != "cpu":
+            self.notes.append("R8 left out: it knows engines on a CPU, without quantisation")
+            return
+        with self._timed("R8"):
+            found = find_parting(self._config, self._kept.folder(rows.version), rows.prompts)
+        numbers = {"operation_gap": found.gap, "operation_rounding": found.rounding}
+        last = self.replayed[-1]
+        self.replayed[-1] = replace(last, operation=found.beyond, numbers={**last.numbers, **numbers})
+        if not found.beyond:
+            first = f"the first that differs at all is {found.first}" if found.first else "all are equal"
+            self.notes.append(f"R8: no operation is farther from the trainer's than rounding makes; {first}")
 
     def _by_plain_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
         """R6: the engine's code alone, against the trainer's in float32."""

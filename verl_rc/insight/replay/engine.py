@@ -26,11 +26,8 @@ class ReplayEngine:
     ) -> None:
         """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row
         at a time."""
-        device = trainer_device(config.trainer.device).type
-        options = engine_options(config, device)
-        arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
-        options = replace(options, model_path=model_folder, arguments=arguments)
-        environment = engine_environment(usable_cores(), device, one_node=True)
+        options = options_of_run(config, model_folder, caches)
+        environment = environment_of_engine(config)
         self._engine = ChildProcess(
             "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
             environment,
@@ -55,6 +52,18 @@ class ReplayEngine:
     def close(self) -> None:
         """End the engine's process."""
         self._engine.end()
+
+
+def options_of_run(config: RunConfig, model_folder: str, caches: bool) -> VllmOptions:
+    """Those of the run's engine, with the weights of a folder, and prefixes cached or not."""
+    options = engine_options(config, trainer_device(config.trainer.device).type)
+    arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
+    return replace(options, model_path=model_folder, arguments=arguments)
+
+
+def environment_of_engine(config: RunConfig) -> dict[str, str]:
+    """That of its process."""
+    return engine_environment(usable_cores(), trainer_device(config.trainer.device).type, one_node=True)
 
 
 def _plain_options(options: VllmOptions) -> VllmOptions:

@@ -35,6 +35,8 @@ class RecordedRows:
     """float32 ``[B, R]``, nats: log-probs of the engine as recorded."""
     train: Tensor | None
     """float32 ``[B, R]``, nats: those of the trainer; None where the actor corrects."""
+    versions: Tensor
+    """int64 ``[B, R]``: weights that each token is said to come from; -1 where the policy sampled none."""
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -126,6 +128,7 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
         counted=counted & (versions == version),
         rollout=rollout,
         train=train,
+        versions=versions.where(mask, -1),
     )
 
 

@@ -10,6 +10,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.workers.operations import operations
 
 _ROWS_AT_ONCE = 16
 
@@ -25,6 +26,8 @@ class Scoring:
     packs: bool = False
     trust_remote_code: bool = False
     head_dtype: str | None = None
+    exact: bool = False
+    """Both compute with the operations of exact mode."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scoring":
@@ -37,6 +40,7 @@ class Scoring:
             model.use_remove_padding,
             model.trust_remote_code,
             model.head_dtype,
+            config.actor_rollout_ref.exact,
         )
 
 
@@ -45,11 +49,13 @@ class TrainerReplay:
 
     def __init__(self, scoring: Scoring, model_folder: str, dtype: torch.dtype | None = None) -> None:
         """Load the model in the trainer's precision of computing, or in ``dtype``."""
+        dtype = dtype or torch_dtype(scoring.dtype)
         self._model: nn.Module = load_causal_lm(
             model_folder,
-            dtype or torch_dtype(scoring.dtype),
+            dtype,
             trust_remote_code=scoring.trust_remote_code,
             head_dtype=scoring.head_dtype,
+            operations=operations(scoring.exact, dtype),
         )
         self._model.eval()
         self._temperature, self._packs = scoring.temperature, scoring.packs

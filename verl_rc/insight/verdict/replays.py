@@ -16,7 +16,7 @@ import numpy as np
 from verl_rc.data.token_record import Array
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import state
-from verl_rc.health.statement import Statement
+from verl_rc.health.statement import Statement, literal
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -56,11 +56,15 @@ class ReplayedRecord:
     ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
     ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
     of prompts came from there. ``engine_rounding``: nats between the model in the engine's precision and in
-    float32, where transformers stands for the engine of another trainer."""
+    float32, where transformers stands for the engine of another trainer. ``operation_gap``,
+    ``operation_rounding``: relative distances of ``operation`` from the trainer's code in float32, of the
+    engine and of the trainer's code in its precision."""
     reproduced_by: str = ""
     """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
     engine_reproduced_by: str = ""
     """The mistake in the engine's inputs with which its recorded log-probs come out again."""
+    operation: str = ""
+    """The first operation at which an engine is farther from the trainer than its precision rounds."""
 
     @property
     def best_version(self) -> int:
@@ -118,6 +122,7 @@ def replayed_records(entries: Sequence[Mapping[str, Any]]) -> list[ReplayedRecor
                     numbers={name: float(value) for name, value in entry["numbers"].items()},
                     reproduced_by=str(entry["reproduced_by"]),
                     engine_reproduced_by=str(entry.get("engine_reproduced_by", "")),
+                    operation=str(entry.get("operation", "")),
                 )
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -133,6 +138,7 @@ def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -
         before = records.get(record.step)
         if before is not None and before.tokens == record.tokens:
             mistakes = record if "alone" in record.numbers else before  # where R1 was made last
+            operation = (record if "operation_gap" in record.numbers else before).operation  # R8
             record = replace(
                 record,
                 parts=max(record.parts, before.parts, key=len),
@@ -140,6 +146,7 @@ def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -
                 numbers={**before.numbers, **record.numbers},
                 reproduced_by=mistakes.reproduced_by,
                 engine_reproduced_by=mistakes.engine_reproduced_by,
+                operation=operation,
             )
         records[record.step] = record
     return [records[step] for step in sorted(records)]
@@ -162,7 +169,7 @@ def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
             _not_the_model(records),
         )
     )
-    statements = (_other_inputs(records), *further, _other_code(records))
+    statements = (_other_inputs(records), *further, _other_operation(records), _other_code(records))
     return [statement for statement in statements if statement is not None]
 
 
@@ -327,6 +334,17 @@ def _not_the_model(records: Sequence[ReplayedRecord]) -> Statement | None:
 def _rounding_of(record: ReplayedRecord) -> float:
     """Nats between the trainer's code and an engine that is given the tokens, with the same weights."""
     return max(record.parts[name].size for name in ("engine", "precision") if name in record.parts)
+
+
+def _other_operation(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """An operation of the engine is farther from the trainer's than its precision rounds."""
+    for record in records:
+        if record.operation:
+            gap, rounding = (record.numbers[f"operation_{name}"] for name in ("gap", "rounding"))
+            evidence = {"step": record.step, "gap": gap, "rounding": rounding}
+            sentence = table.OTHER_OPERATION.sentence.replace("OPERATION", literal(record.operation))
+            return state(table.OTHER_OPERATION, evidence, sentence=sentence, **_sure([record]))
+    return None
 
 
 def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:

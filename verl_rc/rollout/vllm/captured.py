@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
-from verl_rc.exact.capture import ATTENTION, HEAD, KEPT_MODULES, RESIDUAL, ROTARY
+from verl_rc.exact.capture import (
+    ACTIVATION,
+    ATTENTION,
+    DOWN,
+    EMBEDDING,
+    FIRST_LAYER,
+    HEAD,
+    KEPT_MODULES,
+    RESIDUAL,
+    ROTARY,
+)
 from verl_rc.rollout.vllm.llm import build_llm
 from verl_rc.rollout.vllm.options import VllmOptions
 
@@ -40,6 +50,13 @@ class CapturingEngine:
         for name, module in model.named_modules():
             if name.endswith(KEPT_MODULES):
                 module.register_forward_hook(self._keeper(name), with_kwargs=True)
+            # Activations are one module for all layers of some models: the next one's input says whose.
+            if name.endswith(DOWN):
+                module.register_forward_pre_hook(self._input_keeper(name.removesuffix(DOWN) + ACTIVATION))
+            elif name.endswith(FIRST_LAYER):
+                module.register_forward_pre_hook(
+                    self._input_keeper(name.removesuffix(FIRST_LAYER) + EMBEDDING, place=1)
+                )
         compute_logits = model.compute_logits
 
         def keep_logits(hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -95,6 +112,9 @@ class CapturingEngine:
         for request, first, end in zip(batch.req_ids, starts[:-1], starts[1:], strict=False):
             self._now.places += [(request, positions[row], end - first == 1) for row in range(first, end)]
             self._now.ends.append(self._now.places[-1])
+
+    def _input_keeper(self, name: str, place: int = 0) -> Any:
+        return lambda module, inputs: self._keep(name, inputs[place], self._now.places)
 
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, inputs: tuple[Any, ...], _: dict[str, Any], output: Any) -> None:

@@ -29,11 +29,13 @@ from verl_rc.health.cause_table import (
     OLDER_WEIGHTS,
     OTHER_CODE,
     OTHER_INPUTS,
+    OTHER_OPERATION,
     STALE_CACHE,
 )
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay import diagnosis
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
+from verl_rc.insight.replay.operations import Parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
@@ -275,6 +277,37 @@ def test_engines_that_are_given_tokens_need_temperature_1(kept: dict[str, Path])
     save_resolved_config(small_run_config(kept["base"], "actor_rollout_ref.rollout.temperature=0.7"), folder)
     found = diagnose_with_replays(DiagnosisRequest(folder, ("R6", "R7")))
     assert found.notes == ("R6, R7 left out: engines that are given tokens score them at temperature 1",)
+
+
+@pytest.mark.parametrize(
+    ("found", "causes", "note"),
+    [
+        (Parting("embed", "model.norm", 0.2, 0.003), [OTHER_OPERATION.name], ""),
+        (Parting("embed"), [], "than rounding makes; the first that differs at all is embed"),
+        (Parting(), [], "than rounding makes; all are equal"),
+    ],
+)
+def test_an_engine_that_only_rounds_is_a_note_and_another_operation_a_fault(
+    found: Parting,
+    causes: list[str],
+    note: str,
+    kept: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diagnosis, "find_parting", lambda config, folder, prompts: found)
+    train = log_probs(kept["later"], PROMPTS)
+    said = diagnose_with_replays(DiagnosisRequest(run_with(kept, train, noisy(train)), ("R8",)))
+    assert [one.cause for one in said.statements if one.level == "fault"] == causes
+    assert [one.endswith(note) for one in said.notes] == [True] * bool(note)
+
+
+def test_operations_behind_quantised_weights_are_not_compared(kept: dict[str, Path]) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, train)
+    quantised = "actor_rollout_ref.rollout.quantization=fp8_per_channel"
+    save_resolved_config(small_run_config(kept["base"], quantised), folder)
+    found = diagnose_with_replays(DiagnosisRequest(folder, ("R8",)))
+    assert found.notes == ("R8 left out: it knows engines on a CPU, without quantisation",)
 
 
 def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:

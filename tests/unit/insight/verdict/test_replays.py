@@ -1,5 +1,6 @@
 """Replays into words: each bound from both sides, order of causes, and files that are damaged."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from verl_rc.health.cause_table import (
     OTHER_CODE,
     OTHER_ENGINE,
     OTHER_INPUTS,
+    OTHER_OPERATION,
     ROUNDING,
     STALE_CACHE,
 )
@@ -220,3 +222,23 @@ def test_what_is_written_is_read_again_and_damage_is_left_out() -> None:
     assert replayed_records([HEALTHY.as_json()]) == [HEALTHY]
     damaged = HEALTHY.as_json() | {"parts": {"trainer": 3}}
     assert replayed_records([damaged, {}, HEALTHY.as_json()]) == [HEALTHY]
+
+
+def test_an_operation_beyond_rounding_is_named_with_both_distances() -> None:
+    numbers = {**HEALTHY.numbers, "operation_gap": 0.12, "operation_rounding": 0.002}
+    record = replace(HEALTHY, operation="model.layers.0.{x}.rotary_emb", numbers=numbers)
+    (said,) = judge_replays([HEALTHY, record])
+    assert (said.cause, said.confidence) == (OTHER_OPERATION.name, "likely")
+    assert said.sentence.startswith("model.layers.0.{x}.rotary_emb is the first operation of the engine")
+    assert f"of step {HEALTHY.step} 0.12 of its size from float32" in said.sentence
+    assert "engine's precision is 0.002" in said.sentence
+
+
+def test_the_operation_that_was_found_is_kept_until_the_next_replay_of_operations() -> None:
+    found = replace(
+        HEALTHY, operation="model.norm", numbers={"operation_gap": 0.1, "operation_rounding": 0.0}
+    )
+    again = replace(HEALTHY, numbers={"operation_gap": 0.0, "operation_rounding": 0.0})
+    assert [record.operation for record in merged([found], [HEALTHY])] == ["model.norm"]
+    assert [record.operation for record in merged([found], [again])] == [""]
+    assert replayed_records([json.loads(json.dumps(found.as_json()))]) == [found]
