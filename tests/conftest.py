@@ -2,6 +2,7 @@
 load."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402  (after the environme
 # a busy machine is no defect of the code under test
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
+
+HELD_IN_EXACT_MODE, ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA", "MKL_CBWR"}, set(os.environ)
 
 WHOLE_RUNS = (
     "tests/chaos/",
@@ -47,3 +50,11 @@ class WhatIsSharedStaysTogether(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     return WhatIsSharedStaysTogether(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _sums_are_held_in_exact_mode_alone() -> Iterator[None]:
+    """Exact mode sets them for its process, which here goes on with other tests."""
+    yield
+    for name in HELD_IN_EXACT_MODE - ENVIRONMENT:
+        os.environ.pop(name, None)

@@ -1,6 +1,8 @@
 """A whole run in exact mode, with weights that change under running responses: every token is that of its own
 weights, to the bit; and a trainer that rounds in one place ends the run."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from real_runs import of_folder, train
 from small_runs import run_overrides
 
+from verl_rc.data.batches import TokenBatch
 from verl_rc.data.token_record import FOLDER
+from verl_rc.exact import LIBRARIES
 from verl_rc.insight.replay.rows import read_rows
 from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
@@ -34,9 +38,17 @@ PARTIAL = [
 ]
 
 
+def scores_of(scoring: Scoring, weights: Path, tokens: TokenBatch) -> torch.Tensor:
+    return TrainerReplay(scoring, weights).score(tokens)
+
+
 def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
-    task: dict[str, Path], tmp_path: Path
+    task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in LIBRARIES.items():
+        monkeypatch.setenv(name, value)
+    # This process has multiplied before: its libraries are not held to one order of sums any more.
+    fresh = ProcessPoolExecutor(1, get_context("spawn"))
     result = train([*run_overrides(task, tmp_path), *EXACT, *PARTIAL, *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]
     config, continued, compared = config_of(tmp_path), 0, set[int]()
@@ -48,7 +60,8 @@ def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
         continued += int((young & (rows.versions[:, :1] < rows.step - 1)).sum())
         for version in set(rows.versions.unique().tolist()) - {-1}:
             here = rows.versions == version
-            scores = TrainerReplay(Scoring.from_config(config), kept.folder(version)).score(rows.tokens)
+            scoring = Scoring.from_config(config)
+            scores = fresh.submit(scores_of, scoring, kept.folder(version), rows.tokens).result()
             assert torch.equal(scores[here], rows.rollout[here]), (rows.step, version)
             compared.add(rows.step - 1 - version)
     assert compared == {0, 1}, f"{tmp_path / FOLDER} must hold tokens of both ages"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum, current_platform
@@ -46,6 +47,9 @@ kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Ker
 keep_float32_heads()
 pack_experts_after_updates()
 if current_platform.is_cpu():
+    # vLLM's attention uses AMX, which Linux allows to processes that have asked. oneDNN asks, unless
+    # ONEDNN_MAX_CPU_ISA holds it below AMX.
+    torch.cpu._init_amx()
     from verl_rc.rollout.vllm.routed_experts import return_experts_on_a_cpu  # internals of a CPU build
 
     return_experts_on_a_cpu()
