@@ -129,11 +129,8 @@ class ModelShape:
 def _recomputed_bytes(text: Any) -> float:
     """Of a layer with experts, by its ``config.json``."""
     taken = text.num_experts_per_tok
-    return (
-        _WITHOUT_MLP
-        + _COPY_BYTES * taken
-        + _MLP_BYTES * taken * text.moe_intermediate_size / text.hidden_size
-    )
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size  # of Mixtral
+    return _WITHOUT_MLP + taken * (_COPY_BYTES + _MLP_BYTES * width / text.hidden_size)
 
 
 @dataclass(frozen=True)

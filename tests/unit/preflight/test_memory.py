@@ -9,7 +9,7 @@ from fake_update import model_config
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_models import VOCABULARY, write_small_model
 from small_runs import ROOT
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.verl.migration import arguments_of_script
@@ -345,6 +345,15 @@ def test_experts_get_copies_of_their_tokens(tokens: int, once: bool, measured: f
     config = config_of({**given, "data.max_response_length": tokens - 1024})
     actor = next(role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor")
     assert (actor.model - actor.optimizer) / (1 << 30) == pytest.approx(measured, rel=0.1)
+
+
+def test_the_width_of_experts_is_that_of_an_mlp_where_it_has_no_name_of_its_own(tmp_path: Path) -> None:
+    """Two of experts of width 48 at 32: 36 + 2 (11 + 9.3 x 1.5) bytes."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    MixtralConfig(**sizes, **heads, num_local_experts=4).save_pretrained(tmp_path)
+    found = ModelShape.from_model_folder(str(tmp_path)).recomputed_bytes
+    assert found == pytest.approx(36 + 2 * (11 + 9.3 * 1.5))
 
 
 def test_gradients_take_what_was_measured_at_7b() -> None:
