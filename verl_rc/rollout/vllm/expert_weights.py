@@ -4,12 +4,13 @@ vLLM 0.32 packs them for its kernel when it loads them first. An update writes w
 weights, and the kernel reads those as packed: log-probs are off by nats, with every digest equal.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
+
+from verl_rc.rollout.vllm.signatures import require_parameters
 
 _setup_of_vllm = UnquantizedFusedMoEMethod._setup_kernel
 _PARAMETERS = ["self", "layer", "w13", "w2"]
@@ -30,11 +31,5 @@ def pack_experts_after_updates() -> None:
     """
     if not current_platform.is_cpu():
         return
-    found = list(inspect.signature(_setup_of_vllm).parameters)
-    if found != _PARAMETERS:
-        raise RuntimeError(
-            "verl_rc packs weights of experts through vLLM's UnquantizedFusedMoEMethod._setup_kernel, which "
-            f"must have the parameters {_PARAMETERS}, got {found}. Install the version of vLLM that "
-            "pyproject.toml names."
-        )
+    require_parameters(_setup_of_vllm, _PARAMETERS, "packs weights of experts")
     UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel

@@ -4,7 +4,6 @@ vLLM 0.32 records experts, keeps those of cached prefixes beside the cache's blo
 request. Its runner for GPUs makes the calls, which the one for CPUs lacks.
 """
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from verl_rc.rollout.vllm.signatures import require_parameters
 
 _execute_model, _sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 _CALLED = {
@@ -31,12 +32,7 @@ def return_experts_on_a_cpu() -> None:
     Raises ``RuntimeError`` when vLLM's functions have changed.
     """
     for function, expected in _CALLED.items():
-        if (found := list(inspect.signature(function).parameters)) != expected:
-            raise RuntimeError(
-                f"verl_rc records experts on a CPU through vLLM's {function.__qualname__}, which must have "
-                f"the parameters {expected}, got {found}. Install the version of vLLM that pyproject.toml "
-                "names."
-            )
+        require_parameters(function, expected, "records experts on a CPU")
     # It demands the runner for GPUs.
     VllmConfig._verify_aux_output_compatibility = lambda _: None
     CPUModelRunner.execute_model = _execute_and_record
