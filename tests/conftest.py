@@ -21,11 +21,14 @@ for name, value in {
 
 from hypothesis import HealthCheck, settings  # noqa: E402  (after the environment)
 
+from verl_rc.exact import LIBRARIES  # noqa: E402
+
 # a busy machine is no defect of the code under test
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
 
-HELD_IN_EXACT_MODE, ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA", "MKL_CBWR"}, set(os.environ)
+ENVIRONMENT = set(os.environ)
+"""Names of the variables that this process was started with, and of those above."""
 
 WHOLE_RUNS = (
     "tests/chaos/",
@@ -56,5 +59,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def _sums_are_held_in_exact_mode_alone() -> Iterator[None]:
     """Exact mode sets them for its process, which here goes on with other tests."""
     yield
-    for name in HELD_IN_EXACT_MODE - ENVIRONMENT:
+    for name in LIBRARIES.keys() - ENVIRONMENT:
         os.environ.pop(name, None)

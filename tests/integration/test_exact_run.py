@@ -47,23 +47,23 @@ def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
 ) -> None:
     for name, value in LIBRARIES.items():
         monkeypatch.setenv(name, value)
-    # This process has multiplied before: its libraries are not held to one order of sums any more.
-    fresh = ProcessPoolExecutor(1, get_context("spawn"))
     result = train([*run_overrides(task, tmp_path), *EXACT, *PARTIAL, *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]
     config, continued, compared = config_of(tmp_path), 0, set[int]()
     kept = KeptWeights(config, tmp_path, tmp_path / "exported")
-    for rows in read_rows(tmp_path, most_rows=100, first_step=1, last_step=3):
-        assert rows.train is not None
-        young = rows.versions == rows.step - 1
-        assert torch.equal(rows.train[young], rows.rollout[young])
-        continued += int((young & (rows.versions[:, :1] < rows.step - 1)).sum())
-        for version in set(rows.versions.unique().tolist()) - {-1}:
-            here = rows.versions == version
-            scoring = Scoring.from_config(config)
-            scores = fresh.submit(scores_of, scoring, kept.folder(version), rows.tokens).result()
-            assert torch.equal(scores[here], rows.rollout[here]), (rows.step, version)
-            compared.add(rows.step - 1 - version)
+    # This process has multiplied before: its libraries are not held to one order of sums any more.
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+        for rows in read_rows(tmp_path, most_rows=100, first_step=1, last_step=3):
+            assert rows.train is not None
+            young = rows.versions == rows.step - 1
+            assert torch.equal(rows.train[young], rows.rollout[young])
+            continued += int((young & (rows.versions[:, :1] < rows.step - 1)).sum())
+            for version in set(rows.versions.unique().tolist()) - {-1}:
+                here = rows.versions == version
+                scoring = Scoring.from_config(config)
+                scores = fresh.submit(scores_of, scoring, kept.folder(version), rows.tokens).result()
+                assert torch.equal(scores[here], rows.rollout[here]), (rows.step, version)
+                compared.add(rows.step - 1 - version)
     assert compared == {0, 1}, f"{tmp_path / FOLDER} must hold tokens of both ages"
     assert continued > 50
 

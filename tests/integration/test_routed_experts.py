@@ -66,6 +66,17 @@ def gap(scores: TokenScores, rollouts: RolloutBatch) -> float:
     return float((scores.log_probs - rollouts.rollout_log_probs)[rollouts.response_mask].abs().mean())
 
 
+def assert_replayed(model: Path, rollouts: RolloutBatch) -> None:
+    """In float32 the trainer computes the engine's log-probs with its experts, and would take the same."""
+    trainer = load_causal_lm(str(model), torch.float32).eval()
+    with torch.no_grad():
+        options = ForwardOptions(replay=RouterReplay(trainer))
+        scores = score_tokens(trainer, rollouts.tokens, options, with_entropy=False)
+    assert gap(scores, rollouts) < ROUNDING
+    assert scores.flipped_experts is not None
+    assert not scores.flipped_experts.any()
+
+
 def test_the_trainer_takes_the_experts_that_the_engine_took(
     engine: ChildProcess, model: Path, precision: str
 ) -> None:
@@ -112,13 +123,7 @@ def test_what_continues_has_the_experts_of_every_place_once(
     counts = [40 * SIZE, *[SIZE] * 4, 0, 0, 0, 4 * SIZE, *[SIZE] * 7]
     assert tokens.experts_counts.tolist() == [counts] * len(PROMPTS)
     if precision == "float32":
-        trainer = load_causal_lm(str(model), torch.float32).eval()
-        with torch.no_grad():
-            options = ForwardOptions(replay=RouterReplay(trainer))
-            scores = score_tokens(trainer, tokens, options, with_entropy=False)
-        assert gap(scores, rollouts) < ROUNDING
-        assert scores.flipped_experts is not None
-        assert not scores.flipped_experts.any()
+        assert_replayed(model, rollouts)
 
 
 def test_what_is_computed_again_keeps_the_experts_that_it_was_sampled_with(model: Path) -> None:
@@ -134,13 +139,7 @@ def test_what_is_computed_again_keeps_the_experts_that_it_was_sampled_with(model
     tokens = rollouts.tokens
     assert tokens.experts_counts is not None
     assert tokens.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 49] * len(PROMPTS)
-    trainer = load_causal_lm(str(model), torch.float32).eval()
-    with torch.no_grad():
-        options = ForwardOptions(replay=RouterReplay(trainer))
-        scores = score_tokens(trainer, tokens, options, with_entropy=False)
-    assert gap(scores, rollouts) < ROUNDING
-    assert scores.flipped_experts is not None
-    assert not scores.flipped_experts.any()
+    assert_replayed(model, rollouts)
 
 
 def test_experts_come_with_training_samples_alone(engine: ChildProcess) -> None:

@@ -42,6 +42,7 @@ from verl_rc.data.batches import (
 )
 from verl_rc.data.episode import Reply
 from verl_rc.data.optimizer_step import OptimizerStep
+from verl_rc.data.parts import Sample
 from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.token_rows import record_of_rows
 from verl_rc.driver.decide import environment_metrics, waiting_metrics
@@ -1022,6 +1023,26 @@ def weights_on_their_way():
     return record.metrics(), {"sync/bytes": 4 * (2 + 3), "sync/tensors": 2}
 
 
+def judged_canaries(actor: Any, *answers: list[list[Sample]]) -> dict[str, float]:
+    """The metrics of a step in which engines generate these, one publication after the other."""
+    left = list(answers)
+    services = SimpleNamespace(
+        config=load_run_config(sound_run()),
+        stop_token_ids=(),
+        engines=SimpleNamespace(generate_on_each=lambda *_: left.pop(0)),
+        actor=actor,
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        gap_limit=GapLimit.for_precision("float32", fixed=0.75),
+        guards=Mock(),
+    )
+    record = StepRecord()
+    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
+        publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
+        for _ in answers:
+            publisher._judge_canary(1, record)
+    return record.metrics()
+
+
 @example
 def canary_tokens_of_two_engines():
     """Gaps of 1/2 and 1/4 and one NaN in one engine, of 1, 0 and 1/2 in the other, whose mean of 1/2 is the
@@ -1033,21 +1054,7 @@ def canary_tokens_of_two_engines():
     )
     answers = [[[made_sample(0, [5, 6, 7], 1, log_probs)] for log_probs in CANARIES]]
     answers.append([answers[0][0]] * 2)
-    services = SimpleNamespace(
-        config=load_run_config(sound_run()),
-        stop_token_ids=(),
-        engines=SimpleNamespace(generate_on_each=lambda *_: answers.pop(0)),
-        actor=actor,
-        tokenizer=SimpleNamespace(pad_token_id=0),
-        gap_limit=GapLimit.for_precision("float32", fixed=0.75),
-        guards=Mock(),
-    )
-    record = StepRecord()
-    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
-        publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
-        publisher._judge_canary(1, record)
-        publisher._judge_canary(1, record)
-    return record.metrics(), {
+    return judged_canaries(actor, *answers), {
         "sync/canary_mean_gap": 1 / 2,
         "sync/canary_max_gap": 1,
         "sync/canary_nonfinite_tokens": 3,
@@ -1068,19 +1075,7 @@ def canary_tokens_whose_experts_are_recorded():
     column = RaggedColumn.from_counts(np.array([2, 1, 1]), np.zeros(4, dtype=np.uint8))
     plain = made_sample(0, [5, 6, 7], 1, [-1.5, -1.25, -1.0])
     recorded = replace(plain, parts=[replace(plain.parts[0], columns={"experts": column})])
-    services = SimpleNamespace(
-        config=load_run_config(sound_run()),
-        stop_token_ids=(),
-        engines=SimpleNamespace(generate_on_each=lambda *_: [[recorded]]),
-        actor=actor,
-        tokenizer=SimpleNamespace(pad_token_id=0),
-        gap_limit=GapLimit.for_precision("float32", fixed=0.75),
-        guards=Mock(),
-    )
-    record = StepRecord()
-    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
-        Publisher(services, SimpleNamespace(canary_gap_limit=None))._judge_canary(1, record)
-    return record.metrics(), {
+    return judged_canaries(actor, [[recorded]]), {
         "sync/canary_mean_gap": 1 / 4,
         "sync/canary_max_gap": 1 / 2,
         "sync/canary_nonfinite_tokens": 0,
