@@ -11,8 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill
-from evidence.machine import cores_of, refused
-from evidence.runs import (
+from evidence.studies import STUDIES
+from evidence.tables import FALL, accuracies, draw, headline, minutes_of, section
+
+from verl_rc.study.machine import cores_of, refused
+from verl_rc.study.runs import (
     ROOT,
     MixedResultsError,
     NotStartedError,
@@ -23,8 +26,7 @@ from evidence.runs import (
     run_all,
     start_trainer,
 )
-from evidence.studies import STUDIES, Study
-from evidence.tables import FALL, accuracies, draw, headline, minutes_of, section
+from verl_rc.study.study import Study
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
 BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"

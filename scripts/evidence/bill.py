@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
-from evidence.runs import Run, folder_of
 from evidence.studies import CORRECTIONS
 from evidence.tables import accuracies
 
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.insight.what_if import NoRecordsError, answer, read_batch, tried_configs
+from verl_rc.study.runs import Run, folder_of
 
 STUDY = "staleness"
 QUESTION = (

@@ -1,13 +1,11 @@
 """The studies: each question, its arms and its seeds, fixed before anything is run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-ACCURACY = "val-core/digits/acc/mean@1"
-"""What arms are compared by: greedy accuracy on the validation prompts."""
+from verl_rc.study.study import ROLLOUT, Study, Task
+
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
 FURTHER_CORRECTIONS = (*CORRECTIONS, "decoupled_token_icepop", "decoupled_geo_rs_token_tis")
-ROLLOUT = "actor_rollout_ref.rollout"
 _FP8_WEIGHTS = f"{ROLLOUT}.quantization=fp8_per_channel"
 UNGUARDED = (f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null")
 """Overrides of runs with a fault that the trainer would see, and stop at."""
@@ -23,17 +21,6 @@ FP8_CACHE = ("fp8both", "fp8kv")
 """Engines whose key-value cache is rounded to fp8 as it is written."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the runs of a study start from: problems, and a model after a warm start."""
-
-    folder: str
-    """Below the folder of all studies; empty: that folder."""
-    settings: Mapping[str, str]
-    """Environment of ``scripts/warm_start.sh`` beside its defaults."""
-
-
-QUICKSTART = Task("", {})
 LONG = Task(
     "long",
     # Heads of 32, for an fp8 cache.
@@ -63,33 +50,6 @@ SHORT_RUN = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
 )
 """Overrides of runs on the quickstart's task."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """Arms that differ in one thing at a time, each run with every seed. All runs start from one model."""
-
-    question: str
-    expectation: str
-    """What was expected, written before the first run."""
-    found: str
-    """What the runs say so far, without the numbers, which the table has."""
-    common: tuple[str, ...]
-    """Overrides of every run."""
-    arms: Mapping[str, tuple[str, ...]]
-    """Overrides of an arm, by its name."""
-    seeds: tuple[int, ...]
-    minutes: float
-    """Of one run: on one core, or on two where a run is asynchronous. Announced before the first run."""
-    figures: tuple[str, ...]
-    """A figure for each of these words, with the arms that have it in their name."""
-    quick: tuple[str, ...]
-    """Arms of ``--quick``, which takes the first seed alone: those that show the sign of the effect."""
-    task: Task = QUICKSTART
-    planted: Mapping[str, str] = field(default_factory=dict)
-    """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
-    would_change: str = ""
-    """The results, or the conditions, that would change the conclusion."""
 
 
 def _staleness() -> Study:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from evidence.machine import runs_at_a_time
-from evidence.runs import Run
-from evidence.studies import ACCURACY, Study
 
 from verl_rc.insight.picture import COLOURS, write_picture
+from verl_rc.study.machine import runs_at_a_time
+from verl_rc.study.runs import Run
+from verl_rc.study.study import ACCURACY, Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

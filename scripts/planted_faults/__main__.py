@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence.runs import ROOT, prepare
 from planted_faults.matrix import lines_of, row_of, write_matrix
 from planted_faults.runs import TABLES, known_run, run_all, start_trainer
 
 from verl_rc.insight.run_folder import DIAGNOSIS
+from verl_rc.study.runs import ROOT, prepare
 
 LOG = ROOT / "docs" / "experiment_log"
 RESULTS = {

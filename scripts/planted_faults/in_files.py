@@ -16,7 +16,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence.runs import folder_of
 from planted_faults.faults import ARMS, Fault
 from planted_faults.foreign_layouts import WRITERS, Row
 from planted_faults.matrix import Named, named_first, named_of
@@ -28,6 +27,7 @@ from verl_rc.insight.replay.foreign import diagnose_with_model
 from verl_rc.insight.run_folder import RunData, read_run, token_source
 from verl_rc.insight.run_folder.folder import with_tokens
 from verl_rc.insight.run_folder.token_files import TokenSource
+from verl_rc.study.runs import folder_of
 
 READ_SLOWLY = ("slime", "miles")
 """Dumps of many small tensors: every third step is written."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.runs import INTERRUPTED, folder_of, run_in
 from planted_faults.faults import ARMS, COMMON, HEALTHY_FOR_LONG, Fault
 from planted_faults.held_out import HELD_OUT, RIGHT, as_faults
 from planted_faults.held_out_fourth import fourth_set
 from planted_faults.held_out_second import HELD_OUT_2, RIGHT_2
+
+from verl_rc.study.runs import INTERRUPTED, folder_of, run_in
 
 DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""

@@ -29,11 +29,11 @@ from evidence.against_verl import (
     verls,
     write_lines,
 )
-from evidence.runs import folder_of
 from recorded_tokens import token_record, write_tokens
 from torch import Tensor
 
 from verl_rc.config.load import load_run_config
+from verl_rc.study.runs import folder_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence" / "against_verl.jsonl"

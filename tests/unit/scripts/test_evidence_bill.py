@@ -16,9 +16,11 @@ from evidence.bill import (
     section,
     write_bills,
 )
-from evidence.runs import Run
-from evidence.studies import ACCURACY, CORRECTIONS
+from evidence.studies import CORRECTIONS
 from recorded_tokens import token_record, write_tokens
+
+from verl_rc.study.runs import Run
+from verl_rc.study.study import ACCURACY
 
 
 @pytest.mark.parametrize(

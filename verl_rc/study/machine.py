@@ -7,9 +7,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Collection
 
 import torch
-from evidence.studies import Study
 
 from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
+from verl_rc.study.study import Study
 
 FP8_WEIGHTS = "actor_rollout_ref.rollout.quantization=fp8"
 """How overrides begin that make engines compute in fp8."""

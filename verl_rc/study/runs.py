@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
-from evidence.machine import described
-from evidence.studies import ACCURACY, QUICKSTART, Study, Task
-
 from verl_rc.insight.run_folder import whole_lines
+from verl_rc.study.machine import described
+from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = (
