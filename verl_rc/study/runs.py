@@ -158,7 +158,7 @@ def run_all(
             free.append(core)
         if status in INTERRUPTED:
             raise KeyboardInterrupt
-        seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
+        seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl", study.every)
         if status and not curves:
             raise NotStartedError(
                 f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}"
@@ -175,14 +175,14 @@ def run_all(
             pool.shutdown(cancel_futures=True)
 
 
-def curves_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has; nothing without the
-    file."""
+def curves_of(metrics: Path, every: int = 1) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has, one of ``every``
+    steps; nothing without the file."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for _, text in whole_lines(metrics) if metrics.is_file() else ():
         line = json.loads(text)
         for name in CURVES:
-            if isinstance(line.get(name), int | float):
+            if line["step"] % every == 0 and isinstance(line.get(name), int | float):
                 curves.setdefault(name, []).append((line["step"], float(f"{line[name]:.5g}")))
     return curves
 

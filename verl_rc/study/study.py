@@ -42,6 +42,8 @@ class Study:
     quick: tuple[str, ...]
     """Arms of ``--quick``, which takes the first seed alone: those that show the sign of the effect."""
     task: Task = QUICKSTART
+    every: int = 1
+    """Of how many steps one is kept, for long runs; validations are among them."""
     planted: Mapping[str, str] = field(default_factory=dict)
     """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
     would_change: str = ""
