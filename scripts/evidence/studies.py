@@ -3,53 +3,10 @@
 from collections.abc import Mapping
 
 from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
+from verl_rc.study.tasks import ENGINES, FP8_CACHE, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
 
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
 FURTHER_CORRECTIONS = (*CORRECTIONS, "decoupled_token_icepop", "decoupled_geo_rs_token_tis")
-_FP8_WEIGHTS = f"{ROLLOUT}.quantization=fp8_per_channel"
-UNGUARDED = (f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null")
-"""Overrides of runs with a fault that the trainer would see, and stop at."""
-ENGINES: Mapping[str, tuple[str, ...]] = {
-    "fp8both": (_FP8_WEIGHTS, *UNGUARDED),
-    "fp8kv": UNGUARDED,
-    "fp8w": (_FP8_WEIGHTS,),
-    "bf16": (),
-    "fp32": (f"{ROLLOUT}.dtype=float32",),
-}
-"""Overrides of an engine by its name, the widest gap first."""
-FP8_CACHE = ("fp8both", "fp8kv")
-"""Engines whose key-value cache is rounded to fp8 as it is written."""
-
-
-LONG = Task(
-    "long",
-    # Heads of 32, for an fp8 cache.
-    {
-        "NUM_HEADS": "6",
-        "DIGITS_OPTIONS": "--length 48 --num_sft 65536",
-        "SFT_OPTIONS": "trainer.total_training_steps=600 trainer.test_freq=10 trainer.stop_at_accuracy=0.25",
-    },
-)
-"""Sorting 48 digits: answers of 49 tokens."""
-LONG_RUN = (
-    *("task=digits", "hardware=cpu", "data.max_prompt_length=56", "data.max_response_length=56"),
-    *(
-        "trainer.total_training_steps=30",
-        "trainer.test_freq=10",
-        "trainer.save_freq=-1",
-        "trainer.report=never",
-    ),
-    *("actor_rollout_ref.actor.optim.lr=5e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"),
-)
-"""Overrides of every run on the long task. At twice this rate a model may unlearn it in five steps, corrected
-or not."""
-
-SHORT_RUN = (
-    *("task=digits", "hardware=cpu", "trainer.report=never"),
-    *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
-)
-"""Overrides of runs on the quickstart's task."""
 
 
 def _staleness() -> Study:
@@ -83,7 +40,7 @@ def _staleness() -> Study:
         "four times the rate runs in step learn little: those with token weights most in each seed, those "
         "without correction and with bypass mode's clip least, and one with sequence weights breaks. One "
         "step and more old every run breaks at that rate, but for bypass mode's at one step.",
-        common=(*SHORT_RUN, _FP8_WEIGHTS),
+        common=(*SHORT_RUN, FP8_WEIGHTS),
         arms=arms | frozen,
         seeds=(1, 2, 3),
         minutes=2.5,
@@ -351,7 +308,7 @@ _THOUSAND_STEPS = (
 def _exact(task: Task, prompts: int, found: str, minutes: float) -> Study:
     exact, bf16 = "actor_rollout_ref.exact=True", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
     none = "correction=disabled"
-    fp32, fp8 = ENGINES["fp32"], (_FP8_WEIGHTS, *UNGUARDED)
+    fp32, fp8 = ENGINES["fp32"], (FP8_WEIGHTS, *UNGUARDED)
     batch = (f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}")
     lengths = ("data.max_prompt_length=56", "data.max_response_length=56") if task is LONG else ()
     return Study(

@@ -11,7 +11,7 @@ import torch
 from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
 from verl_rc.study.study import Study
 
-FP8_WEIGHTS = "actor_rollout_ref.rollout.quantization=fp8"
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 """How overrides begin that make engines compute in fp8."""
 ASYNCHRONOUS = "async="
 """How overrides begin that let engine and trainer work at the same time."""
@@ -50,7 +50,7 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
     here, by arm."""
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
     reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
-    if needing := having(study, arms, FP8_WEIGHTS):
+    if needing := having(study, arms, FP8):
         try:
             time_fp8_products().describe()
         except SlowFp8Error as error:
