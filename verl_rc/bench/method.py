@@ -17,7 +17,8 @@ from verl_rc.config.user_code import import_attribute
 WEIGHT_INPUTS = ("train_log_probs", "rollout_log_probs", "response_mask", "advantages")
 """What a weight of the user's own may ask for by the names of its arguments, all ``[B, T]``."""
 Weight = Callable[..., Tensor]
-_LOSS = "loss_mode="
+LOSS_PREFIX = "loss_mode="
+"""How a method that is a loss of the project begins."""
 _NEEDS = {
     "proximal": "the updates of a step",
     "rollout_rs_target_acceptance": "the steps of a run",
@@ -39,6 +40,11 @@ class Method:
     weight: Weight | None = None
     """A function in the place of the correction's weights."""
 
+    @property
+    def forwards(self) -> int:
+        """Passes over the batch without gradient that it needs before an update."""
+        return int(not self.correction.in_actor)
+
 
 def find_method(text: str) -> Method:
     """The method that ``text`` names.
@@ -47,8 +53,8 @@ def find_method(text: str) -> Method:
     keys; or ``module:function``: a loss of one argument, or a weight whose arguments are of
     ``WEIGHT_INPUTS``. Raises ``ValueError`` for anything else.
     """
-    if text.startswith(_LOSS):
-        name, *options = text.removeprefix(_LOSS).split(",")
+    if text.startswith(LOSS_PREFIX):
+        name, *options = text.removeprefix(LOSS_PREFIX).split(",")
         if name not in LOSS_MODES:
             raise ConfigError(
                 f"loss_mode must be one of {', '.join(LOSS_MODES)}; got {name!r}, did you mean "
@@ -58,11 +64,11 @@ def find_method(text: str) -> Method:
     if text in PRESETS:
         return of_correction(text, RolloutCorrectionConfig.from_preset(text))
     if text.endswith((".yaml", ".yml")):
-        return of_correction(text, _read_correction(Path(text)))
+        return of_correction(text, _correction_of(Path(text)))
     if ":" in text:
         return _of_function(text)
     nearest = nearest_key(text, [*PRESETS, *LOSS_MODES]).split(" or ")
-    names = " or ".join(name if name in PRESETS else _LOSS + name for name in nearest)
+    names = " or ".join(name if name in PRESETS else LOSS_PREFIX + name for name in nearest)
     raise ConfigError(
         f"a method must be a preset, loss_mode=NAME, a .yaml file of correction keys or module:function; got "
         f"{text!r}, did you mean {names}?"
@@ -95,7 +101,12 @@ def _loss_options(words: list[str]) -> dict[str, object]:
     return options
 
 
-def _read_correction(path: Path) -> RolloutCorrectionConfig:
+def read_correction(path: Path) -> tuple[str, dict[str, str]]:
+    """The preset that a file of correction keys begins with (``disabled`` where it names none) and the keys
+    beside it, as text.
+
+    Raises ``ValueError`` for keys that rollout correction does not have.
+    """
     values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # values stay text
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys of algorithm.rollout_correction, one a line")
@@ -105,7 +116,11 @@ def _read_correction(path: Path) -> RolloutCorrectionConfig:
             f"{path} must hold keys of algorithm.rollout_correction; it has {listed(unknown)}, did you mean "
             f"{nearest_key(unknown[0], known)}?"
         )
-    preset = str(values.pop("preset", "disabled"))
+    return str(values.pop("preset", "disabled")), values
+
+
+def _correction_of(path: Path) -> RolloutCorrectionConfig:
+    preset, values = read_correction(path)
     try:
         return RolloutCorrectionConfig.from_preset(preset, **fields_from_text(values))
     except ValidationError as error:

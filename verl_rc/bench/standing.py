@@ -61,9 +61,8 @@ class Result:
 def run(method: Method, whole: bool = True, among: Sequence[Problem] | None = None) -> Result:
     """The exact track, on the problems ``among``, None: its own; unless ``whole`` without ranks and flows."""
     among = problems() if among is None else among
-    forwards = int(not method.correction.in_actor)
     flows = run_flow(method, among) if whole else {}
-    return Result(method.name, forwards, run_exact(method, among, with_ranks=whole), flows)
+    return Result(method.name, method.forwards, run_exact(method, among, with_ranks=whole), flows)
 
 
 def known_methods() -> Iterator[Method]:
