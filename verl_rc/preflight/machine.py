@@ -58,7 +58,7 @@ _LOOPBACK = "127.0.0.1"
 
 def check_packages() -> Iterator[Finding]:
     """Check that all required packages and exactly one engine are installed."""
-    versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
+    versions = {name: installed_version(name) for name in (*PACKAGES, *ENGINES)}
     absent = [name for name in PACKAGES if versions[name] is None]
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     install = "bash scripts/install.sh cpu (or gpu)"
@@ -314,7 +314,8 @@ def uses_gpus(config: RunConfig) -> bool:
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Of a package; None: it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
