@@ -12,19 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill
 from evidence.studies import STUDIES
-from evidence.tables import FALL, accuracies, draw, headline, minutes_of, section
+from evidence.tables import FALL, draw, headline, minutes_of, section
 
-from verl_rc.study.machine import cores_of, refused
+from verl_rc.study.machine import cores_of
 from verl_rc.study.runs import (
     ROOT,
     MixedResultsError,
     NotStartedError,
     known_runs,
     missing,
-    prepare,
     quick,
-    run_all,
-    start_trainer,
+    run_and_tell,
 )
 from verl_rc.study.study import Study
 
@@ -64,21 +62,7 @@ def run_missing(study: Study, results: Path, options: argparse.Namespace) -> Non
     ``results``."""
     known = known_runs(results, study)
     todo = quick(study, known) if options.quick else missing(study, known, options.words)
-    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=options.cores != [None])
-    todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
-    for reason in sorted(set(impossible.values())):
-        print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
-    print(
-        f"{len(todo)} runs, some {len(todo) * study.minutes / len(options.cores):.0f} minutes on idle cores",
-        flush=True,
-    )
-    prepare(options.folder, study.task)
-    for run in run_all(study, todo, options.folder, results, start_trainer, options.cores):
-        accuracy = accuracies(run) or [float("nan")]
-        print(
-            f"{run.arm}, seed {run.seed}: {accuracy[0]:.3f} to {accuracy[-1]:.3f}, {run.seconds:.0f} s",
-            flush=True,
-        )
+    run_and_tell(study, todo, options.folder, results, options.cores)
 
 
 def main() -> int:

@@ -12,13 +12,11 @@ import numpy as np
 from verl_rc.insight.picture import COLOURS, write_picture
 from verl_rc.study.machine import runs_at_a_time
 from verl_rc.study.runs import Run
-from verl_rc.study.study import ACCURACY, Study
+from verl_rc.study.study import ACCURACY, PROMPTS, Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PROMPTS = 256
-"""Validation prompts of the task."""
 FALL = 0.10
 """A run has collapsed when its accuracy ends this far below its best."""
 

