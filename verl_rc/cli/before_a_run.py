@@ -22,6 +22,9 @@ _GPU_FILE = Path("doctor_gpu.json")
 def _bench(options: Options) -> None:
     # A script that is installed has its own folder there, and not that of the user's modules.
     sys.path.insert(0, os.getcwd())
+    if options.track != "exact":
+        _bench_with_engines(options)
+        return
     from verl_rc.bench.method import find_method  # noqa: PLC0415  (torch)
     from verl_rc.bench.results import record_results  # noqa: PLC0415  (as above)
     from verl_rc.bench.standing import known_methods, run, stand  # noqa: PLC0415  (as above)
@@ -38,6 +41,16 @@ def _bench(options: Options) -> None:
     if options.save is not None:
         record_results(options.save, {standing.result.name: standing.result})
     write_lines([json.dumps(standing.result.as_json(), indent=2)] if options.json else standing.lines())
+
+
+def _bench_with_engines(options: Options) -> None:
+    from verl_rc.study.bench import run_method  # noqa: PLC0415  (torch)
+    from verl_rc.study.machine import cores_of  # noqa: PLC0415  (as above)
+
+    if options.save is None:
+        raise ValueError(f"the track {options.track} trains for long: say with --save where runs are kept")
+    standing = run_method(options.track, options.method, options.save, cores_of(options.cores))
+    write_lines([json.dumps(standing.as_json(), indent=2)] if options.json else standing.lines())
 
 
 def _exact(options: Options) -> int:
@@ -134,11 +147,20 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "module:function (a loss or a weight); all: every preset and loss",
             },
             "--track": {
-                "choices": ("exact",),
+                "choices": ("exact", "short", "long", "noise"),
                 "default": "exact",
-                "help": "exact (default): every response of small policies, in seconds, without an engine",
+                "help": "exact (default): every response of small policies, in seconds, without an engine; "
+                "the others train, for half an hour and more: a run that was interrupted is run again",
             },
-            "--save": path_argument("FOLDER", "also put the result into FOLDER/exact.json"),
+            "--save": path_argument(
+                "FOLDER", "put results into FOLDER/exact.json, or runs into FOLDER/TRACK.jsonl"
+            ),
+            "--cores": {
+                "metavar": "0,1",
+                "default": "",
+                "help": "tracks that train: a run on each of these cores at a time, asynchronous ones left "
+                "out (default: one run on all)",
+            },
             "--json": {"action": "store_true", "help": "print the result as JSON"},
         },
     ),

@@ -143,9 +143,3 @@ def test_mistakes_are_one_line(arguments, named, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("verl-rc bench: ")
     assert named in line
-
-
-def test_a_track_that_is_not_built_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "disabled", "--track", "short"])
-    assert "invalid choice: 'short' (choose from" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""``verl-rc bench METHOD --track short``: runs what is missing, counts nothing twice, refuses to mix."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from verl_rc.cli import main
+from verl_rc.study import bench, runs
+from verl_rc.study.bench import all_scores, run_method
+from verl_rc.study.runs import read_runs
+from verl_rc.study.study import ACCURACY
+from verl_rc.study.tracks import TRACKS
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The trainer ends at once, with an accuracy of 0.5; what was planted, run by run."""
+    planted = list[str]()
+
+    def start(overrides: Sequence[str], fault: str, core: int | None) -> int:
+        given = dict(text.split("=", 1) for text in overrides)
+        folder = Path(given["trainer.default_local_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        steps = int(given["trainer.total_training_steps"])
+        lines = [{"step": step, ACCURACY: 0.5, "timing_s/step": 1.0} for step in (0, steps)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        planted.append(fault)
+        return 0
+
+    monkeypatch.setattr(runs, "start_trainer", start)
+    monkeypatch.setattr(runs, "prepare", lambda *_: None)
+    monkeypatch.setattr(runs, "refused", lambda *_, **__: {})
+    monkeypatch.setattr(bench, "RUNS", tmp_path / "runs")
+    return planted
+
+
+def test_a_method_runs_once_and_stands_beside_those_whose_runs_are_kept(
+    tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "loss_mode=topr", "--track", "long", "--save", str(tmp_path), "--json"]
+    assert main(command) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert started == ["fp8_cache"] * 3  # the control's runs are those of docs/evidence
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert len(started) == 3
+    compared = [
+        name for words in ("better than", "worse than", "not separable from") for name in first[words]
+    ]
+    assert len(compared) == len(set(compared))
+    assert {"disabled", "decoupled_seq_is", "bypass_ppo_clip"} <= set(compared)
+    kept = list(read_runs(tmp_path / "long.jsonl"))
+    assert {(run.arm, run.seed) for run in kept} == {("fp8 loss_mode=topr", seed) for seed in (1, 2, 3)}
+    assert all("torch 2" in run.versions for run in kept)
+
+
+def test_a_method_that_a_study_has_run_needs_no_run(tmp_path: Path, started: list[str]) -> None:
+    standing = run_method("short", "decoupled_seq_is", tmp_path, [None])
+    assert started == []
+    assert standing.score.by_condition.keys() == TRACKS["short"].conditions.keys()
+
+
+@pytest.mark.usefixtures("started")
+def test_results_of_another_condition_or_version_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text("rollout_is: token\nrollout_is_threshold: 3\n")
+    run_method("long", str(own), tmp_path, [None])
+    own.write_text("rollout_is: token\nrollout_is_threshold: 4\n")
+    with pytest.raises(ValueError, match=r"rollout_is_threshold=3, .*rollout_is_threshold=4 differ"):
+        run_method("long", str(own), tmp_path, [None])
+    monkeypatch.setattr(bench, "versions", lambda: "torch 9")
+    with pytest.raises(
+        ValueError, match="must hold runs of the versions that are installed, torch 9; it has"
+    ):
+        run_method("long", "loss_mode=topr", tmp_path, [None])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["loss_mode=topr"], "say with --save where runs are kept"),
+        (["loss_mode=torp", "--save", "kept"], "did you mean topr?"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments, "--track", "short"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+def test_a_package_without_its_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"must run in a checkout of verl_rc; .* is none: clone it"):
+        run_method("short", "disabled", tmp_path, [None])
+
+
+def test_every_track_that_trains_has_methods_beside_each_other() -> None:
+    for name in ("short", "long"):
+        found = {score.method for score in all_scores(name)}
+        assert {"disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"} <= found

@@ -1,0 +1,68 @@
+"""A method on a track with engines: its runs, and where it stands among those whose runs are kept."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from verl_rc.bench.standing import known_methods
+from verl_rc.study.machine import versions
+from verl_rc.study.runs import (
+    ROOT,
+    MixedResultsError,
+    Run,
+    known_runs,
+    missing,
+    read_runs,
+    run_and_tell,
+    the_same,
+)
+from verl_rc.study.standing import Score, Standing, scores
+from verl_rc.study.tracks import CONTROL, TRACKS
+
+KEPT = ROOT / "docs" / "bench"
+"""Results of the project."""
+STUDIES = ("controls", "quantised", "staleness")
+"""Those of docs/evidence.md that have conditions of a track."""
+RUNS = ROOT / "runs" / "evidence"
+"""Where models, data and runs lie."""
+
+
+def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]) -> Standing:
+    """Run what is missing of a method on the track ``name``; results are lines of ``folder/NAME.jsonl``.
+
+    Raises ``ValueError`` where there is no checkout of the project, which has the tasks, where the method
+    cannot run, and where results of the same name were made otherwise.
+    """
+    if not (ROOT / "scripts" / "warm_start.sh").is_file():
+        raise ValueError(f"the track {name} must run in a checkout of verl_rc; {ROOT} is none: clone it")
+    study = TRACKS[name].study([method])
+    own = folder / f"{name}.jsonl"
+    if other := {run.versions for run in read_runs(own)} - {versions(), ""}:
+        raise MixedResultsError(
+            f"{own} must hold runs of the versions that are installed, {versions()}; it has runs of "
+            f"{' and of '.join(sorted(other))}: move it away, or install those"
+        )
+    known = known_runs(own, study)
+    shared = the_same(study, _kept_files(name))
+    run_and_tell(study, missing(study, {**shared, **known}), RUNS, own, cores)
+    found = {score.method: score for score in all_scores(name, [own])}
+    if method not in found:
+        raise ValueError(
+            f"{method} must have all its runs before it stands anywhere; those that were left out are still "
+            "to be run: see above"
+        )
+    return Standing(name, found.pop(method), sorted(found.values(), key=lambda score: -score.mean))
+
+
+def all_scores(name: str, further: Sequence[Path] = ()) -> Iterator[Score]:
+    """Of every method whose runs on the track ``name`` are kept, in the project or in ``further`` files."""
+    track = TRACKS[name]
+    files = [KEPT / f"{name}.jsonl", *further]
+    named = {(run.arm, run.seed): run for file in files for run in read_runs(file)}
+    methods = [method.name for method in known_methods()]
+    runs: Mapping[tuple[str, int], Run] = {**the_same(track.study(methods), _kept_files(name)), **named}
+    others = (arm.partition(" ")[2] for arm, _ in named if arm != CONTROL)
+    return scores(track, dict.fromkeys([*methods, *others]), runs)
+
+
+def _kept_files(name: str) -> list[Path]:
+    return [*(ROOT / "docs" / "evidence" / f"{study}.jsonl" for study in STUDIES), KEPT / f"{name}.jsonl"]
