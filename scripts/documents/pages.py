@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from documents import configuration, migration, tables
@@ -20,6 +21,9 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/leaderboard.md": {
         "the exact track": tables.exact_track_table,
         "origins": tables.exact_track_origin,
+        "the short track": partial(tables.track_table, "short"),
+        "the long track": partial(tables.track_table, "long"),
+        "the noise track": partial(tables.track_table, "noise"),
     },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},

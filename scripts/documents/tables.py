@@ -8,7 +8,7 @@ from planted_faults.alarm_counts import read_sums, table_of
 
 from verl_rc.bench.exact import CONDITIONS
 from verl_rc.bench.results import read_results
-from verl_rc.bench.standing import EQUAL, Result
+from verl_rc.bench.standing import EQUAL, Result, known_methods
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
 from verl_rc.health.cause import Cause
@@ -17,6 +17,8 @@ from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.panels import PANELS
+from verl_rc.study.bench import all_scores
+from verl_rc.study.tracks import SEEDS, TRACKS
 
 _METRICS_HEAD = """\
 # Metrics
@@ -133,6 +135,32 @@ def exact_track_origin() -> str:
     }
     lines = (f"| {' | '.join(map(str, origin))} |\n" for origin in sorted(origins, key=str))
     return "| machine | package | torch | Python | commit |\n|---|---|---|---|---|\n" + "".join(lines)
+
+
+def track_table(name: str) -> str:
+    """Every method whose runs on a track with engines are kept, in docs/leaderboard.md."""
+    conditions = list(TRACKS[name].conditions)
+    head = ["place", "method", "score", "90 % interval", "worst", *conditions, "forwards", "s a step"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    scores = sorted(all_scores(name), key=lambda score: -score.mean)
+    forwards = {method.name: method.forwards for method in known_methods()}
+    for score in scores:
+        low, high = score.interval
+        cells = [
+            str(1 + sum(other.is_better_than(score) for other in scores)),
+            f"`{score.method}`",
+            f"{score.mean:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            score.worst,
+            *(f"{mean:.2f}" for mean in score.by_condition.values()),
+            str(forwards.get(score.method, "—")),
+            f"{score.seconds:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machines = sorted({machine for score in scores for machine in score.machines})
+    runs = len(scores) * len(conditions) * len(SEEDS)
+    lines.append(f"\n{len(scores)} methods, {runs} runs. Machines: {'; '.join(machines) or 'none'}.")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def signature_causes_table() -> str:

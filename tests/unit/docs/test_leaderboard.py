@@ -25,7 +25,8 @@ def blocks(language: str) -> list[str]:
 
 def test_every_method_stands_in_the_table():
     assert {method.name for method in known_methods()} == set(KEPT)
-    rows = re.findall(r"^\| (\d+) \| `(.*?)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    table = PAGE.split("<!-- table of the exact track")[1].split("<!-- end of table -->")[0]
+    rows = re.findall(r"^\| (\d+) \| `(.*?)` \| ([\d.]+) \|", table, re.MULTILINE)
     assert [name for _, name, _ in rows] == sorted(
         KEPT, key=lambda name: Result.from_json(name, KEPT[name]).error
     )
