@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence import against_verl, bill
+from evidence import against_verl, bill, early_warning
 from evidence.studies import STUDIES
 from evidence.tables import FALL, draw, headline, minutes_of, section
 
@@ -19,6 +19,7 @@ from verl_rc.study.runs import (
     ROOT,
     MixedResultsError,
     NotStartedError,
+    Run,
     known_runs,
     missing,
     quick,
@@ -42,14 +43,17 @@ takes some {hours:.0f} hours on two cores."""
 def write_page() -> None:
     """Write docs/evidence.md and its figures from the results on disk."""
     short, blocks, hours = list[str](), list[str](), 0.0
+    whole = dict[str, list[Run]]()
     for name, study in STUDIES.items():
         runs = known_runs(RESULTS / f"{name}.jsonl", study)
         if runs:
             draw(name, study, runs, RESULTS)
         short += headline(study, runs) if name == "staleness" else []
         blocks += section(name, study, runs)
+        whole |= {name: [*runs.values()]} if study.every == 1 else {}
         hours += minutes_of(study, runs)[1] / 60
     blocks = [HEAD.format(fall=FALL, hours=hours), *short, *blocks]
+    blocks += early_warning.section(whole)
     if bills := bill.read_bills(BILLS):
         blocks += bill.section(bills, known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY]))
     if lines := against_verl.read_lines(COMPARED):

@@ -26,6 +26,8 @@ CURVES = (
     "rollout_corr/k3_kl",
     "async/token_age/mean",
     "actor/grad_norm",
+    "actor/entropy",
+    "actor/pg_clipfrac",
     "actor/flipped_experts",
     "timing_s/step",
 )

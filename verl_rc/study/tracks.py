@@ -12,7 +12,7 @@ from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
 from verl_rc.study.tasks import FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
 
 CONTROL = "control"
-"""The arm that methods are measured by: samples of the newest weights, an engine in float32, no correction."""
+"""The arm that methods are measured by: engine in float32, samples of the newest weights, no correction."""
 SEEDS = (1, 2, 3)
 """A method must not be tuned on them."""
 _RATE = "actor_rollout_ref.actor.optim.lr"
