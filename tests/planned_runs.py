@@ -22,7 +22,7 @@ from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
     correct_current,
-    kept_counts,
+    loss_counts,
     measure_current,
     policy_objective,
     with_interpolated_proximal,
@@ -173,9 +173,10 @@ def corrected(
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)
+    batch = correct_current(batch, log_probs, config, statistics)
     if config.rejection_denominator == "kept":
-        counts = kept_counts(statistics)
-    return correct_current(batch, log_probs, config, statistics), counts
+        counts = MiniBatchCounts(*loss_counts(batch).tolist())
+    return batch, counts
 
 
 def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:

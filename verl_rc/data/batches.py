@@ -126,6 +126,11 @@ class TokenBatch(TensorClass):
         plain.experts_counts = plain.experts_ids = None
         return plain
 
+    def with_known_distribution(self, response_mask: Tensor) -> Tensor:
+        """bool ``[B, R]``: response tokens whose engine's log-prob can be compared, all but those that were
+        drawn from a set that is not recorded."""
+        return response_mask if self.kept_counts is None else response_mask & (self.kept_counts > 0)
+
     @property
     def sequence_lengths(self) -> Tensor:
         """int64 ``[B]``: prompt plus response tokens."""

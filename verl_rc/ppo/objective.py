@@ -158,7 +158,11 @@ def measure_current(
         advantages=batch.advantages,
         scores=batch.scores,
     )
-    return measure(log_probs, _rollout_log_probs(batch), batch.response_mask, config, context)
+    return measure(log_probs, _rollout_log_probs(batch), _comparable(batch), config, context)
+
+
+def _comparable(batch: TrainBatch) -> Tensor:
+    return batch.tokens.with_known_distribution(batch.response_mask)
 
 
 def _rollout_log_probs(batch: TrainBatch) -> Tensor:
@@ -176,7 +180,7 @@ def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionSta
         engines=batch.engines,
     )
     config = RolloutCorrectionConfig(diagnostics="full")
-    return measure(current.log_probs, _rollout_log_probs(batch), batch.response_mask, config, context)
+    return measure(current.log_probs, _rollout_log_probs(batch), _comparable(batch), config, context)
 
 
 def with_interpolated_proximal(
@@ -222,20 +226,19 @@ def correct_current(
     weights, keep = apply(
         log_probs,
         _rollout_log_probs(batch),
-        batch.response_mask,
+        _comparable(batch),
         config,
         statistics,
         advantages=batch.advantages,
     )
     corrected = batch.clone(recurse=False)
-    corrected.loss_mask = batch.response_mask & keep
+    corrected.loss_mask = batch.loss_mask & keep
     corrected.rollout_is_weights = (
         weights if config.loss_type == "reinforce" or not config.bypass_mode else None
     )
     return corrected
 
 
-def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
-    """Tokens that are kept, and rows with at least one such token, of the rows measured."""
-    kept = statistics.numbers().totals.unreported
-    return MiniBatchCounts(int(kept["kept_tokens"].total), int(kept["kept_rows"].total))
+def loss_counts(batch: TrainBatch) -> Tensor:
+    """int64 ``[2]``: tokens in the loss, and rows with at least one of them."""
+    return torch.stack([batch.loss_mask.sum(), batch.loss_mask.any(dim=-1).sum()])

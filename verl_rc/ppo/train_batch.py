@@ -62,7 +62,8 @@ def build_train_batch(
     full = config.diagnostics == "full"
     asynchronous = asynchrony is not None and not asynchrony.is_synchronous
     versions = rollouts.policy_versions if full or asynchronous else None
-    weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
+    comparable = rollouts.tokens.with_known_distribution(rollouts.response_mask)
+    weights = _weights_for_baseline(rollouts, comparable, evaluations, algorithm, config)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
@@ -89,7 +90,7 @@ def build_train_batch(
         return compute_rollout_correction(
             evaluations.proximal_log_probs,
             rollouts.rollout_log_probs,
-            rollouts.response_mask,
+            comparable,
             config,
             advantages=advantages,
             group_ids=rollouts.group_ids,
@@ -113,9 +114,8 @@ def build_train_batch(
     if asynchrony is not None and asynchrony.max_token_age is not None:
         young = current_version - rollouts.policy_versions <= asynchrony.max_token_age
         keep_mask = young if keep_mask is None else keep_mask & young
-    if rollouts.tokens.kept_counts is not None:
-        is_recorded = rollouts.tokens.kept_counts > 0
-        keep_mask = is_recorded if keep_mask is None else keep_mask & is_recorded
+    if comparable is not rollouts.response_mask:
+        keep_mask = comparable if keep_mask is None else keep_mask & comparable
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
@@ -136,6 +136,7 @@ def build_train_batch(
 
 def _weights_for_baseline(
     rollouts: RolloutBatch,
+    comparable: Tensor,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
     config: RolloutCorrectionConfig,
@@ -151,7 +152,7 @@ def _weights_for_baseline(
     return compute_rollout_correction(
         evaluations.proximal_log_probs,
         rollouts.rollout_log_probs,
-        rollouts.response_mask,
+        comparable,
         config.model_copy(update={"diagnostics": "core"}),
         advantages=torch.zeros_like(evaluations.proximal_log_probs),
     ).weights

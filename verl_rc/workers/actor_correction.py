@@ -13,7 +13,7 @@ from verl_rc.ppo.choices import needs_statistics_first
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
     correct_current,
-    kept_counts,
+    loss_counts,
     measure_current,
     measure_signatures,
     with_interpolated_proximal,
@@ -41,6 +41,8 @@ class ActorCorrection:
         micro-batch."""
         self._corrected: CorrectionStatistics | None = None
         """Statistics of this rank's micro-batches of the mini-batch that were corrected so far."""
+        self._in_loss: Tensor | None = None
+        """Of these micro-batches, tokens in the loss, and rows with any."""
         self._step_statistics: CorrectionStatistics | None = None
         """Statistics of the mini-batches that have ended, over all ranks."""
         self._signatures: CorrectionStatistics | None = None
@@ -56,19 +58,27 @@ class ActorCorrection:
 
         Returns the loss's denominators, or None where they are known without the pass.
         """
-        self._corrected = self._measured_before = None
+        self._corrected = self._measured_before = self._in_loss = None
         if not needs_statistics_first(self._config):
             return None
         started = time.perf_counter()
         parts: CorrectionStatistics | None = None
+        in_loss: Tensor | None = None
         for rows in micro_batches:
             batch, log_probs = self._against_rollout(*current(rows))
-            parts = _merged(parts, measure_current(batch, log_probs, self._config, self._policy_version))
+            statistics = measure_current(batch, log_probs, self._config, self._policy_version)
+            parts = _merged(parts, statistics)
+            # What is kept is decided by each row for itself: statistics of the part do.
+            counts = loss_counts(correct_current(batch, log_probs, self._config, statistics))
+            in_loss = counts if in_loss is None else in_loss + counts
         assert parts is not None
+        assert in_loss is not None
         # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
         self._measured_before = self._over_ranks(parts)
+        num_tokens, num_sequences = all_reduce_sum(in_loss, self._mesh).tolist()
         self.statistics_seconds += time.perf_counter() - started
-        return kept_counts(self._measured_before) if self._config.rejection_denominator == "kept" else None
+        kept = self._config.rejection_denominator == "kept"
+        return MiniBatchCounts(num_tokens, num_sequences) if kept else None
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
@@ -76,7 +86,10 @@ class ActorCorrection:
         batch, log_probs = self._against_rollout(batch, log_probs.detach())
         statistics = measure_current(batch, log_probs, self._config, self._policy_version)
         self._corrected = _merged(self._corrected, statistics)
-        return correct_current(batch, log_probs, self._config, self._measured_before or statistics)
+        corrected = correct_current(batch, log_probs, self._config, self._measured_before or statistics)
+        counts = loss_counts(corrected)
+        self._in_loss = counts if self._in_loss is None else self._in_loss + counts
+        return corrected
 
     @property
     def measures_signatures(self) -> bool:
@@ -108,17 +121,19 @@ class ActorCorrection:
         return batch, batch.proximal_log_probs
 
     def finish(self) -> int:
-        """End a mini-batch; returns the tokens kept of it over all ranks. Collective.
+        """End a mini-batch; returns how many of its tokens, over all ranks, are in the loss. Collective.
 
         Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
         """
         assert self._corrected is not None
+        assert self._in_loss is not None
         mini_batch = self._over_ranks(self._corrected)
         # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
         # the next collective.
         require_finite(mini_batch.nonfinite_fraction, self._config)
         self._step_statistics = _merged(self._step_statistics, mini_batch)
-        return kept_counts(mini_batch).num_tokens
+        num_tokens, _ = all_reduce_sum(self._in_loss, self._mesh).tolist()
+        return int(num_tokens)
 
     def gap(self) -> LogProbGap | None:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks; None when no

@@ -22,7 +22,7 @@ from verl_rc.losses.selection import selection_scores
 from verl_rc.ppo.choices import needs_statistics_first, selecting_loss_name
 from verl_rc.ppo.objective import (
     correct_current,
-    kept_counts,
+    loss_counts,
     measure_current,
     policy_objective,
     selection_inputs,
@@ -307,10 +307,8 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
     log_probs = torch.tensor(case["log_probs"]).requires_grad_()
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     corrected = correct_current(batch, log_probs.detach(), config, statistics)
-    counts = kept_counts(statistics)
-    totals = Aggregation(
-        case["loss_agg_mode"], num_tokens=counts.num_tokens, num_sequences=counts.num_sequences
-    )
+    num_tokens, num_sequences = loss_counts(corrected).tolist()
+    totals = Aggregation(case["loss_agg_mode"], num_tokens=num_tokens, num_sequences=num_sequences)
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
     objective = policy_objective(TokenScores(log_probs, None), corrected, actor, config, totals)
     objective.loss.backward()
@@ -319,6 +317,50 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
     torch.testing.assert_close(log_probs.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
     keep = torch.tensor(expected["keep_mask"]).bool()
     assert torch.equal(corrected.loss_mask, keep & batch.response_mask)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}],
+    ids=["clip", "weights"],
+)
+def test_what_the_driver_left_out_of_the_loss_stays_out(fields: dict[str, object]) -> None:
+    """Tokens that are too old, say: the actor rejects further ones, and takes none back."""
+    config, batch = RolloutCorrectionConfig.model_validate(fields), make_train_batch(LENGTHS, REJECTED)
+    batch.loss_mask[0, 3] = False
+    rejecting = config.model_copy(update={"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
+    for rule, further in (
+        (config, []),
+        (RolloutCorrectionConfig.model_validate(rejecting.model_dump()), [(0, 1)]),
+    ):
+        log_probs = batch.rollout_log_probs.clone()
+        log_probs[0, 1] += 3.0
+        corrected = correct_current(batch, log_probs, rule, measure_current(batch, log_probs, rule, 0))
+        expected = batch.loss_mask.clone()
+        for place in further:
+            expected[place] = False
+        assert torch.equal(corrected.loss_mask, expected)
+        assert loss_counts(corrected).tolist() == [int(expected.sum()), int(expected.any(dim=1).sum())]
+
+
+def test_a_token_from_a_set_that_is_not_recorded_is_compared_with_nothing() -> None:
+    """Whatever the engine reported of it: statistics and weights of its row are the same."""
+    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="sequence")
+    batch, results = make_train_batch([7, 2, 5]), []
+    batch.tokens.kept_counts = torch.where(batch.response_mask, 2, 0)
+    batch.tokens.kept_counts[0, 1] = 0
+    log_probs = batch.rollout_log_probs + 0.1
+    for reported in (-1.0, -9.0):
+        batch.rollout_log_probs[0, 1] = reported
+        statistics = measure_current(batch, log_probs, config, 0)
+        results.append((correct_current(batch, log_probs, config, statistics), statistics.metrics(config)))
+    (one, metrics), (other, same) = results
+    assert metrics == same
+    assert metrics["rollout_corr/rollout_is_mean"] > 1
+    assert torch.equal(one.rollout_is_weights, other.rollout_is_weights)
+    assert float(one.rollout_is_weights[0, 0]) == pytest.approx(
+        math.exp(0.6), rel=1e-5
+    )  # six tokens of seven
 
 
 def test_parts_of_a_mini_batch_are_normalised_by_all_of_it() -> None:

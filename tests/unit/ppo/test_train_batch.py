@@ -104,6 +104,21 @@ def test_a_token_from_a_set_that_is_not_recorded_leaves_the_loss_and_nothing_els
     assert batch.advantages[0].tolist() == [0.5, 0.5, 0.5]
 
 
+def test_a_token_from_a_set_that_is_not_recorded_is_compared_with_nothing() -> None:
+    """Its log-probs are of two distributions: whatever the engine reported, statistics and weights stay."""
+    found = []
+    for log_ratio in (0.0, -4.0):
+        rollouts, evaluations = make_rollouts(log_ratio_of_last_token=log_ratio)
+        rollouts.tokens.kept_counts = torch.where(rollouts.response_mask, 2, 0)
+        rollouts.tokens.kept_counts[0, 2] = 0
+        rollouts.tokens.kept_ids = torch.zeros(4, 6, dtype=torch.int32)
+        step = run_step(rollouts, evaluations, algorithm(rollout_is="sequence"))
+        assert step.correction is not None
+        found.append((step.batch.rollout_is_weights, step.correction.metrics()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 def test_sequence_weights_are_products_of_token_ratios() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
     step = run_step(rollouts, evaluations, algorithm(rollout_is="sequence"))

@@ -192,6 +192,34 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
+    worker: TablePolicy, denominator: str
+) -> None:
+    """As those that are older than ``max_token_age``. With kept tokens as denominator the gradients of the
+    others grow by what is missing below."""
+    case = next(case for case in CASES if case["config"]["rollout_rs"] is None)
+    worker._actor = worker._actor.model_copy(update={"loss_agg_mode": "token-mean"})
+    gradients, counts = [], []
+    for left_out in (False, True):
+        batch = numbered_batch(case)
+        rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.001_1000"}  # it rejects nothing
+        fields = {**case_config(case).model_dump(), **rule, "rejection_denominator": denominator}
+        worker._correction = RolloutCorrectionConfig.model_validate(fields)
+        worker.table = torch.tensor(case["log_probs"]).requires_grad_()
+        batch.loss_mask = batch.response_mask.clone()
+        batch.loss_mask[0] &= not left_out
+        counted = batch.response_mask.sum(-1)
+        share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
+        report = worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
+        gradients.append(worker.table.grad)
+        counts.append((report.kept_tokens, int(batch.loss_mask.sum())))
+    assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
+    assert gradients[1][0].abs().max() == 0
+    growth = counts[0][1] / counts[1][1] if denominator == "kept" else 1.0
+    torch.testing.assert_close(gradients[1][1:], growth * gradients[0][1:], rtol=1e-5, atol=1e-8)
+
+
 def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -> None:
     case = next(case for case in CASES if case["config"]["rollout_rs"] == "seq_mean_k1")
     batch = numbered_batch(case)

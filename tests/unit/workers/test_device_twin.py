@@ -23,7 +23,7 @@ from verl_rc.losses import Aggregation, selection_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     correct_current,
-    kept_counts,
+    loss_counts,
     measure_current,
     measure_signatures,
     policy_objective,
@@ -168,13 +168,13 @@ def test_every_correction_in_the_actor_and_in_the_driver(
             )
         statistics = measure_current(part, current.log_probs, config, 0)
         corrected = correct_current(part, current.log_probs, config, statistics)
-        counts, signatures = kept_counts(statistics), measure_signatures(part, current)
+        counts, signatures = loss_counts(corrected), measure_signatures(part, current)
         found = compute_rollout_correction(
             current.log_probs, part.rollout_log_probs, part.response_mask, config, advantages=part.advantages
         )
         weights = [value for value in (found.weights, corrected.rollout_is_weights) if value is not None]
         results = [*weights, found.keep_mask, corrected.loss_mask, statistics.sums, signatures.maxima]
-        numbers = [*found.metrics().values(), counts.num_tokens]
+        numbers = [*found.metrics().values(), *counts.tolist()]
         return [*(value.cpu() for value in results), torch.tensor(numbers, dtype=torch.float64)]
 
     # A CPU measures in smaller parts, whose sums are rounded otherwise.
