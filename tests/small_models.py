@@ -94,6 +94,29 @@ def make_train_batch(
     )
 
 
+def add_kept_sets(batch: TrainBatch, vocabulary: int, seed: int = 0) -> None:
+    """Beside each response token a set of one to four words that a filter left, itself among them; every
+    fifth is not recorded, and so not in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, rows = batch.response_mask, []
+    counts = torch.zeros(mask.shape, dtype=torch.int64)
+    for number, (row, place) in enumerate(mask.nonzero().tolist()):
+        if number % 5:
+            token, size = int(batch.tokens.responses[row, place]), 1 + number % 4
+            others = [
+                word for word in torch.randperm(vocabulary, generator=generator).tolist() if word != token
+            ]
+            counts[row, place] = size
+            rows.append((row, [token, *others[: size - 1]]))
+    words = [[word for row, kept in rows if row == number for word in kept] for number in range(len(mask))]
+    width = max(map(len, words))
+    batch.tokens.kept_counts = counts
+    batch.tokens.kept_ids = torch.tensor(
+        [[*kept, *[0] * (width - len(kept))] for kept in words], dtype=torch.int32
+    )
+    batch.loss_mask = batch.loss_mask & (counts > 0)
+
+
 def small_run_config(model_folder: Path, *overrides: str) -> RunConfig:
     """A valid configuration for ``model_folder`` on a CPU, in fp32; further overrides win."""
     return load_run_config(

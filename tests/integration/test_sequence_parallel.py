@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
@@ -30,12 +30,16 @@ SPLITS = {1: [[[0, 1, 2], [3], [4], [5, 6, 7]]], 2: [[[0, 1], [2, 3]], [[4, 5, 6
 """Micro-batches of each share of the rows."""
 BYPASS = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
 RULE = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.97_1.03"}
+WIDE_RULE = {**RULE, "rollout_rs_threshold": "0.0001_10000"}
+"""For rollout log-probs that are those of the whole vocabulary."""
 CORRECTIONS: dict[str, dict[str, object]] = {
     "decoupled": {},
     "bypass": {**BYPASS, **RULE},
     "bypass, normalised": {**BYPASS, **RULE, "rollout_is_batch_normalize": True},
     "bypass, kept": {**BYPASS, **RULE, "rejection_denominator": "kept"},
     "clip_cov": {},
+    "kept sets": {},
+    "kept sets, bypass": {**BYPASS, **WIDE_RULE, "rejection_denominator": "kept"},
 }
 ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=2",)
@@ -132,6 +136,8 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         worker._actor = worker._actor.model_copy(update={"policy_loss": chosen})
         bypass = worker._correction.bypass_mode
         batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
+        if name.startswith("kept sets"):
+            add_kept_sets(batch, worker.model.module.config.vocab_size)
         near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
         batch.reference_log_probs = torch.where(batch.response_mask, near, 0.0)
         if bypass:
