@@ -1,6 +1,7 @@
 """Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap,
 charts."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -159,7 +160,8 @@ def track_table(name: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     machines = sorted({machine for score in scores for machine in score.machines})
     runs = len(scores) * len(conditions) * len(SEEDS)
-    lines.append(f"\n{len(scores)} methods, {runs} runs. Machines: {'; '.join(machines) or 'none'}.")
+    said = f"{len(scores)} methods, {runs} runs. Machines: {'; '.join(machines) or 'none'}."
+    lines += ["", *textwrap.wrap(said, 98)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -56,6 +56,14 @@ MODES = {
         "actor_rollout_ref.rollout.dtype=bfloat16",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
     ),
+    # Needs a CPU with products in float16.
+    "float16 and kept sets": (
+        *AHEAD,
+        "async_training.partial_rollout=True",
+        "async_training.deterministic_steps=5",
+        *("actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.rollout.dtype=float16"),
+        *("actor_rollout_ref.rollout.top_p=0.95", "actor_rollout_ref.rollout.top_k=20"),
+    ),
 }
 KILLS = (  # function, number of the call, when, and the steps that this life commits
     (f"{SUPPLY}.take", 1, "0.02", 0),

@@ -33,6 +33,7 @@ CORRECTIONS: dict[str, Mapping[str, object]] = {
     "kl_cov": {},
     "clip_cov": {},
     "m2po": {},
+    "bapo": {},
     "kl_cov_in_bypass_mode": {
         "bypass_mode": True,
         "rollout_rs": "token_k1",
@@ -49,6 +50,7 @@ LOSSES: dict[str, Mapping[str, object]] = {
     "kl_cov": {**COVARIANCE, "loss_mode": "kl_cov"},
     "clip_cov": {**COVARIANCE, "loss_mode": "clip_cov"},
     "m2po": {"loss_mode": "m2po", "m2_threshold": 0.5},
+    "bapo": {"loss_mode": "bapo", "adv_ratio_target": 2.0},
     "kl_cov_in_bypass_mode": {**COVARIANCE, "loss_mode": "kl_cov"},
 }
 """Losses that look at the whole mini-batch; elsewhere it is PPO's."""
@@ -156,7 +158,7 @@ def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
     assert float((two - one).norm() / one.norm()) <= 1e-4
 
 
-@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov", "m2po", "kept_sets"])
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov", "m2po", "bapo", "kept_sets"])
 def test_losses_that_look_at_the_mini_batch_or_at_kept_sets_are_no_other_loss(
     both: tuple[Gradients, Gradients], loss: str
 ) -> None:

@@ -97,6 +97,18 @@ class PolicyLossOptions(StrictModel):
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
     m2_threshold: float = Field(0.04, gt=0)
     """``m2po``: largest mean of the squared log-ratios of the tokens that are kept, in squared nats."""
+    adv_ratio_target: float = Field(0.5, ge=0)
+    """``bapo``: what positive advantages weigh at least, as a multiple of what negative ones do."""
+    ratio_lower_start: float = Field(0.6, ge=0)
+    """``bapo``: lower bound of the ratio to begin with, a ratio and no distance from 1."""
+    ratio_lower_max: float = Field(0.9, ge=0)
+    """``bapo``: the lower bound where positive advantages weigh too little."""
+    ratio_upper_start: float = Field(1.2, gt=0)
+    """``bapo``: upper bound of the ratio to begin with."""
+    ratio_upper_max: float = Field(3.0, gt=0)
+    """``bapo``: its largest value."""
+    ratio_upper_step: float = Field(0.05, gt=0)
+    """``bapo``: by how much it moves at a time."""
     kl_tau: float = Field(1e-3, ge=0)
     """``prime_rl``: weight of the penalty on the squared log-ratio, per squared nat."""
     vespo_k_pos: float = Field(2.0, ge=0)
@@ -114,6 +126,19 @@ class PolicyLossOptions(StrictModel):
             raise ValueError(
                 "actor_rollout_ref.actor.policy_loss.clip_cov_lb must be below clip_cov_ub, got "
                 f"{self.clip_cov_lb} and {self.clip_cov_ub}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_of_the_ratio_have_an_order(self) -> "PolicyLossOptions":
+        bounds = {
+            name: getattr(self, name)
+            for name in ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
+        }
+        if [*bounds.values()] != sorted(bounds.values()):
+            told = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
+            raise ValueError(
+                f"actor_rollout_ref.actor.policy_loss: none of {told} must be below the one before"
             )
         return self
 
@@ -165,7 +190,7 @@ class LossSpec:
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     selects_tokens: bool = False
-    """It selects tokens of the whole mini-batch, which a pass without gradient orders first."""
+    """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
     its absolute value; or nothing."""
@@ -308,6 +333,25 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.m2_threshold", "τ"),),
+        selects_tokens=True,
+    ),
+    "bapo": LossSpec(
+        title="Balanced policy optimisation with an adaptive clip",
+        formula="max(−A r, −A clip(r, low, high)), and at most −A c where A < 0; low is moved, and high "
+        "raised by δ until the positive terms weigh κ times the negative ones",
+        source="arXiv:2510.18927, WooooDyy/BAPO",
+        ratio="token",
+        gradient_through="ratio",
+        options=(
+            LossOption("policy_loss.adv_ratio_target", "κ"),
+            LossOption("policy_loss.ratio_lower_start", "low", "at first"),
+            LossOption("policy_loss.ratio_lower_max", "low", "afterwards"),
+            LossOption("policy_loss.ratio_upper_start", "high", "at first"),
+            LossOption("policy_loss.ratio_upper_max", "high", "at most"),
+            LossOption("policy_loss.ratio_upper_step", "δ"),
+            _CAP,
+        ),
+        only_negative=(_CAP,),
         selects_tokens=True,
     ),
     "prime_rl": LossSpec(

@@ -39,8 +39,18 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens whose clipped branch is the larger one),
         ``actor/pg_clipfrac_lower`` (share of tokens where c acts), those of ``ppo_kl_metrics``.
     """
+    low, high = inputs.parameters.clip_bounds
+    return dual_clip(inputs, 1 - low, 1 + high)
+
+
+def dual_clip(
+    inputs: PolicyLossInputs, low: float | Tensor, high: float | Tensor
+) -> tuple[Tensor, LossMetrics]:
+    """The loss of ``ppo_clip_loss`` with a ratio that is clipped to ``low`` and ``high``, 0-d where they are
+    tensors."""
+    ratio = inputs.log_ratio.exp()
+    unclipped, clipped = -inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)  # type: ignore[arg-type]
     # For A < 0 the larger surrogate grows with the ratio without limit; dual clip holds it at −A c.
-    unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
     negative = inputs.advantages < 0
     return inputs.reduce(torch.where(negative, torch.minimum(surrogate, bound), surrogate)), {

@@ -36,6 +36,8 @@ class SelectionStatistics:
     """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
     """0-d, in [0, 1]; how much of each token with this very score is selected."""
+    ratio_bounds: Tensor | None = None
+    """``[2]``; lowest and highest ratio, of ``bapo``, which selects no tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Losses that restrain some tokens of the whole mini-batch: those whose advantage and log-prob vary together
-most, or those that moved farthest."""
+most, or those that moved farthest; and one whose clip range depends on it."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl_rc.losses.clipped import surrogates
+from verl_rc.losses.clipped import dual_clip, surrogates
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, SelectionStatistics, register_policy_loss
 from verl_rc.metrics.mergeable import Mean
 
@@ -92,6 +93,32 @@ def m2po_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("bapo")
+def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """The loss ``vanilla`` with a clip range that lets positive advantages weigh enough (BAPO,
+    arXiv:2510.18927, as its authors' code computes it); the loss mode ``bapo``.
+
+    The ratio is clipped to low and high, ``ratio_lower_start`` and ``ratio_upper_start``. Where the sum of A
+    min(r, high) over A >= 0 is below ``adv_ratio_target`` times that of −A max(r, low) over A < 0, low is
+    ``ratio_lower_max``, and high grows step by step until the sum is not below, at most to
+    ``ratio_upper_max``. Both sums are over the whole mini-batch; rejected tokens enter neither. In the code
+    low moves in steps too, until the sum is not below; but a higher low makes the negative sum larger, so it
+    always goes to its end.
+
+    Returns:
+        The loss, 0-d, the metrics of ``ppo_clip_loss``, ``actor/ratio_low`` and ``actor/ratio_high``.
+    """
+    statistics = inputs.selection_statistics or selection_statistics("bapo", [inputs])
+    assert statistics.ratio_bounds is not None
+    low, high = statistics.ratio_bounds.to(inputs.log_probs.dtype)
+    loss, metrics = dual_clip(inputs, low, high)
+    bounds = {"actor/ratio_low": low, "actor/ratio_high": high}
+    means = {
+        name: inputs.mean_over_tokens(bound.expand_as(inputs.log_probs)) for name, bound in bounds.items()
+    }
+    return loss, {**metrics, **means}
+
+
 def selection_statistics(
     name: str,
     micro_batches: Sequence[PolicyLossInputs],
@@ -107,6 +134,8 @@ def selection_statistics(
     """
     if name == "m2po":
         return _second_moment_statistics(micro_batches, over_ranks)
+    if name == "bapo":
+        return _balanced_bounds(micro_batches, over_ranks)
     # In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a
     # rounding error in its place would order the tokens by log-prob.
     advantages = reduce(
@@ -153,6 +182,36 @@ def _second_moment_statistics(
         total, count = sums if over_ranks is None else over_ranks(sums)
         bound = torch.where(total <= micro_batches[0].parameters.m2_threshold * count, higher, bound)
     return SelectionStatistics(nothing, nothing, bound - 1, torch.zeros_like(total, dtype=torch.float32))
+
+
+def _balanced_bounds(
+    micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
+) -> SelectionStatistics:
+    """The clip range of ``bapo``."""
+    options, nothing = micro_batches[0].parameters, micro_batches[0].log_probs.new_zeros(())
+    lows = (options.ratio_lower_start, options.ratio_lower_max)
+    steps = math.ceil((options.ratio_upper_max - options.ratio_upper_start) / options.ratio_upper_step - 1e-9)
+    highs = [options.ratio_upper_start + place * options.ratio_upper_step for place in range(max(0, steps))]
+    highs.append(options.ratio_upper_max)
+    parts = []
+    for inputs in micro_batches:
+        ratio = inputs.log_ratio.detach().double().exp()
+        advantages = inputs.advantages.double().where(inputs.loss_mask, 0.0)
+        # Positive advantages depend on the upper end alone, the others on the lower one.
+        sums = [(advantages.clamp(min=0) * ratio.clamp(max=high)).sum() for high in highs]
+        sums += [(advantages.clamp(max=0).neg() * ratio.clamp(min=low)).sum() for low in lows]
+        parts.append(torch.stack(sums))
+    total = torch.stack(parts).sum(dim=0)
+    total = total if over_ranks is None else over_ranks(total)
+    positive, (negative_at_first, negative) = total[: len(highs)], total[len(highs) :]
+    is_enough = positive[0] >= options.adv_ratio_target * negative_at_first
+    places = torch.arange(len(highs), device=total.device)
+    reached = places.where(positive >= options.adv_ratio_target * negative, len(highs) - 1).min()
+    bounds = total.new_tensor([*lows, *highs])
+    moved = torch.stack([bounds[1], bounds.gather(0, reached.reshape(1) + len(lows)).squeeze()])
+    return SelectionStatistics(
+        nothing, nothing, nothing, nothing, moved.where(~is_enough, bounds[[0, len(lows)]])
+    )
 
 
 def selection_scores(

@@ -223,3 +223,53 @@ def test_m2po_keeps_or_drops_equal_tokens_together() -> None:
     )  # (0.01 + 2 * 0.09) / 3 is 0.063: one of three tokens at 0.3 would be kept, were they told apart
     loss.backward()
     assert [bool(slope) for slope in log_probs.grad[0]] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("target", "moved"), [(0.0, "neither"), (0.5, "high"), (100.0, "both to their ends")]
+)
+def test_bapo_moves_its_clip_range_until_positive_advantages_weigh_enough(
+    target: float, moved: str, make_batch: Callable[..., Any]
+) -> None:
+    """As the search of the authors' code, which moves the lower end first, over sums in loops."""
+    batch = make_batch(seed=12, rows=20)
+    batch.advantages[batch.advantages > 0] *= 0.5
+    ratios = (3 * (batch.log_probs - batch.old_log_probs)).exp()
+    log_probs = (batch.old_log_probs + ratios.log()).requires_grad_()
+    tokens = [tuple(place) for place in batch.loss_mask.nonzero().tolist()]
+
+    def weighs_enough(low: float, high: float) -> bool:
+        positive = negative = 0.0
+        for token in tokens:
+            advantage, ratio = batch.advantages[token].item(), ratios[token].item()
+            positive += max(advantage, 0.0) * min(ratio, high)
+            negative += max(-advantage, 0.0) * max(ratio, low)
+        return positive >= target * negative
+
+    low, high = 0.6, 1.2
+    while low < 0.9 and not weighs_enough(low, high):
+        low = min(low + 0.05, 0.9)
+    while high < 3.0 and not weighs_enough(low, high):
+        high = min(high + 0.05, 3.0)
+    ends = {"neither": (0.6, 1.2), "both to their ends": (0.9, 3.0)}
+    assert moved not in ends or (low, high) == pytest.approx(ends[moved])
+    assert moved != "high" or (low == 0.9 and 1.2 < high < 3.0)
+    loss, metrics = compute_policy_loss(
+        "bapo",
+        **{**batch.policy_loss_arguments(), "log_probs": log_probs},
+        config={"adv_ratio_target": target},
+    )
+    loss.backward()
+    assert metrics["actor/ratio_low"].value.item() == pytest.approx(low)
+    assert metrics["actor/ratio_high"].value.item() == pytest.approx(high)
+    total, slopes = 0.0, torch.zeros_like(ratios)
+    count = batch.response_mask.sum().item()
+    for token in tokens:
+        advantage, ratio = batch.advantages[token].item(), ratios[token].item()
+        share = batch.weights[token].item() / count
+        term = max(-advantage * ratio, -advantage * min(max(ratio, low), high))
+        moves = term == -advantage * ratio and not (advantage < 0 and ratio > 3.0)
+        total += share * (min(term, -advantage * 3.0) if advantage < 0 else term)
+        slopes[token] = -share * advantage * ratio if moves else 0.0
+    assert loss.item() == pytest.approx(total, abs=1e-12)
+    torch.testing.assert_close(log_probs.grad, slopes)

@@ -35,6 +35,7 @@ def actor(loss_mode: str) -> ActorConfig:
         ("kl_cov", DECOUPLED, "kl_cov", True),
         ("clip_cov", DECOUPLED, "clip_cov", True),
         ("m2po", DECOUPLED, "m2po", True),
+        ("bapo", DECOUPLED, "bapo", True),
         ("kl_cov", REINFORCE, "reinforce", False),
     ],
 )

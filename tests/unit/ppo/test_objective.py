@@ -146,6 +146,7 @@ def test_value_loss_equals_a_float64_loop() -> None:
 
 
 KL_COV: Mapping[str, object] = {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}
+BAPO: Mapping[str, object] = {"loss_mode": "bapo", "adv_ratio_target": 2.0, "ratio_lower_max": 1.0}
 M2PO: Mapping[str, object] = {"loss_mode": "m2po", "m2_threshold": 1e-3}
 CLIP_COV: Mapping[str, object] = {
     "loss_mode": "clip_cov",
@@ -224,7 +225,7 @@ def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(
     assert (scores >= cut.score_threshold).sum() == 3
 
 
-@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO], ids=["kl_cov", "clip_cov", "m2po"])
+@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO, BAPO], ids=["kl_cov", "clip_cov", "m2po", "bapo"])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=len)
 def test_micro_batches_change_neither_loss_nor_gradient(
     fields: Mapping[str, object], split: list[list[int]]
@@ -280,7 +281,7 @@ def over_two_ranks(
     return first, second
 
 
-@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO], ids=["kl_cov", "clip_cov", "m2po"])
+@pytest.mark.parametrize("fields", [KL_COV, CLIP_COV, M2PO, BAPO], ids=["kl_cov", "clip_cov", "m2po", "bapo"])
 @pytest.mark.parametrize("advantage", [None, 0.0], ids=["as they are", "all equal"])
 def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: float | None) -> None:
     config, batch = actor(fields), make_train_batch(LENGTHS, REJECTED)
@@ -298,6 +299,9 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
     )
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):
+            assert (one is None) == (other is None)
+            if one is None:
+                continue
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 

@@ -36,6 +36,8 @@ _ACTOR = (
         "its docstring",
         (0, 0.05),
     ),
+    MetricSpec("actor/ratio_low", "1", "lower end of bapo's clip range, mean over mini-batches by tokens"),
+    MetricSpec("actor/ratio_high", "1", "upper end of bapo's clip range, mean over mini-batches by tokens"),
     MetricSpec(
         "actor/ppo_kl",
         "nats",

@@ -433,6 +433,23 @@ def the_actors_loss():
 
 
 @example
+def a_clip_range_that_adapts():
+    """Of two tokens one has A = 1 and ratio 1.5, the other A = −1 and ratio 1/2, which counts as the lower
+    end: 1.2 is less than 2.5 times 0.6. The lower end goes to 0.9 then, and the upper one to its own."""
+    old = torch.tensor([[-1.0, -1.0]])
+    _, metrics = compute_policy_loss(
+        "bapo",
+        old,
+        old + torch.tensor([[math.log(1.5), math.log(0.5)]]),
+        torch.tensor([[1.0, -1.0]]),
+        torch.ones(1, 2, dtype=torch.bool),
+        config={"adv_ratio_target": 2.5},
+    )
+    found = {name: float(mean.value) for name, mean in metrics.items() if "ratio_" in name}
+    return found, {"actor/ratio_low": 0.9, "actor/ratio_high": 3.0}
+
+
+@example
 def the_entropy_of_the_policy_that_is_updated():
     """In bypass mode nothing knows the entropy before the update. One of three tokens would take other
     experts."""
