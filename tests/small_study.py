@@ -8,7 +8,15 @@ from verl_rc.study.runs import Run, known_runs, missing, run_all
 from verl_rc.study.study import ACCURACY, Study
 
 STUDY = Study(
-    "why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",)
+    "why?",
+    "this",
+    "that",
+    ("trainer.total_training_steps=1",),
+    {"a": ("x=1",), "b": ("x=2",)},
+    (1, 2),
+    1.0,
+    ("a", "b"),
+    ("b",),
 )
 
 

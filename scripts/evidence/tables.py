@@ -12,6 +12,7 @@ import numpy as np
 from verl_rc.insight.picture import COLOURS, write_picture
 from verl_rc.study.machine import runs_at_a_time
 from verl_rc.study.runs import Run
+from verl_rc.study.standing import area
 from verl_rc.study.study import ACCURACY, PROMPTS, Study
 
 if TYPE_CHECKING:
@@ -105,7 +106,15 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
         title: [_mean(arm_runs, name) for _, arm_runs in by_arm(study, runs)] for title, name in MEANS.items()
     }
     means = {title: cells for title, cells in means.items() if set(cells) != {"—"}}
-    titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed", *means]
+    titles = [
+        "arm",
+        "accuracy at the end, by seed",
+        "mean",
+        "90 % interval",
+        "over the run",
+        "collapsed",
+        *means,
+    ]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for place, (arm, arm_runs) in enumerate(by_arm(study, runs)):
         last = last_accuracies(arm_runs)
@@ -116,7 +125,10 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
         if steps := steps_of_collapse(arm_runs):
             collapsed += f": {', '.join(f'seed {seed} at step {step}' for seed, step in steps.items())}"
         further = [cells[place] for cells in means.values()]
-        rows.append(f"| {' | '.join([arm, in_words(last), mean, bounds, collapsed, *further])} |")
+        over_the_run = in_words([area(run)[0] for run in arm_runs])
+        rows.append(
+            f"| {' | '.join([arm, in_words(last), mean, bounds, over_the_run, collapsed, *further])} |"
+        )
     return rows
 
 
