@@ -18,9 +18,9 @@ from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_
 from verl_rc.ppo.choices import (
     actor_limit,
     critic_limit,
+    frozen_limit,
     log_prob_limit,
     recomputes_proximal,
-    reference_limit,
 )
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
@@ -50,7 +50,7 @@ def evaluate(
     proximal = _proximal_policy(services, rollouts, step, record, beside)
     reference = values = None
     if services.config.needs_reference:
-        limit = reference_limit(services.config.actor_rollout_ref.ref)
+        limit = frozen_limit(services.config.actor_rollout_ref.ref)
         with record.stage("ref"):
             if services.reference is None:  # LoRA: the actor without its adapters
                 reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)

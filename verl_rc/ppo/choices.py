@@ -2,7 +2,7 @@
 micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, FrozenPolicyConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -47,12 +47,12 @@ def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
     )
 
 
-def reference_limit(reference: ReferenceConfig) -> MicroBatchLimit:
-    """The limit of the reference policy's forward passes."""
+def frozen_limit(policy: FrozenPolicyConfig) -> MicroBatchLimit:
+    """The limit of a frozen policy's forward passes."""
     return _limit(
-        reference.log_prob_use_dynamic_bsz,
-        reference.log_prob_max_token_len_per_gpu,
-        reference.log_prob_micro_batch_size_per_gpu,
+        policy.log_prob_use_dynamic_bsz,
+        policy.log_prob_max_token_len_per_gpu,
+        policy.log_prob_micro_batch_size_per_gpu,
     )
 
 
