@@ -13,7 +13,7 @@ from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.environment_hosts import RayHosts
-from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.model_groups import FROZEN_GROUPS, ActorGroup, CriticGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
@@ -94,7 +94,7 @@ def open_run(
         processes = RankProcesses(placement, config.sequence_parallel_sizes)
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
-        reference = ReferenceGroup(processes) if config.has_reference_model else None
+        frozen = {role: FROZEN_GROUPS[role](processes) for role in config.frozen_policies}
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
         hosts = _start_hosts(config.actor_rollout_ref.rollout.environment)
         options = engine_options(config, placement.device, hosts)
@@ -116,7 +116,7 @@ def open_run(
         total_steps = steps_of_run(config.trainer, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
-        _build_ranks(processes, [*learners, *([] if reference is None else [reference])], config, total_steps)
+        _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
         stack.enter_context(_closing(processes))
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
@@ -149,7 +149,7 @@ def open_run(
             scorer=scorer,
             actor=actor,
             critic=critic,
-            reference=reference,
+            frozen=frozen,
             engines=engines,
             placement=placement,
             transport=transport,

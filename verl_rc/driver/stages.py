@@ -16,6 +16,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import (
+    FROZEN_STAGES,
     actor_limit,
     critic_limit,
     frozen_limit,
@@ -33,7 +34,7 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 def evaluate(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
 ) -> PolicyEvaluations:
-    """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
+    """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
     if rollout.enable_rollout_routing_replay and rollouts.tokens.experts_counts is None:
@@ -48,15 +49,8 @@ def evaluate(
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
     proximal = _proximal_policy(services, rollouts, step, record, beside)
-    reference = values = None
-    if services.config.needs_reference:
-        limit = frozen_limit(services.config.actor_rollout_ref.ref)
-        with record.stage("ref"):
-            if services.reference is None:  # LoRA: the actor without its adapters
-                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
-            else:
-                reference = services.reference.compute_log_probs(rollouts.tokens, limit, beside)
-        record.add_busy("ref", reference.busy_seconds)
+    frozen = _frozen_policies(services, rollouts, record, beside)
+    values = None
     if services.critic is not None:
         with record.stage("values"):
             values = services.critic.compute_values(
@@ -65,10 +59,30 @@ def evaluate(
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
         **proximal,
-        reference_log_probs=None if reference is None else reference.result,
+        **frozen,
         critic_values=None if values is None else values.result,
         batch_size=rollouts.batch_size,
     )
+
+
+def _frozen_policies(
+    services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside | None
+) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
+    config = services.config
+    scorers = {role: services.frozen[role].compute_log_probs for role in config.frozen_policies}
+    settings = {role: policy.config for role, policy in config.frozen_policies.items()}
+    if config.needs_reference and not config.has_reference_model:  # LoRA: the actor without its adapters
+        scorers["reference"] = services.actor.compute_reference_log_probs
+        settings["reference"] = config.actor_rollout_ref.ref
+    found = {}
+    for role, score in scorers.items():
+        stage = FROZEN_STAGES[role]
+        with record.stage(stage):
+            answer = score(rollouts.tokens, frozen_limit(settings[role]), beside)
+        record.add_busy(stage, answer.busy_seconds)
+        found[f"{role}_log_probs"] = answer.result
+    return found
 
 
 def _proximal_policy(
