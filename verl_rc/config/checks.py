@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
+from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
 from verl_rc.config.models import FrozenPolicyConfig, LearnerFsdpConfig, torch_name
@@ -582,6 +583,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _half_precision,
     check_async_training,
     check_exact_mode,
+    check_distillation,
     _resuming,
     _alerts,
     _ray,

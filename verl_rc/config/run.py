@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.config.distillation import DistillationConfig
 from verl_rc.config.models import (
     ActorConfig,
     CriticConfig,
@@ -192,6 +193,7 @@ FSDP_SECTIONS = {
     "actor": "actor_rollout_ref.actor.fsdp_config",
     "critic": "critic.fsdp_config",
     "reference": "actor_rollout_ref.ref.fsdp_config",
+    "teacher": "distillation.teacher_models.teacher_model.fsdp_config",
 }
 """The section of sharding and precision of every trainer role."""
 
@@ -227,6 +229,8 @@ class RunConfig(StrictModel):
     """Scores."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Objective."""
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher."""
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
@@ -276,10 +280,14 @@ class RunConfig(StrictModel):
     @property
     def frozen_policies(self) -> dict[str, FrozenPolicy]:
         """The policies that only score, with models of their own, by role."""
-        if not self.has_reference_model:
-            return {}
-        reference = self.actor_rollout_ref.ref
-        return {"reference": FrozenPolicy("actor_rollout_ref.ref", reference.model_path, reference)}
+        policies: dict[str, FrozenPolicy] = {}
+        if self.has_reference_model:
+            reference = self.actor_rollout_ref.ref
+            policies["reference"] = FrozenPolicy("actor_rollout_ref.ref", reference.model_path, reference)
+        if self.distillation.enabled:
+            section, teacher = "distillation.teacher_models.teacher_model", self.distillation.teacher
+            policies["teacher"] = FrozenPolicy(section, str(teacher.model_path), teacher)
+        return policies
 
     @property
     def rows_per_step(self) -> int:
