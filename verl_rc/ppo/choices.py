@@ -2,6 +2,7 @@
 micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig, FrozenPolicyConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
@@ -19,6 +20,13 @@ def selecting_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig
     name = policy_loss_name(config, correction)
     spec = POLICY_LOSSES.get(name)
     return name if spec is not None and spec.selects_tokens else None
+
+
+def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that the teacher's advantages are in; None: its divergence itself is differentiated."""
+    if not config.use_policy_gradient:
+        return None
+    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss_mode
 
 
 _STEPS_BETWEEN_COMPARISONS = 50
@@ -47,7 +55,7 @@ def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
     )
 
 
-FROZEN_STAGES = {"reference": "ref"}
+FROZEN_STAGES = {"reference": "ref", "teacher": "teacher"}
 """By role, the stage of a step in which a policy that only scores computes."""
 
 
