@@ -136,7 +136,14 @@ class ReferenceGroup(FrozenGroup):
     worker = "verl_rc.workers.policy_worker:ReferenceWorker"
 
 
-FROZEN_GROUPS: dict[str, type[FrozenGroup]] = {group.role: group for group in (ReferenceGroup,)}
+class TeacherGroup(FrozenGroup):
+    """All ranks of the teacher."""
+
+    role = "teacher"
+    worker = "verl_rc.workers.policy_worker:TeacherWorker"
+
+
+FROZEN_GROUPS: dict[str, type[FrozenGroup]] = {group.role: group for group in (ReferenceGroup, TeacherGroup)}
 """By role, the groups of ``RunConfig.frozen_policies``."""
 
 

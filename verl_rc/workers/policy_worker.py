@@ -78,6 +78,7 @@ class PolicyWorker(Learner):
         self._actor = config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
+        self._distillation = config.distillation.loss
         self._needs_sum_pi_squared = (
             config.algorithm.estimator_reads("sum_pi_squared") or self._correction.diagnostics == "full"
         )
@@ -239,7 +240,9 @@ class PolicyWorker(Learner):
             if correction is not None:
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
-            objective = policy_objective(current, part, self._actor, self._correction, aggregation, selection)
+            objective = policy_objective(
+                current, part, self._actor, self._correction, aggregation, selection, self._distillation
+            )
             if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
             # Recomputed this time, to compare interpolated ones with.
@@ -367,3 +370,9 @@ class ReferenceWorker(FrozenWorker):
     """The reference policy."""
 
     role = "reference"
+
+
+class TeacherWorker(FrozenWorker):
+    """The teacher of a distillation."""
+
+    role = "teacher"
