@@ -34,7 +34,7 @@ from verl_rc.data.dataset import (
     build_validation_rows,
     describe_lengths,
 )
-from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
+from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
@@ -101,7 +101,7 @@ def open_run(
         importing = engines.prepare(options)
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_models(config)
-            tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
+            tokenizer = _load_tokenizer(config)
             data, openings = _with_environment(config, hosts, tokenizer)
             loader = build_train_loader(data, tokenizer)
             validation_rows = opened_for_validation(
@@ -188,6 +188,15 @@ def _refuse_models(config: RunConfig) -> None:
         problem = unsupported_model(config, path, trusted)
         if problem is not None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
+    if (teacher := config.frozen_policies.get("teacher")) is not None:
+        require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
+    return tokenizer
 
 
 def _start_hosts(environment: EnvironmentConfig) -> Hosts | None:
