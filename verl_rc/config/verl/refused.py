@@ -329,6 +329,21 @@ _MOVED_TO_REWARD = (
     "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* "
     "for the overlong penalty, reward.custom_reward_function.* for a function of your own"
 )
+_TEACHER = "distillation.teacher_models.teacher_model"
+_TEACHER_LEAVES = {
+    "key": Refusal("there is one teacher for all rows; drop it", (None, "default")),
+    "num_replicas": Refusal("there is one teacher; drop it", (0, 1, None)),
+    "nitrobrew_d_comp": Refusal("nitrobrew is not built; drop it", (None,)),
+    "inference": Refusal(
+        "no engine serves the teacher, the trainer's ranks score with it; write fsdp_config.dtype and "
+        "log_prob_max_token_len_per_gpu of teacher_model, or drop it",
+        ("vllm", "sglang", None),
+        switch="distillation.enabled",
+    ),
+}
+"""Leaves of the teacher."""
+_ANY_TOPK = (None, 32, 64, 128)
+
 _OTHER_LEAVES = {
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
     "reward_model.reward_manager": Refusal("it moved, and some releases of verl never read it here", (None,)),
@@ -420,9 +435,30 @@ _OTHER_LEAVES = {
     "model_engine": Refusal(
         "Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)
     ),
-    "distillation": Refusal(
-        "distillation from a teacher is not built; write enabled=False", _OFF, switch="enabled"
+    **{
+        f"distillation.{name}": Refusal(
+            "the teacher is sharded over the trainer's ranks, as the reference policy is; drop it",
+            (0, 8, None),
+            switch="distillation.enabled",
+        )
+        for name in ("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers")
+    },
+    "distillation.teacher_key": Refusal("there is one teacher for all rows; drop it", ("data_source", None)),
+    **{f"{_TEACHER}.{name}": row for name, row in _TEACHER_LEAVES.items()},
+    "distillation.distillation_loss.topk": Refusal(
+        "forward_kl_topk is not built; drop it", _ANY_TOPK, switch="distillation.enabled"
     ),
+    "distillation.distillation_loss.log_prob_min_clamp": Refusal(
+        "verl applies it in forward_kl_topk alone, which is not built; write loss_max_clamp, or drop it",
+        (None,),
+        switch="distillation.enabled",
+    ),
+    **{
+        f"distillation.distillation_loss.{name}": Refusal(
+            "forward_kl_topk is not built; drop it", (1.0, None)
+        )
+        for name in ("kd_temperature", "tail_mass_eps")
+    },
     **{
         f"skip.{what}": Refusal(
             "rollouts are never replayed from a file; write enable=False", _OFF, switch="enable"
@@ -490,6 +526,11 @@ REFUSALS = _table()
 _ENGINES = "is not supported; write vllm"
 _TRAINERS = "is not supported; write fsdp2"
 REFUSED_VALUES = {
+    **{
+        ("distillation.distillation_loss.loss_mode", name): f"{name} needs the teacher's whole distribution, "
+        "which is not built; write k3, or k1 with use_policy_gradient=True"
+        for name in ("forward_kl_topk", "forward_kl_topk_tail", "nitrobrew")
+    },
     **{
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
         for name in ("sglang", "trtllm", "hf", "naive")
