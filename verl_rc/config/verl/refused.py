@@ -329,20 +329,23 @@ _MOVED_TO_REWARD = (
     "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* "
     "for the overlong penalty, reward.custom_reward_function.* for a function of your own"
 )
-_TEACHER = "distillation.teacher_models.teacher_model"
-_TEACHER_LEAVES = {
-    "key": Refusal("there is one teacher for all rows; drop it", (None, "default")),
-    "num_replicas": Refusal("there is one teacher; drop it", (0, 1, None)),
-    "nitrobrew_d_comp": Refusal("nitrobrew is not built; drop it", (None,)),
-    "inference": Refusal(
-        "no engine serves the teacher, the trainer's ranks score with it; write fsdp_config.dtype and "
-        "log_prob_max_token_len_per_gpu of teacher_model, or drop it",
-        ("vllm", "sglang", None),
-        switch="distillation.enabled",
+_OF_A_POOL = "the teacher is sharded over the trainer's ranks, as the reference policy is; drop it"
+_NO_TOPK = "it belongs to forward_kl_topk, which is not built; drop it"
+_DISTILLATION_LEAVES = {
+    **dict.fromkeys(("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers"), _OF_A_POOL),
+    "teacher_key": "there is one teacher for all rows; drop it",
+    "teacher_models.teacher_model.key": "there is one teacher for all rows; drop it",
+    "teacher_models.teacher_model.num_replicas": _OF_A_POOL,
+    "teacher_models.teacher_model.nitrobrew_d_comp": "nitrobrew is not built; drop it",
+    "teacher_models.teacher_model.inference": "no engine serves the teacher, the trainer's ranks score with "
+    "it; write teacher_model.fsdp_config.dtype and .log_prob_max_token_len_per_gpu, or drop it",
+    **dict.fromkeys(
+        (f"distillation_loss.{name}" for name in ("topk", "kd_temperature", "tail_mass_eps")), _NO_TOPK
     ),
+    "distillation_loss.log_prob_min_clamp": "verl applies it in forward_kl_topk alone, which is not built; "
+    "write loss_max_clamp, or drop it",
 }
-"""Leaves of the teacher."""
-_ANY_TOPK = (None, 32, 64, 128)
+"""Leaves of ``distillation``, while it is enabled."""
 
 _OTHER_LEAVES = {
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
@@ -436,28 +439,8 @@ _OTHER_LEAVES = {
         "Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)
     ),
     **{
-        f"distillation.{name}": Refusal(
-            "the teacher is sharded over the trainer's ranks, as the reference policy is; drop it",
-            (0, 8, None),
-            switch="distillation.enabled",
-        )
-        for name in ("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers")
-    },
-    "distillation.teacher_key": Refusal("there is one teacher for all rows; drop it", ("data_source", None)),
-    **{f"{_TEACHER}.{name}": row for name, row in _TEACHER_LEAVES.items()},
-    "distillation.distillation_loss.topk": Refusal(
-        "forward_kl_topk is not built; drop it", _ANY_TOPK, switch="distillation.enabled"
-    ),
-    "distillation.distillation_loss.log_prob_min_clamp": Refusal(
-        "verl applies it in forward_kl_topk alone, which is not built; write loss_max_clamp, or drop it",
-        (None,),
-        switch="distillation.enabled",
-    ),
-    **{
-        f"distillation.distillation_loss.{name}": Refusal(
-            "forward_kl_topk is not built; drop it", (1.0, None)
-        )
-        for name in ("kd_temperature", "tail_mass_eps")
+        f"distillation.{leaf}": Refusal(reason, switch="distillation.enabled")
+        for leaf, reason in _DISTILLATION_LEAVES.items()
     },
     **{
         f"skip.{what}": Refusal(
