@@ -194,7 +194,8 @@ def _load_tokenizer(config: RunConfig) -> Any:
     """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
-    if (teacher := config.frozen_policies.get("teacher")) is not None:
+    if "teacher" in config.frozen_policies:
+        teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
     return tokenizer
 

@@ -16,7 +16,6 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import (
-    FROZEN_STAGES,
     actor_limit,
     critic_limit,
     frozen_limit,
@@ -69,19 +68,23 @@ def _frozen_policies(
     services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside | None
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
-    config = services.config
-    scorers = {role: services.frozen[role].compute_log_probs for role in config.frozen_policies}
-    settings = {role: policy.config for role, policy in config.frozen_policies.items()}
-    if config.needs_reference and not config.has_reference_model:  # LoRA: the actor without its adapters
-        scorers["reference"] = services.actor.compute_reference_log_probs
-        settings["reference"] = config.actor_rollout_ref.ref
+    config, policies = services.config, services.config.frozen_policies
     found = {}
-    for role, score in scorers.items():
-        stage = FROZEN_STAGES[role]
-        with record.stage(stage):
-            answer = score(rollouts.tokens, frozen_limit(settings[role]), beside)
-        record.add_busy(stage, answer.busy_seconds)
-        found[f"{role}_log_probs"] = answer.result
+    if config.needs_reference:
+        limit = frozen_limit(config.actor_rollout_ref.ref)
+        with record.stage("ref"):
+            if "reference" in policies:
+                reference = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
+            else:  # LoRA: the actor without its adapters
+                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
+        record.add_busy("ref", reference.busy_seconds)
+        found["reference_log_probs"] = reference.result
+    if "teacher" in policies:
+        limit = frozen_limit(policies["teacher"].config)
+        with record.stage("teacher"):
+            teacher = services.frozen["teacher"].compute_log_probs(rollouts.tokens, limit, beside)
+        record.add_busy("teacher", teacher.busy_seconds)
+        found["teacher_log_probs"] = teacher.result
     return found
 
 

@@ -55,10 +55,6 @@ def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
     )
 
 
-FROZEN_STAGES = {"reference": "ref", "teacher": "teacher"}
-"""By role, the stage of a step in which a policy that only scores computes."""
-
-
 def frozen_limit(policy: FrozenPolicyConfig) -> MicroBatchLimit:
     """The limit of a frozen policy's forward passes."""
     return _limit(

@@ -125,7 +125,7 @@ def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
 def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
     algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
     if not config.distillation.has_task_loss:
-        yield True, ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit"), _NO_TASK
+        yield True, ("gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit"), _NO_TASK
         yield True, ("use_kl_in_reward", "kl_penalty", "kl_ctrl.*"), _NO_TASK
         return
     yield not advantages.reads("gamma"), ("gamma",), estimator

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
-from verl_rc.ppo.choices import FROZEN_STAGES, actor_limit, critic_limit
+from verl_rc.ppo.choices import actor_limit, critic_limit
 from verl_rc.preflight.plan.objective import PolicyPlan
 
 
@@ -134,10 +134,11 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
         yield Phase("old_log_prob", "actor", every="every 50 steps, to compare interpolated log-probs with")
     elif not policy.bypass:
         yield Phase("old_log_prob", "actor", forward_rows=rows)
-    if config.needs_reference and not config.has_reference_model:
-        yield Phase(FROZEN_STAGES["reference"], "actor without its adapters", forward_rows=rows)
-    for role in config.frozen_policies:
-        yield Phase(FROZEN_STAGES[role], role, forward_rows=rows)
+    if config.needs_reference:
+        role = "reference" if config.has_reference_model else "actor without its adapters"
+        yield Phase("ref", role, forward_rows=rows)
+    if config.distillation.enabled:
+        yield Phase("teacher", "teacher", forward_rows=rows)
     if sizes.critic is not None:
         yield Phase("values", "critic", forward_rows=rows)
     yield Phase("adv", "driver")
