@@ -309,7 +309,7 @@ def live(
         scorer=scorer or Scorer(),
         actor=world,
         critic=None,
-        reference=Reference(),
+        frozen={"reference": Reference()},
         engines=world,
         transport=world,
         checkpoints=CheckpointStore(folder, None),

@@ -105,6 +105,7 @@ def make_inputs() -> Inputs:
         critic_values=noise(0.5),
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
         varentropies=noise(0.1).square(),
+        teacher_log_probs=proximal + noise(0.6),
         batch_size=[ROWS],
     )
     samples = Samples(
@@ -150,7 +151,9 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
         num_sequences=counts.num_sequences,
         loss_scale_factor=actor.loss_scale_factor,
     )
-    return policy_objective(current, batch, actor, correction, totals).loss
+    return policy_objective(
+        current, batch, actor, correction, totals, distillation=config.distillation.loss
+    ).loss
 
 
 def corrected(

@@ -44,6 +44,14 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "without effect: the two sides have defaults of their own",
         "the clip range of every side that is null",
     ),
+    "distillation.distillation_loss.clip_ratio": (
+        "without effect: the two sides have defaults of their own",
+        "the clip range of every side that is null",
+    ),
+    "distillation.distillation_loss.use_policy_gradient": (
+        "False: the weights of rollout correction do not reach the term",
+        "they multiply it, True or False",
+    ),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "without effect: the temperature decides",
         "False is greedy",

@@ -1,5 +1,5 @@
-"""The real loop by its other ways: bypass mode, LoRA with its own reference, lent memory, two engines; ended
-by Ctrl-C."""
+"""The real loop by its other ways: bypass mode, LoRA with its own reference, a teacher, lent memory, two
+engines; ended by Ctrl-C."""
 
 import json
 import os
@@ -21,6 +21,10 @@ OTHER_WAYS = [
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.actor.kl_loss_type=k3+",
+    "distillation.enabled=True",
+    "distillation.teacher_models.teacher_model.fsdp_config.dtype=float32",
+    "distillation.distillation_loss.loss_mode=k1",
+    "distillation.distillation_loss.use_policy_gradient=True",
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -37,7 +41,8 @@ OTHER_WAYS = [
 def interrupted_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A long run in whose terminal somebody presses Ctrl-C after step 3."""
     folder = tmp_path_factory.mktemp("other_ways")
-    command = [sys.executable, "-m", "verl_rc.main_ppo", *run_overrides(task, folder), *OTHER_WAYS]
+    teacher = f"distillation.teacher_models.teacher_model.model_path={task['model']}"
+    command = [sys.executable, "-m", "verl_rc.main_ppo", *run_overrides(task, folder), *OTHER_WAYS, teacher]
     environment = {**marked_environment(), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command,
@@ -93,6 +98,13 @@ def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(
 def test_the_reference_is_the_actor_before_training(steps: list[dict[str, float]]) -> None:
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6
     assert "timing_s/ref" in steps[1]
+
+
+def test_a_teacher_that_the_policy_starts_from_gives_its_tokens_the_same_log_probs(
+    steps: list[dict[str, float]],
+) -> None:
+    assert abs(steps[1]["distillation/reverse_kl"]) < 1e-5
+    assert "timing_s/teacher" in steps[1]
 
 
 def test_validation_with_two_samples_and_tensorboard(

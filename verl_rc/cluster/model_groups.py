@@ -1,5 +1,5 @@
-"""The driver's handles of the models: actor, critic and reference, each a group of ranks, and the reward
-model."""
+"""The driver's handles of the models: actor, critic and frozen policies, each a group of ranks, and the
+reward model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,17 +119,32 @@ class CriticGroup(RankGroup):
         return self.call_update(self.split(batch, mini_batches, limit), beside).map(_merged)
 
 
-class ReferenceGroup(RankGroup):
+class FrozenGroup(RankGroup):
+    """All ranks of a policy that only scores."""
+
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+    ) -> Timed[Tensor]:
+        """Log-probs ``[B, R]`` of all rows under the policy."""
+        return self.score_one("compute_log_probs", tokens.without_experts(), limit, beside)
+
+
+class ReferenceGroup(FrozenGroup):
     """All ranks of the reference policy."""
 
     role = "reference"
     worker = "verl_rc.workers.policy_worker:ReferenceWorker"
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
-    ) -> Timed[Tensor]:
-        """Log-probs ``[B, R]`` of all rows under the reference policy."""
-        return self.score_one("compute_log_probs", tokens.without_experts(), limit, beside)
+
+class TeacherGroup(FrozenGroup):
+    """All ranks of the teacher."""
+
+    role = "teacher"
+    worker = "verl_rc.workers.policy_worker:TeacherWorker"
+
+
+FROZEN_GROUPS: dict[str, type[FrozenGroup]] = {group.role: group for group in (ReferenceGroup, TeacherGroup)}
+"""By role, the groups of ``RunConfig.frozen_policies``."""
 
 
 class RewardModel:

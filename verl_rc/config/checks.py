@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
+from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import LearnerFsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.models import FrozenPolicyConfig, LearnerFsdpConfig, torch_name
 from verl_rc.config.rollout import (
     OWNED_ENGINE_ARGUMENTS,
     EnvironmentConfig,
@@ -275,14 +276,16 @@ def _longest_row(config: RunConfig) -> str:
     return f"data.max_prompt_length + data.max_response_length = {config.longest_sequence}"
 
 
-def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | ReferenceConfig, int]]:
+def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | FrozenPolicyConfig, int]]:
     """Limits of passes that only compute log-probs, with the ranks that share a micro-batch, by section."""
     policy, sharing = config.actor_rollout_ref, config.sequence_parallel_sizes
-    passes: dict[str, tuple[RolloutConfig | ReferenceConfig, int]] = {
+    passes: dict[str, tuple[RolloutConfig | FrozenPolicyConfig, int]] = {
         "actor_rollout_ref.rollout": (policy.rollout, sharing["actor"])
     }
-    if config.needs_reference:
-        passes["actor_rollout_ref.ref"] = (policy.ref, sharing.get("reference", sharing["actor"]))
+    for role, frozen in config.frozen_policies.items():
+        passes[frozen.section] = (frozen.config, sharing[role])
+    if config.needs_reference and not config.has_reference_model:
+        passes["actor_rollout_ref.ref"] = (policy.ref, sharing["actor"])
     return passes
 
 
@@ -580,6 +583,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _half_precision,
     check_async_training,
     check_exact_mode,
+    check_distillation,
     _resuming,
     _alerts,
     _ray,

@@ -1,6 +1,7 @@
 """Configuration of the models: the trained model, the updates of actor and critic, and the reference
 policy."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -135,8 +136,8 @@ class LearnerFsdpConfig(FsdpConfig):
     tenths of a GPU's memory. Without effect on one rank."""
 
 
-class ReferenceFsdpConfig(FsdpConfig):
-    """``ref.fsdp_config.*``."""
+class FrozenFsdpConfig(FsdpConfig):
+    """``*.fsdp_config.*`` of a policy that only scores."""
 
     ulysses_sequence_parallel_size: int = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
@@ -281,15 +282,10 @@ class CriticConfig(StrictModel):
     """How far a value may move from its old one before its loss is clipped, in units of reward."""
 
 
-class ReferenceConfig(StrictModel):
-    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no
-    model of its own."""
+class FrozenPolicyConfig(StrictModel):
+    """A policy that only scores what was sampled."""
 
-    model_path: UserPath = follows("actor_rollout_ref.model.path")
-    """Hugging Face model folder or hub id."""
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2 here."""
-    fsdp_config: ReferenceFsdpConfig = ReferenceFsdpConfig()
+    fsdp_config: FrozenFsdpConfig = FrozenFsdpConfig()
     """Sharding and precision; there is no optimizer to offload."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
@@ -299,3 +295,23 @@ class ReferenceConfig(StrictModel):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1
     )
     """Rows of a log-prob micro-batch."""
+
+
+class ReferenceConfig(FrozenPolicyConfig):
+    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no
+    model of its own."""
+
+    model_path: UserPath = follows("actor_rollout_ref.model.path")
+    """Hugging Face model folder or hub id."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+
+
+@dataclass(frozen=True)
+class FrozenPolicy:
+    """A frozen policy of a run that has a model of its own."""
+
+    section: str
+    """Its section in the configuration."""
+    model_path: str
+    config: FrozenPolicyConfig

@@ -8,7 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, ModelConfig, ReferenceConfig
+from verl_rc.config.distillation import DistillationConfig
+from verl_rc.config.models import (
+    ActorConfig,
+    CriticConfig,
+    FrozenPolicy,
+    FsdpConfig,
+    ModelConfig,
+    ReferenceConfig,
+)
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import (
     StrictModel,
@@ -185,6 +193,7 @@ FSDP_SECTIONS = {
     "actor": "actor_rollout_ref.actor.fsdp_config",
     "critic": "critic.fsdp_config",
     "reference": "actor_rollout_ref.ref.fsdp_config",
+    "teacher": "distillation.teacher_models.teacher_model.fsdp_config",
 }
 """The section of sharding and precision of every trainer role."""
 
@@ -220,6 +229,8 @@ class RunConfig(StrictModel):
     """Scores."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Objective."""
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher."""
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
@@ -267,6 +278,18 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
+    def frozen_policies(self) -> dict[str, FrozenPolicy]:
+        """The policies that only score, with models of their own, by role."""
+        policies: dict[str, FrozenPolicy] = {}
+        if self.has_reference_model:
+            reference = self.actor_rollout_ref.ref
+            policies["reference"] = FrozenPolicy("actor_rollout_ref.ref", reference.model_path, reference)
+        if self.distillation.enabled:
+            section, teacher = "distillation.teacher_models.teacher_model", self.distillation.teacher
+            policies["teacher"] = FrozenPolicy(section, str(teacher.model_path), teacher)
+        return policies
+
+    @property
     def rows_per_step(self) -> int:
         """Samples that a step trains on."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
@@ -289,14 +312,12 @@ class RunConfig(StrictModel):
     @property
     def fsdp_configs(self) -> dict[str, FsdpConfig]:
         """Sharding and precision of every role of a trainer rank that has a model of its own: the actor, the
-        critic and the reference if there are any."""
+        critic and frozen policies if there are any."""
         policy = self.actor_rollout_ref
         configs: dict[str, FsdpConfig] = {"actor": policy.actor.fsdp_config}
         if self.needs_critic:
             configs["critic"] = self.critic.fsdp_config
-        if self.has_reference_model:
-            configs["reference"] = policy.ref.fsdp_config
-        return configs
+        return configs | {role: frozen.config.fsdp_config for role, frozen in self.frozen_policies.items()}
 
     @property
     def sequence_parallel_sizes(self) -> dict[str, int]:
@@ -310,9 +331,8 @@ class RunConfig(StrictModel):
         models = {"actor_rollout_ref.model.path": (model.path, model.trust_remote_code)}
         if self.needs_critic:
             models["critic.model.path"] = (critic.path, critic.trust_remote_code)
-        if self.has_reference_model:
-            path = self.actor_rollout_ref.ref.model_path
-            models["actor_rollout_ref.ref.model_path"] = (path, model.trust_remote_code)
+        for frozen in self.frozen_policies.values():
+            models[f"{frozen.section}.model_path"] = (frozen.model_path, model.trust_remote_code)
         if judge.enable:
             models["reward.reward_model.model_path"] = (str(judge.model_path), judge.trust_remote_code)
         return models

@@ -36,6 +36,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "rollout_log_probs": (torch.float32, "BR"),
     "proximal_log_probs": (torch.float32, "BR"),
     "reference_log_probs": (torch.float32, "BR"),
+    "teacher_log_probs": (torch.float32, "BR"),
     "log_probs": (torch.float32, "BR"),
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
@@ -188,6 +189,8 @@ class PolicyEvaluations(TensorClass):
     of the above."""
     reference_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
+    teacher_log_probs: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the teacher; None without one."""
     critic_values: Tensor | None = None
     """float32 ``[B, R]``: the critic's value before each token."""
 
@@ -218,6 +221,8 @@ class TrainBatch(TensorClass):
     """float32 ``[B, R]``: importance weights of rollout correction, constants."""
     reference_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
+    teacher_log_probs: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the teacher; None without one."""
     scores: Tensor | None = None
     """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
     policy_versions: Tensor | None = None

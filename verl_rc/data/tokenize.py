@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from verl_rc.config.models import model_source
 from verl_rc.data.episode import Opening
@@ -26,6 +26,43 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     Raises ``ValueError`` when the folder, the tokenizer, its chat template or its EOS token is missing.
     """
+    tokenizer = _read_tokenizer(path, trust_remote_code)
+    missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
+    if missing:
+        raise ValueError(
+            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks "
+            f"{' and '.join(missing)}. Add them to its tokenizer_config.json, or take the instruction-tuned "
+            "variant of the model."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def require_same_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool = False
+) -> None:
+    """Raise ``ValueError`` unless the teacher at ``path`` can score tokens of ``tokenizer``: by the same
+    tokens under the same ids. Its output layer may have more rows."""
+    own, other = tokenizer.get_vocab(), _read_tokenizer(path, trust_remote_code).get_vocab()
+    if own != other:
+        ids_of_one = len(own.items() ^ other.items())
+        raise ValueError(
+            "a teacher scores the policy's tokens and must have its tokenizer, but that of "
+            f"{path!r} has {len(other)} tokens, that of the policy {len(own)}, and {ids_of_one} pairs of "
+            "token and id are in one of them alone; take a teacher of the policy's family as "
+            "distillation.teacher_models.teacher_model.model_path."
+        )
+    source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
+    rows = source.get_text_config().vocab_size
+    if rows <= max(own.values()):
+        raise ValueError(
+            f"a teacher must have a weight for each token of the policy, but {path!r} has {rows} (vocab_size "
+            f"in its config.json) for ids up to {max(own.values())}; take a teacher of the policy's family."
+        )
+
+
+def _read_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise ValueError(
@@ -38,18 +75,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         )
     source = model_source(path)
     tokenizer = _load_remote_code(source) if trust_remote_code else None
-    if tokenizer is None:
-        tokenizer = _load_files(source)
-    missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
-    if missing:
-        raise ValueError(
-            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks "
-            f"{' and '.join(missing)}. Add them to its tokenizer_config.json, or take the instruction-tuned "
-            "variant of the model."
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return _load_files(source) if tokenizer is None else tokenizer
 
 
 def _load_remote_code(source: str) -> PreTrainedTokenizerBase | None:

@@ -1,12 +1,13 @@
 """The constant parts of a run; ``RunState`` holds the parts that change."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, FrozenGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
@@ -37,8 +38,8 @@ class Services:
     actor: ActorGroup
     critic: CriticGroup | None
     """The critic; None: nothing needs values."""
-    reference: ReferenceGroup | None
-    """The reference policy; None: nothing compares with it, or it is the actor without its LoRA adapters."""
+    frozen: Mapping[str, FrozenGroup]
+    """The policies that only score, with models of their own, by role."""
     engines: EngineGroup
     placement: Placement
     """Numbers of processes, and threads of each."""

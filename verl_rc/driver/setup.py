@@ -13,7 +13,7 @@ from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.environment_hosts import RayHosts
-from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.model_groups import FROZEN_GROUPS, ActorGroup, CriticGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
@@ -34,7 +34,7 @@ from verl_rc.data.dataset import (
     build_validation_rows,
     describe_lengths,
 )
-from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer
+from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
@@ -94,14 +94,14 @@ def open_run(
         processes = RankProcesses(placement, config.sequence_parallel_sizes)
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
-        reference = ReferenceGroup(processes) if config.has_reference_model else None
+        frozen = {role: FROZEN_GROUPS[role](processes) for role in config.frozen_policies}
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
         hosts = _start_hosts(config.actor_rollout_ref.rollout.environment)
         options = engine_options(config, placement.device, hosts)
         importing = engines.prepare(options)
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_models(config)
-            tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
+            tokenizer = _load_tokenizer(config)
             data, openings = _with_environment(config, hosts, tokenizer)
             loader = build_train_loader(data, tokenizer)
             validation_rows = opened_for_validation(
@@ -116,7 +116,7 @@ def open_run(
         total_steps = steps_of_run(config.trainer, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
-        _build_ranks(processes, [*learners, *([] if reference is None else [reference])], config, total_steps)
+        _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
         stack.enter_context(_closing(processes))
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
@@ -149,7 +149,7 @@ def open_run(
             scorer=scorer,
             actor=actor,
             critic=critic,
-            reference=reference,
+            frozen=frozen,
             engines=engines,
             placement=placement,
             transport=transport,
@@ -188,6 +188,16 @@ def _refuse_models(config: RunConfig) -> None:
         problem = unsupported_model(config, path, trusted)
         if problem is not None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
+    if "teacher" in config.frozen_policies:
+        teacher = config.frozen_policies["teacher"]
+        require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
+    return tokenizer
 
 
 def _start_hosts(environment: EnvironmentConfig) -> Hosts | None:

@@ -18,9 +18,9 @@ from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_
 from verl_rc.ppo.choices import (
     actor_limit,
     critic_limit,
+    frozen_limit,
     log_prob_limit,
     recomputes_proximal,
-    reference_limit,
 )
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
@@ -33,7 +33,7 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 def evaluate(
     services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
 ) -> PolicyEvaluations:
-    """Evaluate the sampled tokens with the trainer's models: proximal policy, reference policy and critic, as
+    """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
     if rollout.enable_rollout_routing_replay and rollouts.tokens.experts_counts is None:
@@ -48,15 +48,8 @@ def evaluate(
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
     proximal = _proximal_policy(services, rollouts, step, record, beside)
-    reference = values = None
-    if services.config.needs_reference:
-        limit = reference_limit(services.config.actor_rollout_ref.ref)
-        with record.stage("ref"):
-            if services.reference is None:  # LoRA: the actor without its adapters
-                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
-            else:
-                reference = services.reference.compute_log_probs(rollouts.tokens, limit, beside)
-        record.add_busy("ref", reference.busy_seconds)
+    frozen = _frozen_policies(services, rollouts, record, beside)
+    values = None
     if services.critic is not None:
         with record.stage("values"):
             values = services.critic.compute_values(
@@ -65,10 +58,34 @@ def evaluate(
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
         **proximal,
-        reference_log_probs=None if reference is None else reference.result,
+        **frozen,
         critic_values=None if values is None else values.result,
         batch_size=rollouts.batch_size,
     )
+
+
+def _frozen_policies(
+    services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside | None
+) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
+    config, policies = services.config, services.config.frozen_policies
+    found = {}
+    if config.needs_reference:
+        limit = frozen_limit(config.actor_rollout_ref.ref)
+        with record.stage("ref"):
+            if "reference" in policies:
+                reference = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
+            else:  # LoRA: the actor without its adapters
+                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
+        record.add_busy("ref", reference.busy_seconds)
+        found["reference_log_probs"] = reference.result
+    if "teacher" in policies:
+        limit = frozen_limit(policies["teacher"].config)
+        with record.stage("teacher"):
+            teacher = services.frozen["teacher"].compute_log_probs(rollouts.tokens, limit, beside)
+        record.add_busy("teacher", teacher.busy_seconds)
+        found["teacher_log_probs"] = teacher.result
+    return found
 
 
 def _proximal_policy(

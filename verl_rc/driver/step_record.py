@@ -17,7 +17,7 @@ from verl_rc.metrics.trace import STEP, TRACE
 from verl_rc.ppo.ledger import Ledger
 from verl_rc.workers.host import usable_cores
 
-_PER_TOKEN_STAGES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+_PER_TOKEN_STAGES = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
 from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
+from verl_rc.losses.distillation import compute_distillation_loss
 from verl_rc.losses.inputs import (
     LossMetrics,
     PolicyLoss,
@@ -25,6 +26,7 @@ __all__ = [
     "PolicyLossInputs",
     "aggregate_loss",
     "clean_policy_loss_inputs",
+    "compute_distillation_loss",
     "compute_entropy_loss",
     "compute_kl_loss",
     "compute_policy_loss",

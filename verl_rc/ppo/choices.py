@@ -2,7 +2,8 @@
 micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from verl_rc.config.distillation import DistillationLossConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, FrozenPolicyConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -19,6 +20,13 @@ def selecting_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig
     name = policy_loss_name(config, correction)
     spec = POLICY_LOSSES.get(name)
     return name if spec is not None and spec.selects_tokens else None
+
+
+def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that the teacher's advantages are in; None: its divergence itself is differentiated."""
+    if not config.use_policy_gradient:
+        return None
+    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss_mode
 
 
 _STEPS_BETWEEN_COMPARISONS = 50
@@ -47,12 +55,12 @@ def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
     )
 
 
-def reference_limit(reference: ReferenceConfig) -> MicroBatchLimit:
-    """The limit of the reference policy's forward passes."""
+def frozen_limit(policy: FrozenPolicyConfig) -> MicroBatchLimit:
+    """The limit of a frozen policy's forward passes."""
     return _limit(
-        reference.log_prob_use_dynamic_bsz,
-        reference.log_prob_max_token_len_per_gpu,
-        reference.log_prob_micro_batch_size_per_gpu,
+        policy.log_prob_use_dynamic_bsz,
+        policy.log_prob_max_token_len_per_gpu,
+        policy.log_prob_micro_batch_size_per_gpu,
     )
 
 

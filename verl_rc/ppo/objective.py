@@ -3,11 +3,12 @@ where the actor corrects, rollout correction first, the current or interpolated 
 policy, micro-batch by micro-batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, interpolate_proximal, measure
@@ -17,15 +18,16 @@ from verl_rc.losses import (
     PolicyLossInputs,
     SelectionStatistics,
     clean_policy_loss_inputs,
+    compute_distillation_loss,
     compute_entropy_loss,
     compute_kl_loss,
-    compute_policy_loss,
     compute_value_loss,
     loss_options,
+    resolve_policy_loss,
     token_mean,
 )
 from verl_rc.metrics.mergeable import Mean
-from verl_rc.ppo.choices import policy_loss_name
+from verl_rc.ppo.choices import distillation_loss_name, policy_loss_name
 
 
 @dataclass(frozen=True)
@@ -47,31 +49,52 @@ def policy_objective(
     correction: RolloutCorrectionConfig,
     totals: Aggregation,
     selection: SelectionStatistics | None = None,
+    distillation: DistillationLossConfig | None = None,
 ) -> Objective:
-    """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by
-    ``totals``.
+    """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL) + distillation_loss_coef *
+    L_distill`` over ``loss_mask``, divided by ``totals``; without the task's rewards L_distill stands for
+    L_policy.
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
     ``selection`` too, for losses that select tokens.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
-    policy_loss, averages = compute_policy_loss(
-        policy_loss_name(config, correction),
-        old_log_probs=ratio_denominator(batch, current.log_probs, correction),
-        log_probs=current.log_probs,
-        advantages=batch.advantages,
-        loss_mask=batch.loss_mask,
-        response_mask=batch.response_mask,
-        denominator_mask=denominator_mask,
-        rollout_is_weights=batch.rollout_is_weights,
-        config=config,
-        aggregation=totals,
-        selection_statistics=selection,
+    inputs = clean_policy_loss_inputs(
+        PolicyLossInputs(
+            ratio_denominator=ratio_denominator(batch, current.log_probs, correction),
+            log_probs=current.log_probs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            response_mask=batch.response_mask,
+            denominator_mask=denominator_mask,
+            rollout_is_weights=batch.rollout_is_weights,
+            parameters=loss_options(config),
+            aggregation=totals,
+            selection_statistics=selection,
+        )
     )
-    loss = policy_loss
-    terms = {"actor/pg_loss": policy_loss.detach()}
-    averages = dict(averages)
+    losses: list[Tensor] = []
+    terms: dict[str, Tensor] = {}
+    averages: dict[str, Mean[Tensor]] = {}
+    if distillation is None or distillation.use_task_rewards:
+        policy_loss, policy_metrics = resolve_policy_loss(policy_loss_name(config, correction))(inputs)
+        losses.append(policy_loss)
+        terms["actor/pg_loss"] = policy_loss.detach()
+        averages |= policy_metrics
+    if distillation is not None:
+        assert batch.teacher_log_probs is not None
+        teacher_loss, teacher_metrics = compute_distillation_loss(
+            replace(inputs, parameters=loss_options(distillation)),
+            batch.teacher_log_probs,
+            distillation.loss_mode,
+            distillation.loss_max_clamp,
+            distillation_loss_name(distillation, correction),
+        )
+        losses.append(distillation.distillation_loss_coef * teacher_loss if losses else teacher_loss)
+        terms["distillation/loss"] = teacher_loss.detach()
+        averages |= teacher_metrics
+    loss = sum(losses[1:], losses[0])
     if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if current.flipped_experts is not None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_rc.config.algorithms import AGGREGATIONS
+from verl_rc.config.algorithms import AGGREGATIONS, POLICY_LOSSES
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
@@ -90,10 +91,13 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
 def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
     policy = plan.policy
     yield from _wrapped("  ", total_formula(policy, config.actor_rollout_ref.actor.kl_loss_type))
-    yield from _wrapped("  ", f"L_policy = {policy_formula(policy)}    ({policy.loss})")
-    numbers = parameter_values(config, policy)
-    if numbers:
-        yield from _wrapped("  ", f"with {numbers}")
+    if policy.has_task_loss:
+        yield from _wrapped("  ", f"L_policy = {policy_formula(policy)}    ({policy.loss})")
+        numbers = parameter_values(config, policy)
+        if numbers:
+            yield from _wrapped("  ", f"with {numbers}")
+    if policy.distillation is not None:
+        yield from _wrapped("  ", f"L_teacher = {teacher_formula(policy, policy.distillation)}")
     yield ""
     yield from _table(_symbols(config, plan))
 
@@ -112,7 +116,11 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "rollout policy: the engine, as it reported the log-prob of each token it sampled "
             "(rollout_log_probs); constant",
         )
-    yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
+    if policy.has_task_loss:
+        yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
+    if policy.distillation is not None:
+        path = config.distillation.teacher.model_path
+        yield "π_T", f"teacher: {path}, frozen, on the policy's own samples (teacher_log_probs); constant"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
     if policy.entropy_coeff:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
@@ -526,8 +534,11 @@ def policy_formula(plan: PolicyPlan) -> str:
 
 
 def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
-    """``L``: the policy term and the regularisers that are in the loss."""
-    terms, average = ["L = L_policy"], AGGREGATIONS[plan.regulariser_aggregation]
+    """``L``: the policy term, the teacher's and the regularisers that are in the loss."""
+    terms = ["L = L_policy" if plan.has_task_loss else "L = L_teacher"]
+    average = AGGREGATIONS[plan.regulariser_aggregation]
+    if plan.distillation is not None and plan.has_task_loss:
+        terms.append(f"+ {plan.distillation.distillation_loss_coef:g} · L_teacher")
     if plan.entropy_coeff:
         sign = "−" if plan.entropy_coeff > 0 else "+"
         terms.append(f"{sign} {abs(plan.entropy_coeff):g} · {average.average_of('H(π)')}")
@@ -535,6 +546,19 @@ def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
         divergence = average.average_of(f"{kl_loss_type}(π, π_ref)")
         terms.append(f"+ {plan.kl_loss_coef:g} · {divergence}")
     return " ".join(terms)
+
+
+def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> str:
+    """``L_teacher`` of a plan."""
+    average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.weights else ""
+    divergence = f"{distillation.loss_mode}(π, π_T)"
+    if distillation.loss_max_clamp is not None:
+        divergence = f"clamp({divergence}, ±{distillation.loss_max_clamp:g})"
+    if plan.teacher_loss is None:
+        return f"{average.average_of(weight + divergence)}, differentiated through π"
+    formula = average.average_of(f"{weight}[{POLICY_LOSSES[plan.teacher_loss].formula}]")
+    clips = f", ε_low = {distillation.clip_ratio_low:g}, ε_high = {distillation.clip_ratio_high:g}, c = 3"
+    return f"{formula}, where A = −{divergence}, constant{clips if plan.teacher_loss == 'vanilla' else ''}"
 
 
 def parameter_values(config: RunConfig, plan: PolicyPlan) -> str:

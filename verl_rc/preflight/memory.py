@@ -135,7 +135,8 @@ def _recomputed_bytes(text: Any) -> float:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of a role in one process, in bytes; critic and reference live in the processes of the actor."""
+    """Memory of a role in one process, in bytes; critic and frozen policies live in the processes of the
+    actor."""
 
     role: str
     processes: int
@@ -223,16 +224,12 @@ def estimate_roles(
                 knob=f"critic.{_MICRO_BATCH}",
             )
         )
-    if config.has_reference_model:
-        shape = shapes[config.actor_rollout_ref.ref.model_path]
+    for role, policy in config.frozen_policies.items():
         frozen = _learner(
-            "reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0
+            role, shapes[policy.model_path], policy.config.fsdp_config, config.num_ranks, trained=0
         )
-        roles.append(
-            replace(
-                frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"
-            )
-        )
+        knob = f"{FSDP_SECTIONS[role]}.model_dtype=bfloat16 (the default is fp32)"
+        roles.append(replace(frozen, knob=knob))
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
@@ -425,8 +422,8 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 
 
 def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
-    """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on
-    it."""
+    """Peak memory of one GPU in the update of each role, or while a frozen policy scores, beside what rests
+    on it."""
     engine = next(role for role in roles if role.role == "engine")
     rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
     fixed_bytes = CONTEXT_MIB * MIB

@@ -141,7 +141,7 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
     trained = {
         "actor": policy.model.path,
         "critic": config.critic.model.path,
-        "reference": policy.ref.model_path,
+        **{role: frozen.model_path for role, frozen in config.frozen_policies.items()},
     }
     if path not in trained.values():
         return None

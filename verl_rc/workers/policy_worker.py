@@ -1,5 +1,5 @@
-"""One rank of a policy: the actor scores tokens, updates its weights and sends them; the reference policy
-only scores."""
+"""One rank of a policy: the actor scores tokens, updates its weights and sends them; frozen policies only
+score."""
 
 import time
 from collections.abc import Sequence
@@ -78,6 +78,7 @@ class PolicyWorker(Learner):
         self._actor = config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
+        self._distillation = config.distillation.loss
         self._needs_sum_pi_squared = (
             config.algorithm.estimator_reads("sum_pi_squared") or self._correction.diagnostics == "full"
         )
@@ -239,7 +240,9 @@ class PolicyWorker(Learner):
             if correction is not None:
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
-            objective = policy_objective(current, part, self._actor, self._correction, aggregation, selection)
+            objective = policy_objective(
+                current, part, self._actor, self._correction, aggregation, selection, self._distillation
+            )
             if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
             # Recomputed this time, to compare interpolated ones with.
@@ -318,27 +321,31 @@ class PolicyWorker(Learner):
             return self._sender.release(interrupted)
 
 
-class ReferenceWorker:
-    """The reference model on one rank: frozen FSDP2 shards."""
+class FrozenWorker:
+    """A policy that only scores on one rank: frozen FSDP2 shards."""
+
+    role: str
+    """Its name in ``RunConfig.frozen_policies``."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen
         model."""
         del total_steps
-        model, reference = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
+        model, policy = config.actor_rollout_ref.model, config.frozen_policies[self.role]
+        fsdp = policy.config.fsdp_config
         self._device = trainer_device(config.trainer.device)
-        mesh = sharding_mesh(join_trainer_group(address, self._device), reference.fsdp_config.fsdp_size)
+        mesh = sharding_mesh(join_trainer_group(address, self._device), fsdp.fsdp_size)
         module = load_causal_lm(
-            reference.model_path,
-            torch_dtype(reference.fsdp_config.model_dtype),
+            policy.model_path,
+            torch_dtype(fsdp.model_dtype),
             gradient_checkpointing=False,
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
             head_dtype=model.head_dtype,
-            operations=operations(config.actor_rollout_ref.exact, torch_dtype(reference.fsdp_config.dtype)),
+            operations=operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
         )
-        self.model = FrozenModel(module, mesh, reference.fsdp_config)
-        _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)
+        self.model = FrozenModel(module, mesh, fsdp)
+        _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
         )
@@ -357,3 +364,15 @@ class ReferenceWorker:
     def close(self) -> None:
         """Leave the process group."""
         leave_trainer_group()
+
+
+class ReferenceWorker(FrozenWorker):
+    """The reference policy."""
+
+    role = "reference"
+
+
+class TeacherWorker(FrozenWorker):
+    """The teacher of a distillation."""
+
+    role = "teacher"

@@ -450,7 +450,62 @@ FORMS: list[Mistake] = [
     ),
 ]
 
-MISTAKES = [*TYPOS, *TYPES, *VARIANTS, *CONTRADICTIONS, *BATCHES, *DEVICES, *LEGACY, *FORMS]
+_TEACHER = "distillation.teacher_models.teacher_model.model_path=org/teacher"
+_LOSS = "distillation.distillation_loss"
+_ALONE = f"distillation.enabled=True {_TEACHER} {_LOSS}.use_task_rewards=False"
+TEACHERS: list[Mistake] = [
+    (
+        "distillation.enabled=True",
+        "distillation.enabled",
+        "needs a teacher",
+        "model_path=null",
+        "pass a model folder",
+    ),
+    (
+        f"distillation.enabled=True {_TEACHER} {_LOSS}.loss_mode=k1",
+        f"{_LOSS}.use_policy_gradient",
+        "does not depend on the teacher",
+        "loss_mode=k1",
+        "use_policy_gradient=True",
+    ),
+    (
+        f"{_ALONE} {ACTOR}.policy_loss.loss_mode=gspo",
+        "policy_loss.loss_mode",
+        "trains on the task's rewards",
+        "gspo",
+        "drop it",
+    ),
+    (
+        f"{_ALONE} algorithm.adv_estimator=gae",
+        "algorithm.adv_estimator",
+        "values of the task's rewards",
+        "gae",
+        "pass grpo",
+    ),
+    (
+        f"{_ALONE} algorithm.rollout_correction.rollout_opsm_threshold=0.1",
+        "rollout_opsm_threshold",
+        "the task's advantages",
+        "use_task_rewards=False",
+        "drop it",
+    ),
+    (
+        f"distillation.enabled=True {_TEACHER} {_LOSS}.loss_mode=forward_kl_topk",
+        f"{_LOSS}.loss_mode",
+        "whole distribution",
+        "forward_kl_topk",
+        "write k3",
+    ),
+    (
+        f"distillation.enabled=True {_TEACHER} distillation.nnodes=1",
+        "distillation.nnodes",
+        "sharded over the trainer's ranks",
+        "=1",
+        "drop it",
+    ),
+]
+
+MISTAKES = [*TEACHERS, *TYPOS, *TYPES, *VARIANTS, *CONTRADICTIONS, *BATCHES, *DEVICES, *LEGACY, *FORMS]
 
 
 def test_the_list_is_long_enough_and_what_it_starts_from_is_sound() -> None:

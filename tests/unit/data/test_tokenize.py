@@ -13,6 +13,7 @@ from verl_rc.data.tokenize import (
     encode_prompt,
     load_tokenizer,
     read_worked_examples,
+    require_same_vocabulary,
 )
 
 CONVERSATION = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
@@ -94,6 +95,34 @@ def test_missing_chat_template_is_named(tokenizer_folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="lacks chat_template"):
         load_tokenizer(str(folder))
+
+
+def teacher(tokenizer_folder, folder, vocab_size=300, without=()):
+    """A folder of a teacher without a chat template, and without some tokens."""
+    shutil.copytree(tokenizer_folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocab_size}))
+    document = json.loads((folder / "tokenizer.json").read_text())
+    kept = [token for token in document["model"]["vocab"] if token not in without]
+    document["model"]["vocab"] = {token: index for index, token in enumerate(kept)}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return str(folder)
+
+
+def test_a_teacher_has_the_policys_tokens_and_perhaps_more_rows(tokenizer, tokenizer_folder, tmp_path):
+    require_same_vocabulary(tokenizer, teacher(tokenizer_folder, tmp_path / "teacher"))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tokenizer, tokenizer_folder, tmp_path):
+    other = teacher(tokenizer_folder, tmp_path / "teacher", without=("3",))
+    with pytest.raises(ValueError, match=r"must have its tokenizer, but that of .* take a teacher of the"):
+        require_same_vocabulary(tokenizer, other)
+
+
+def test_a_teacher_with_too_few_rows_is_refused(tokenizer, tokenizer_folder, tmp_path):
+    other = teacher(tokenizer_folder, tmp_path / "teacher", vocab_size=3)
+    with pytest.raises(ValueError, match=r"a weight for each token .* has 3 .vocab_size"):
+        require_same_vocabulary(tokenizer, other)
 
 
 def test_what_follows_an_assistants_turn(tokenizer):

@@ -13,10 +13,10 @@ from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
     actor_limit,
     critic_limit,
+    frozen_limit,
     log_prob_limit,
     needs_statistics_first,
     policy_loss_name,
-    reference_limit,
     selecting_loss_name,
 )
 
@@ -73,7 +73,7 @@ def limits(config: RunConfig) -> list[MicroBatchLimit]:
     return [
         actor_limit(policy.actor),
         log_prob_limit(policy.rollout),
-        reference_limit(policy.ref),
+        frozen_limit(policy.ref),
         critic_limit(config.critic),
     ]
 

@@ -13,6 +13,7 @@ from verl_rc.preflight.explain import (
     parameter_values,
     plan_text,
     policy_formula,
+    teacher_formula,
     total_formula,
     write_plan,
 )
@@ -480,6 +481,35 @@ def test_a_ratio_in_the_formula_is_a_ratio_in_the_plan(loss: str) -> None:
 def test_terms_of_the_loss(given: Given, expected: str) -> None:
     config = config_of(given)
     assert total_formula(plan_of(config).policy, config.actor_rollout_ref.actor.kl_loss_type) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "teachers"),
+    [
+        ({"use_task_rewards": False}, "L = L_teacher", "1/N · Σ m k3(π, π_T), differentiated through π"),
+        (
+            {"distillation_loss_coef": 0.5, "loss_max_clamp": 2.0, "loss_mode": "k2"},
+            "L = L_policy + 0.5 · L_teacher",
+            "1/N · Σ m clamp(k2(π, π_T), ±2), differentiated through π",
+        ),
+        (
+            {"use_policy_gradient": True, "loss_mode": "k1", "clip_ratio": 0.3},
+            "L = L_policy + 1 · L_teacher",
+            "where A = −k1(π, π_T), constant, ε_low = 0.3, ε_high = 0.3, c = 3",
+        ),
+    ],
+)
+def test_the_teachers_term(given: Given, total: str, teachers: str) -> None:
+    keys = {f"distillation.distillation_loss.{key}": value for key, value in given.items()}
+    path = "distillation.teacher_models.teacher_model.model_path"
+    config = config_of({"distillation.enabled": True, path: "org/teacher", **keys})
+    plan = plan_of(config).policy
+    assert plan.distillation is not None
+    assert total_formula(plan, "kl") == total
+    assert teacher_formula(plan, plan.distillation).endswith(teachers)
+    text = plan_text(config)
+    assert "teacher: org/teacher, frozen" in text
+    assert ("advantage (advantages)" in text) == ("L_policy" in total)
 
 
 def test_weights_appear_where_they_are_applied() -> None:

@@ -187,6 +187,10 @@ def test_roles_that_a_run_has() -> None:
     assert set(roles) == {"actor", "critic", "reference", "engine"}
     assert roles["reference"].optimizer == roles["reference"].gradients == 0
     assert set(roles_of({**given, "actor_rollout_ref.model.lora_rank": 8})) == {"actor", "critic", "engine"}
+    teacher = "distillation.teacher_models.teacher_model"
+    taught = roles_of({"distillation.enabled": True, f"{teacher}.model_path": "teacher"})["teacher"]
+    assert taught.optimizer == taught.gradients == 0
+    assert f"{teacher}.fsdp_config.model_dtype" in taught.knob
 
 
 def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:

@@ -329,6 +329,24 @@ _MOVED_TO_REWARD = (
     "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* "
     "for the overlong penalty, reward.custom_reward_function.* for a function of your own"
 )
+_OF_A_POOL = "the teacher is sharded over the trainer's ranks, as the reference policy is; drop it"
+_NO_TOPK = "it belongs to forward_kl_topk, which is not built; drop it"
+_DISTILLATION_LEAVES = {
+    **dict.fromkeys(("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers"), _OF_A_POOL),
+    "teacher_key": "there is one teacher for all rows; drop it",
+    "teacher_models.teacher_model.key": "there is one teacher for all rows; drop it",
+    "teacher_models.teacher_model.num_replicas": _OF_A_POOL,
+    "teacher_models.teacher_model.nitrobrew_d_comp": "nitrobrew is not built; drop it",
+    "teacher_models.teacher_model.inference": "no engine serves the teacher, the trainer's ranks score with "
+    "it; write teacher_model.fsdp_config.dtype and .log_prob_max_token_len_per_gpu, or drop it",
+    **dict.fromkeys(
+        (f"distillation_loss.{name}" for name in ("topk", "kd_temperature", "tail_mass_eps")), _NO_TOPK
+    ),
+    "distillation_loss.log_prob_min_clamp": "verl applies it in forward_kl_topk alone, which is not built; "
+    "write loss_max_clamp, or drop it",
+}
+"""Leaves of ``distillation``, while it is enabled."""
+
 _OTHER_LEAVES = {
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
     "reward_model.reward_manager": Refusal("it moved, and some releases of verl never read it here", (None,)),
@@ -420,9 +438,10 @@ _OTHER_LEAVES = {
     "model_engine": Refusal(
         "Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)
     ),
-    "distillation": Refusal(
-        "distillation from a teacher is not built; write enabled=False", _OFF, switch="enabled"
-    ),
+    **{
+        f"distillation.{leaf}": Refusal(reason, switch="distillation.enabled")
+        for leaf, reason in _DISTILLATION_LEAVES.items()
+    },
     **{
         f"skip.{what}": Refusal(
             "rollouts are never replayed from a file; write enable=False", _OFF, switch="enable"
@@ -490,6 +509,11 @@ REFUSALS = _table()
 _ENGINES = "is not supported; write vllm"
 _TRAINERS = "is not supported; write fsdp2"
 REFUSED_VALUES = {
+    **{
+        ("distillation.distillation_loss.loss_mode", name): f"{name} needs the teacher's whole distribution, "
+        "which is not built; write k3, or k1 with use_policy_gradient=True"
+        for name in ("forward_kl_topk", "forward_kl_topk_tail", "nitrobrew")
+    },
     **{
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
         for name in ("sglang", "trtllm", "hf", "naive")

@@ -113,6 +113,39 @@ _ACTOR = (
     ),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
 )
+_DISTILLATION = (
+    MetricSpec(
+        "distillation/loss",
+        "1",
+        "the teacher's term of the loss before distillation_loss_coef, aggregated like actor/pg_loss",
+    ),
+    MetricSpec(
+        "distillation/reverse_kl",
+        "nats",
+        "mean over tokens in loss_mask of log π − log π_teacher, k1 of KL(current || teacher), over all "
+        f"updates; 0 where the policy is the teacher{_KEPT}",
+    ),
+    MetricSpec(
+        "distillation/abs_loss",
+        "nats",
+        "mean over tokens in loss_mask of the absolute value of the loss_mode estimate of KL(current || "
+        "teacher), before loss_max_clamp",
+    ),
+    MetricSpec(
+        "distillation/clamped_fraction",
+        "1",
+        "share of tokens in loss_mask whose estimate is outside ± loss_max_clamp",
+    ),
+    *(
+        MetricSpec(f"distillation/{name}", unit, f"actor/{name} of the teacher's advantages")
+        for name, unit in (
+            ("pg_clipfrac", "1"),
+            ("pg_clipfrac_lower", "1"),
+            ("ppo_kl", "nats"),
+            ("ppo_kl_clamped_fraction", "1"),
+        )
+    ),
+)
 _CRITIC = (
     MetricSpec(
         "critic/vf_loss",
@@ -200,7 +233,7 @@ _BATCH = (
 LEARNING = (
     *(
         MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers")
-        for spec in (*_ACTOR, *_CRITIC)
+        for spec in (*_ACTOR, *_DISTILLATION, *_CRITIC)
     ),
     *_BATCH,
 )

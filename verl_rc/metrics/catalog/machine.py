@@ -8,6 +8,7 @@ _STAGES = {
     "reward": "scoring the responses",
     "old_log_prob": "log-probs under the proximal policy",
     "ref": "log-probs under the reference policy",
+    "teacher": "log-probs under the teacher",
     "values": "the critic's values",
     "adv": "rollout correction, advantages and guards on the driver",
     "correction_statistics": "the extra no-gradient pass that some corrections need before the loss",
@@ -20,11 +21,12 @@ _STAGES = {
     "dump_rollout_generations": "writing rollouts to disk",
     "token_records": "writing what was computed for the tokens of some rows",
 }
-_BUSY = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+_BUSY = ("gen", "old_log_prob", "ref", "teacher", "values", "update_critic", "update_actor")
 """Stages in which workers compute."""
 _PER_TOKEN = {
     "gen": "response tokens",
     "ref": "all tokens",
+    "teacher": "all tokens",
     "values": "all tokens",
     "adv": "all tokens",
     "update_critic": "all tokens",

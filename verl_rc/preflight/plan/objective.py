@@ -1,12 +1,18 @@
 """The terms of the objective, and the inputs of the advantages."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.choices import needs_statistics_first, policy_loss_name, selecting_loss_name
+from verl_rc.ppo.choices import (
+    distillation_loss_name,
+    needs_statistics_first,
+    policy_loss_name,
+    selecting_loss_name,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class PolicyPlan:
     """0: entropy is only reported."""
     kl_loss_coef: float | None
     """None: no KL term; 0: it is only reported."""
+    distillation: DistillationLossConfig | None
+    """What a teacher's log-probs do; None: there is no teacher."""
+    teacher_loss: str | None
+    """Name of the policy loss that the teacher's advantages are in; None: their divergence itself is
+    differentiated, or there is no teacher."""
     statistics_passes: int
     """Passes without gradient over each mini-batch that come first, for statistics that its loss needs."""
 
@@ -44,6 +55,11 @@ class PolicyPlan:
         return "rollout" if self.bypass else "proximal"
 
     @property
+    def has_task_loss(self) -> bool:
+        """Whether the task's rewards are trained on."""
+        return self.distillation is None or self.distillation.use_task_rewards
+
+    @property
     def in_actor(self) -> bool:
         """Whether the actor corrects."""
         return self.bypass or self.interpolates
@@ -51,8 +67,9 @@ class PolicyPlan:
     @property
     def aggregations(self) -> set[str]:
         """Averages of all terms that are in the loss."""
-        has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef)
-        return {self.aggregation} | ({self.regulariser_aggregation} if has_regulariser else set())
+        has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef) or self.distillation is not None
+        own = {self.aggregation} if self.has_task_loss else set()
+        return own | ({self.regulariser_aggregation} if has_regulariser else set())
 
 
 def plan_policy(config: RunConfig) -> PolicyPlan:
@@ -61,6 +78,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
     loss = policy_loss_name(actor, correction)
     spec = POLICY_LOSSES.get(loss)
     bypass = correction.bypass_mode
+    distillation = config.distillation.loss
     own_aggregation = None if spec is None else spec.aggregation
     return PolicyPlan(
         loss=loss,
@@ -74,6 +92,8 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         regulariser_aggregation=actor.loss_agg_mode,
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        distillation=distillation,
+        teacher_loss=None if distillation is None else distillation_loss_name(distillation, correction),
         statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
         + int(selecting_loss_name(actor, correction) is not None),
     )
@@ -123,24 +143,35 @@ def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
 
 
 def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
-    inputs = () if plan.spec is None else plan.spec.inputs
+    inputs = () if plan.spec is None or not policy.has_task_loss else plan.spec.inputs
     yield "response_mask"
+    if policy.has_task_loss:
+        yield from _task_inputs(plan, inputs)
+    corrects = policy.weights or policy.rejects
+    if corrects or (policy.in_actor and _reads_old(plan, policy, inputs)):
+        yield "rollout_log_probs"
+    if not policy.in_actor and (corrects or _reads_old(plan, policy, inputs)):
+        yield "proximal_log_probs"
+    if (policy.has_task_loss and plan.reward_kl) or policy.kl_loss_coef:
+        yield "reference_log_probs"
+    if policy.distillation is not None:
+        yield "teacher_log_probs"
+
+
+def _reads_old(plan: AdvantagePlan, policy: PolicyPlan, inputs: Collection[str]) -> bool:
+    """Whether a loss or the advantages look at the policy before the update."""
+    of_teacher = policy.teacher_loss is not None and POLICY_LOSSES[policy.teacher_loss].reads_old_log_probs
+    of_task = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl
+    return of_teacher or (policy.has_task_loss and of_task) or "old_log_probs" in inputs
+
+
+def _task_inputs(plan: AdvantagePlan, inputs: Collection[str]) -> Iterator[str]:
     yield "component_scores" if "component_scores" in inputs else "scores"
     if "reward_baselines" in inputs:
         yield "reward_baselines"
     if "sum_pi_squared" in inputs:
         yield "sum_pi_squared"
-    corrects = policy.weights or policy.rejects
-    reads_old = (
-        policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in inputs
-    )
-    if corrects or (policy.in_actor and reads_old):
-        yield "rollout_log_probs"
-    if not policy.in_actor and (corrects or reads_old):
-        yield "proximal_log_probs"
     if plan.compares_groups:
         yield "group_ids"
     if plan.uses_values:
         yield "critic_values"
-    if plan.reward_kl or policy.kl_loss_coef:
-        yield "reference_log_probs"

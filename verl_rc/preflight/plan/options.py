@@ -19,6 +19,9 @@ _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
 
+_NO_TASK = "use_task_rewards=False: the teacher alone is trained on"
+_LOSS_KEYS = sorted(option.key for option in LOSS_OPTIONS if not option.is_required)
+
 Unread = tuple[bool, Sequence[str], str]
 """Whether the keys are unused, the keys, and the reason."""
 
@@ -59,6 +62,7 @@ def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) ->
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": _unused_by_roles(config),
+        "distillation.": _unused_by_the_teacher(config, policy),
         f"{SECTION}.": ((True, keys, reason) for keys, reason, _ in unread_keys(config.async_training)),
     }
     for prefix, rows in reasons.items():
@@ -69,9 +73,12 @@ def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) ->
 
 def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
     actor, spec = config.actor_rollout_ref.actor, policy.spec
+    if not policy.has_task_loss:
+        yield True, ["policy_loss.loss_mode", "clip_ratio", *_LOSS_KEYS], _NO_TASK
+        spec = None
     own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield (
-        policy.loss == "reinforce",
+        policy.has_task_loss and policy.loss == "reinforce",
         ("policy_loss.loss_mode",),
         f"{_CORRECTION}.loss_type=reinforce is the policy loss",
     )
@@ -117,6 +124,10 @@ def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
 
 def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
     algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
+    if not config.distillation.has_task_loss:
+        yield True, ("gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit"), _NO_TASK
+        yield True, ("use_kl_in_reward", "kl_penalty", "kl_ctrl.*"), _NO_TASK
+        return
     yield not advantages.reads("gamma"), ("gamma",), estimator
     yield not advantages.reads("lam"), ("lam",), estimator
     yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
@@ -126,6 +137,25 @@ def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Itera
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
     is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
     yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
+
+
+def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Unread]:
+    loss = config.distillation.loss
+    if loss is None:
+        yield True, ("teacher_models.*", "distillation_loss.*"), "distillation.enabled=False: no teacher"
+        return
+    section = "distillation_loss."
+    yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
+    yield True, (f"{section}policy_loss_mode",), "there is one"
+    reads_clips = policy.teacher_loss == "vanilla"
+    clips = ("clip_ratio", *_CLIPS)
+    reason = (
+        "use_policy_gradient=False" if policy.teacher_loss is None else f"{_CORRECTION}.loss_type=reinforce"
+    )
+    yield not reads_clips, [section + clip for clip in clips], reason
+    own_clips = loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high)
+    given = "clip_ratio_low and clip_ratio_high were given"
+    yield reads_clips and own_clips, (f"{section}clip_ratio",), given
 
 
 def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
@@ -175,14 +205,14 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     on_cpu = config.trainer.device == "cpu"
     gpu_only = tuple(f"actor_rollout_ref.rollout.{option}" for option in _GPU_ONLY)
     yield on_cpu, gpu_only, "trainer.device=cpu"
-    sections = {_ACTOR: True, "critic": config.needs_critic, "actor_rollout_ref.ref": config.needs_reference}
-    for section in (name for name, is_used in sections.items() if is_used):
+    frozen_sections = [policy.section for policy in config.frozen_policies.values()]
+    learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
+    for section in (*learners, *frozen_sections):
         offloads = (f"{section}.fsdp_config.param_offload", f"{section}.fsdp_config.optimizer_offload")
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
-    frozen = ("actor_rollout_ref.ref.fsdp_config.optimizer_offload",)
-    yield config.needs_reference and not on_cpu, frozen, "a reference has no optimizer"
-    learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
-    groups = tuple(f"{section}.fsdp_config.fsdp_size" for section, is_used in sections.items() if is_used)
+    frozen = tuple(f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections)
+    yield not on_cpu, frozen, "a policy that only scores has no optimizer"
+    groups = tuple(f"{section}.fsdp_config.fsdp_size" for section in (*learners, *frozen_sections))
     yield config.num_ranks == 1, groups, "one rank holds all weights"
     sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
     yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
@@ -203,6 +233,8 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
             "kl_loss_coef=0: the divergence is reported, for a forward pass of the reference policy",
         )
         yield f"{_ACTOR}.kl_loss_type", "kl_loss_coef=0"
+    if not config.distillation.has_task_loss:
+        return
     if config.algorithm.estimator_reads("component_scores"):
         penalty_keys = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
         for key in ("use_kl_in_reward", *penalty_keys):
@@ -253,7 +285,8 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks on different nodes share tokens, "
                 "and every layer's attention waits for the network between them."
             )
-    ratio = None if policy.spec is None else policy.spec.ratio
+    has_ratio = policy.has_task_loss or policy.teacher_loss is not None
+    ratio = policy.spec.ratio if has_ratio and policy.spec is not None else None
     if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "

@@ -71,7 +71,7 @@ class Phase:
 
     name: str
     role: str
-    """The role that computes: driver, engines, actor, critic or reference."""
+    """The role that computes: driver, engines, actor, critic or a frozen policy."""
     forward_rows: int = 0
     """Rows of a forward pass without gradient, per training step."""
     trained_rows: int = 0
@@ -137,6 +137,8 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
     if config.needs_reference:
         role = "reference" if config.has_reference_model else "actor without its adapters"
         yield Phase("ref", role, forward_rows=rows)
+    if config.distillation.enabled:
+        yield Phase("teacher", "teacher", forward_rows=rows)
     if sizes.critic is not None:
         yield Phase("values", "critic", forward_rows=rows)
     yield Phase("adv", "driver")

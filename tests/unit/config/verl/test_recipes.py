@@ -133,7 +133,11 @@ def test_what_is_done_in_another_way_here_is_refused_by_name(override: str) -> N
 OTHER_DEFAULTS = {
     **dict.fromkeys(["actor_rollout_ref.actor.strategy", "critic.strategy"], "both names mean FSDP2"),
     **dict.fromkeys(
-        [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")],
+        [
+            f"{section}.clip_ratio_{side}"
+            for section in ("actor_rollout_ref.actor", "distillation.distillation_loss")
+            for side in ("low", "high")
+        ],
         "follow clip_ratio, which is 0.2",
     ),
     **dict.fromkeys(["actor_rollout_ref.model.path", "data.train_files", "data.val_files"], "must be given"),

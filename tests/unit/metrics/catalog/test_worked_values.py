@@ -450,6 +450,50 @@ def a_clip_range_that_adapts():
 
 
 @example
+def the_teachers_term():
+    """Log-ratios to the teacher of 1, -1/2, -2 and 0 give advantages of -1, 1/2, 3/2 (clamped) and 0; with
+    ratios of 3/2, 1/2, 4, 1 losses of 1.5, -0.25, -1.8 (clipped) and 0."""
+    teacher = "distillation.distillation_loss"
+    settings = [
+        f"{teacher}.loss_mode=k1",
+        f"{teacher}.use_policy_gradient=True",
+        f"{teacher}.loss_max_clamp=1.5",
+    ]
+    path = "distillation.teacher_models.teacher_model.model_path=org/teacher"
+    config = load_run_config([*sound_run(), "distillation.enabled=True", path, *settings])
+    current, everything = one_row(3 / 2, 1 / 2, 4, 1).log() - 5, torch.ones(1, 4, dtype=torch.bool)
+    batch = TrainBatch(
+        tokens=ROW,
+        response_mask=everything,
+        loss_mask=everything,
+        proximal_log_probs=one_row(-5, -5, -5, -5),
+        advantages=one_row(0, 0, 0, 0),
+        teacher_log_probs=current - one_row(1, -1 / 2, -2, 0),
+        batch_size=[1],
+    )
+    objective = policy_objective(
+        TokenScores(current, None),
+        batch,
+        config.actor_rollout_ref.actor,
+        config.algorithm.rollout_correction,
+        Aggregation("token-mean"),
+        distillation=config.distillation.loss,
+    )
+    found = {name: float(term) for name, term in objective.terms.items()}
+    found |= {name: float(mean.value) for name, mean in objective.averages.items()}
+    return {name: value for name, value in found.items() if name.startswith("distillation/")}, {
+        "distillation/loss": (1.5 - 0.25 - 1.8 + 0) / 4,
+        "distillation/reverse_kl": (1 - 1 / 2 - 2 + 0) / 4,
+        "distillation/abs_loss": (1 + 1 / 2 + 2 + 0) / 4,
+        "distillation/clamped_fraction": 1 / 4,
+        "distillation/pg_clipfrac": 1 / 4,
+        "distillation/pg_clipfrac_lower": 0,
+        "distillation/ppo_kl": -math.log(3 / 2 * 1 / 2 * 4) / 4,
+        "distillation/ppo_kl_clamped_fraction": 0,
+    }
+
+
+@example
 def the_entropy_of_the_policy_that_is_updated():
     """In bypass mode nothing knows the entropy before the update. One of three tokens would take other
     experts."""

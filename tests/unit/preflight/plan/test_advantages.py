@@ -38,6 +38,18 @@ MORE: dict[str, Given] = {
 PARAMETERS: dict[str, Given] = {
     "gdpo": {f"{ALGORITHM}.gdpo_reward_keys": ["score", "acc"]},
 }
+TEACHER: Given = {
+    "distillation.enabled": True,
+    "distillation.teacher_models.teacher_model.model_path": "unused",
+}
+LOSS = "distillation.distillation_loss"
+PG: Given = {**TEACHER, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True}
+TEACHERS: dict[str, Given] = {
+    "beside the task": TEACHER,
+    "alone": {**TEACHER, f"{LOSS}.use_task_rewards": False},
+    "advantages beside the task": PG,
+    "advantages alone": {**PG, f"{LOSS}.use_task_rewards": False},
+}
 BUILT = [name for name in ADVANTAGE_ESTIMATORS if name != "tir_optimal_token_baseline"]
 """The other one is refused."""
 MATRIX: dict[str, Given] = {
@@ -52,6 +64,13 @@ MATRIX: dict[str, Given] = {
     for more in MORE
     if estimator in ("grpo", "gae") or (mode in ("weights", "no ratio") and more in ("alone", "kl in reward"))
 }
+MATRIX |= {
+    f"a teacher, {use}; {mode}; {more}": {**TEACHERS[use], **MODES[mode], **MORE[more]}
+    for use in TEACHERS
+    for mode in MODES
+    for more in ("alone", "kl in reward", "kl loss")
+    if "alone" not in use or mode != "no ratio"  # which is the task's loss
+}
 ROLLOUT_FIELDS = ("response_mask", "rollout_log_probs", "policy_versions", "group_ids", "finished")
 EVALUATION_FIELDS = (
     "proximal_log_probs",
@@ -60,6 +79,7 @@ EVALUATION_FIELDS = (
     "critic_values",
     "sum_pi_squared",
     "varentropies",
+    "teacher_log_probs",
 )
 SCORE_FIELDS = ("scores", "reward_baselines", "component_scores")
 ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)

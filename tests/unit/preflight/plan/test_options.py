@@ -13,6 +13,7 @@ from verl_rc.preflight.plan.options import UnusedOption
 
 ALGORITHM, ACTOR = "algorithm", "actor_rollout_ref.actor"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
+TEACHER = "distillation.distillation_loss"
 BYPASS: Given = {f"{CORRECTION}.bypass_mode": True}
 TOKEN_WEIGHTS: Given = {f"{CORRECTION}.rollout_is": "token"}
 
@@ -44,9 +45,40 @@ ALTERNATIVES: dict[str, list[object]] = {
     f"{ALGORITHM}.kl_ctrl.kl_coef": [0.7],
     f"{CORRECTION}.rollout_is": ["geometric"],
     f"{CORRECTION}.rollout_is_threshold": [1.1],
+    f"{TEACHER}.loss_mode": ["k3", "abs"],
+    f"{TEACHER}.use_policy_gradient": [True, False],
+    f"{TEACHER}.use_task_rewards": [True, False],
+    f"{TEACHER}.distillation_loss_coef": [0.3],
+    f"{TEACHER}.loss_max_clamp": [0.1],
+    f"{TEACHER}.clip_ratio": [0.05],
+    f"{TEACHER}.clip_ratio_low": [0.05],
+    f"{TEACHER}.clip_ratio_high": [0.05],
 }
 """Options of the objective, and values of which one differs from what a configuration has."""
+WITH_TEACHER: Given = {
+    "distillation.enabled": True,
+    "distillation.teacher_models.teacher_model.model_path": "unused",
+}
+ALONE: Given = {**WITH_TEACHER, f"{TEACHER}.use_task_rewards": False}
+PG: Given = {f"{TEACHER}.loss_mode": "k1", f"{TEACHER}.use_policy_gradient": True}
 CASES: dict[str, Given] = {
+    "teacher": WITH_TEACHER,
+    "teacher, policy gradient": {**WITH_TEACHER, **PG},
+    "teacher, policy gradient, clips given": {
+        **WITH_TEACHER,
+        **PG,
+        f"{TEACHER}.clip_ratio_low": 0.1,
+        f"{TEACHER}.clip_ratio_high": 0.3,
+    },
+    "teacher alone": ALONE,
+    "teacher alone, policy gradient": {**ALONE, **PG},
+    "teacher alone, reinforce": {
+        **ALONE,
+        **PG,
+        **BYPASS,
+        f"{CORRECTION}.loss_type": "reinforce",
+        **TOKEN_WEIGHTS,
+    },
     "vanilla": {},
     "vanilla, clips given": {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.clip_ratio_high": 0.3},
     "gspo": {f"{ACTOR}.policy_loss.loss_mode": "gspo"},

@@ -132,6 +132,10 @@ EVERYTHING: list[Given] = [
         f"{TRAINER}.rollout_data_dir": "x",
     },
     {"algorithm.adv_estimator": "remax"},
+    {
+        "distillation.enabled": True,
+        "distillation.teacher_models.teacher_model.model_path": "org/teacher",
+    },
     ONE_STEP_OFF,
 ]
 

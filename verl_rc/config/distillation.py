@@ -1,0 +1,79 @@
+"""Distillation on the policy's own samples: a teacher's log-probs of them, and the loss made of both, with
+verl's keys."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from verl_rc.config.models import FrozenPolicyConfig, KlKind
+from verl_rc.config.schema import StrictModel, UserPath, follows
+
+_LOSS = "distillation.distillation_loss"
+
+
+class TeacherConfig(FrozenPolicyConfig):
+    """``distillation.teacher_models.teacher_model.*``: a frozen policy on the trainer's ranks, of any shape,
+    with the tokenizer of the trained model."""
+
+    model_path: UserPath | None = None
+    """Hugging Face model folder or hub id."""
+
+
+class TeacherModelsConfig(StrictModel):
+    """``distillation.teacher_models.*``: there is one teacher."""
+
+    teacher_model: TeacherConfig = TeacherConfig()
+    """The teacher."""
+
+
+class DistillationLossConfig(StrictModel):
+    """``distillation.distillation_loss.*``: what the teacher's log-probs do."""
+
+    loss_mode: KlKind = "k3"
+    """Estimate of KL(current || teacher) of each sampled token. Pass ``k1`` with ``use_policy_gradient``.
+    """
+    use_policy_gradient: bool = False
+    """True: minus the estimate is the token's advantage in a clipped policy loss. False: the estimate itself
+    is differentiated; the gradient of ``k3`` is that of KL(teacher || current), that of ``k2`` and of those
+    with a ``+`` is that of KL(current || teacher)."""
+    use_task_rewards: bool = True
+    """Train on the task's rewards too; False: on the teacher alone."""
+    distillation_loss_coef: float = Field(1.0, ge=0)
+    """Weight of the teacher's term beside the task's."""
+    loss_max_clamp: float | None = Field(None, gt=0)
+    """Largest absolute value of a token's estimate, nats; null: none."""
+    policy_loss_mode: Literal["vanilla"] = "vanilla"
+    """Policy loss with ``use_policy_gradient``: PPO's clip. In bypass mode with ``loss_type=reinforce`` it is
+    ``reinforce``, as for the task."""
+    clip_ratio: float = Field(0.2, ge=0)
+    """Its clip range on both sides, where the next two are null."""
+    clip_ratio_low: float = follows(f"{_LOSS}.clip_ratio", ge=0)
+    """Its clip range below 1."""
+    clip_ratio_high: float = follows(f"{_LOSS}.clip_ratio", ge=0)
+    """Its clip range above 1."""
+
+
+class DistillationConfig(StrictModel):
+    """``distillation.*``."""
+
+    enabled: bool = False
+    """Train on a teacher's log-probs of the sampled tokens."""
+    teacher_models: TeacherModelsConfig = TeacherModelsConfig()
+    """The teacher."""
+    distillation_loss: DistillationLossConfig = DistillationLossConfig()
+    """What its log-probs do."""
+
+    @property
+    def teacher(self) -> TeacherConfig:
+        """The teacher."""
+        return self.teacher_models.teacher_model
+
+    @property
+    def loss(self) -> DistillationLossConfig | None:
+        """What a teacher's log-probs do; None: there is no teacher."""
+        return self.distillation_loss if self.enabled else None
+
+    @property
+    def has_task_loss(self) -> bool:
+        """Whether the task's rewards are trained on."""
+        return not self.enabled or self.distillation_loss.use_task_rewards
