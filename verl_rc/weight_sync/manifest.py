@@ -1,6 +1,6 @@
 """The tensors of a weight update: names, shapes, wire dtypes, buckets and digests of the bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The ordered list of tensors of every weight update of a run."""
+    """The ordered list of tensors of a weight update."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -56,6 +56,10 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of one whole update."""
         return sum(spec.num_bytes for spec in self.tensors)
+
+    def without(self, names: Collection[str]) -> "Manifest":
+        """The tensors but these."""
+        return Manifest(tuple(spec for spec in self.tensors if spec.name not in names))
 
     def to_plain(self) -> list[dict[str, object]]:
         """A list of plain mappings, as vLLM's update call can carry it to other processes."""

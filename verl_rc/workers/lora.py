@@ -107,6 +107,10 @@ class MergedWeights:
         parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
         return gather_full_tensors(parameters, dtype)
 
+    def constant(self) -> frozenset[str]:
+        """None: an engine's layer can only be loaded as a whole."""
+        return frozenset()
+
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Weights with adapters, merged."""
         for name, (first, _) in self._adapters.items():

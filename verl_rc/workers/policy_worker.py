@@ -284,25 +284,25 @@ class PolicyWorker(Learner):
         with torch.no_grad():
             return part, self.score(part).log_probs
 
-    def manifest(self) -> Manifest:
-        """The tensors of every weight update."""
-        return self._sender.manifest
+    def manifest(self, whole: bool = True) -> Manifest:
+        """The tensors of a weight update: all, or those that training changes."""
+        return self._sender.manifest_of(whole)
 
     def join_transfer(self, address: TransferAddress) -> None:
         """Join the transfer group of the engines."""
         # NCCL moves GPU tensors only, gloo is there for machines without.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
-    def send_weights(self) -> SendReceipt:
+    def send_weights(self, whole: bool = True) -> SendReceipt:
         """Broadcast the current weights to all engines; collective."""
         with self.model.in_use():
-            return self._sender.send()
+            return self._sender.send(whole)
 
-    def describe_buckets(self) -> tuple[str, int]:
+    def describe_buckets(self, whole: bool = True) -> tuple[str, int]:
         """The device this rank can lend memory of, and in how many buckets an update comes."""
-        return self._sender.device_key(), self._sender.num_buckets
+        return self._sender.device_key(), self._sender.num_buckets(whole)
 
-    def offer_bucket(self, index: int, share: bool) -> BucketHandle:
+    def offer_bucket(self, index: int, share: bool, whole: bool = True) -> BucketHandle:
         """Lend one bucket of the current weights to the engine worker on this device; collective.
 
         The weights stay on the device until ``release_bucket``.
@@ -310,7 +310,7 @@ class PolicyWorker(Learner):
         # Offloaded weights must stay on the device between the calls of one update.
         if index == 0:
             self._weights_in_use.enter_context(self.model.in_use())
-        return self._sender.offer(index, share)
+        return self._sender.offer(index, share, whole)
 
     def release_bucket(self, interrupted: bool) -> SendReceipt:
         """Free the last bucket, which ends the update; ``interrupted`` by the loss of an engine."""
