@@ -14,6 +14,10 @@ _POSITION_FACTOR = 0x1E3779B97F4A7C15
 _POSITION_OFFSET = 0x3C6EF372FE94F82B
 
 
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+"""Ends of the names of an adapter's tensors: its layer computes ``x @ A.T @ B.T`` beside ``x @ W.T``."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of an update as it travels."""
@@ -84,6 +88,11 @@ class Manifest:
             size += spec.num_bytes
         if bucket:
             yield bucket
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a factor of a LoRA adapter, and no weight of the model."""
+    return name.endswith(FACTORS)
 
 
 def tensor_digest(tensor: Tensor) -> int:

@@ -34,7 +34,7 @@ from verl_rc.ppo.objective import (
     selection_inputs,
 )
 from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
+from verl_rc.weight_sync.sender import SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -42,7 +42,7 @@ from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters, linear_weights
+from verl_rc.workers.lora import adapters_off, add_adapters, engine_weights, linear_weights
 from verl_rc.workers.micro_batches import (
     ObjectiveTotals,
     accumulate_gradients,
@@ -110,10 +110,7 @@ class PolicyWorker(Learner):
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
-        # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
-        self._weights = (
-            MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module)
-        )
+        self._weights = engine_weights(module, model_config)
         self._rounding = EngineRounding(
             torch_dtype(rollout.dtype), rollout.quantization, linear_weights(module)
         )
