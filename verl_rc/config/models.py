@@ -13,6 +13,11 @@ ENGINE_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which largest ranks an engine can make room for adapters (vLLM 0.32)."""
 
 
+def adapter_room(rank: int) -> int:
+    """The largest rank of which an engine makes room for adapters of this one; 0 for none."""
+    return next(room for room in (0, *ENGINE_ADAPTER_RANKS) if room >= rank)
+
+
 class LoraConfig(StrictModel):
     """``model.lora.*``."""
 

@@ -6,15 +6,17 @@ vLLM reads adapters from files. Here they come as tensors, like weights.
 from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.lora import model_manager
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase
 
-from verl_rc.config.models import ENGINE_ADAPTER_RANKS
+from verl_rc.config.models import adapter_room
 from verl_rc.rollout.vllm.signatures import require_parameters
 from verl_rc.weight_sync.manifest import FACTORS
 
@@ -23,12 +25,15 @@ REQUEST = LoRARequest("policy", _ID, "held in memory alone")
 """Asks for the adapter. Its id stays: an update takes the cached prefixes away, or they have the version of
 the weights in their salt. An engine that holds no adapter would look for this path, and fail."""
 _wrapped_by_vllm = model_manager.get_supported_lora_modules
+_add_of_vllm = PunicaWrapperCPU.add_lora_linear
+_PARAMETERS = [
+    *("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs")
+]
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
     """Those of ``vllm.LLM``."""
-    largest = next(size for size in ENGINE_ADAPTER_RANKS if size >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter_room(rank)}
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -43,6 +48,36 @@ def wrap_linear_layers_alone() -> None:
     function has changed."""
     require_parameters(_wrapped_by_vllm, ["model"], "names the layers that take adapters")
     model_manager.get_supported_lora_modules = _linear_layers
+
+
+def _add_product(
+    wrapper: PunicaWrapperCPU,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: tuple[Tensor, ...],
+    lora_b_stacked: tuple[Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
+    """Add the adapter's share to the output ``y`` of a layer: two products in float32, rounded once.
+
+    vLLM copies both factors for every token, and gives tokens without an adapter one when others have it.
+    """
+    inputs = x.flatten(0, -2).float()
+    has_adapter = wrapper.token_lora_indices == 0
+    if not has_adapter.all():
+        inputs = inputs * has_adapter[:, None]
+    outputs = y.view(-1, y.shape[-1]).split(output_slices, dim=-1)
+    for output, first, second in zip(outputs, lora_a_stacked, lora_b_stacked, strict=True):
+        output += scale * F.linear(F.linear(inputs, first[0, 0].float()), second[0, 0].float())
+
+
+def multiply_by_one_adapter() -> None:
+    """Let vLLM on a CPU multiply all tokens by the one adapter that there is. Raises ``RuntimeError`` when
+    vLLM's method has changed."""
+    require_parameters(_add_of_vllm, _PARAMETERS, "adds adapters on a CPU")
+    PunicaWrapperCPU.add_lora_linear = _add_product
 
 
 def plain_layers(model: nn.Module) -> dict[str, nn.Module]:
