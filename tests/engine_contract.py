@@ -61,7 +61,7 @@ class Subject:
 
     def load(self, version: int, leave_out: int | None = None) -> None:
         sender = self.sender()
-        for index in range(sender.num_buckets):
+        for index in range(sender.num_buckets()):
             handle = sender.offer(index, True)
             if index != leave_out:
                 self.engine.call("load_bucket", handle)

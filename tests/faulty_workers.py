@@ -19,6 +19,7 @@ from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.tool_environment import ToolCall
 from verl_rc.rollout.vllm import sampler
+from verl_rc.rollout.vllm.adapters import REQUEST
 from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import parts_of_output
@@ -41,6 +42,8 @@ class FaultyEngine(VllmEngine):
 
     fault: str | None = None
     cache_resets = 0
+    adapter: Mapping[str, Tensor] = {}
+    """The last one that it applied."""
 
     def __init__(self, options: VllmOptions) -> None:
         reset = VllmSampler.reset_prefix_cache
@@ -93,11 +96,21 @@ class FaultyEngine(VllmEngine):
             self.reset_prefix_cache()
             return [LoadReceipt(transfer.digests, [])]
 
+        if self._options.adapter_rank:
+            request = None if self.fault == "no_adapter" else REQUEST
+            self._loop.call(lambda sampler: setattr(sampler, "_adapter", request))
         transfer.model.load_weights = lambda tensors: load(self._as_loaded(tensors, held))
         try:
-            return super().receive_weights(manifest, bucket_bytes, version - (self.fault == "older_version"))
+            receipts = super().receive_weights(
+                manifest, bucket_bytes, version - (self.fault == "older_version")
+            )
         finally:
             transfer.model.load_weights = load
+        older, self.adapter = self.adapter, transfer.adapter
+        if self.fault == "stale_adapter":
+            transfer.adapter = self.adapter = older
+            self._loop.call(lambda sampler: sampler._llm.collective_rpc("apply_adapter"))
+        return receipts
 
     def _as_loaded(
         self, tensors: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]
@@ -152,9 +165,10 @@ class FaultyPolicyWorker(PolicyWorker):
         ]
 
     def move_weights(self, distance: float) -> None:
-        """Every element by ``distance`` up or down, as a first step of AdamW with this learning rate does."""
+        """Every trained element by ``distance`` up or down, as a first step of AdamW with this learning rate
+        does."""
         generator = torch.Generator().manual_seed(11)
-        for parameter in self.model.module.parameters():
+        for parameter in filter(lambda one: one.requires_grad, self.model.module.parameters()):
             local = parameter.to_local().detach()
             local += distance * (2.0 * torch.randint(0, 2, local.shape, generator=generator) - 1.0)
 

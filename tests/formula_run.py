@@ -184,6 +184,7 @@ class World:
     # the transport
 
     staged: Any = None
+    manifest = SimpleNamespace(num_bytes=1, tensors=())
 
     def deliver(self, version: int) -> tuple[None, None]:
         assert not self.under_way, "weights changed under a response"
@@ -313,7 +314,6 @@ def live(
         engines=world,
         transport=world,
         checkpoints=CheckpointStore(folder, None),
-        manifest=SimpleNamespace(num_bytes=1, tensors=()),
         gap_limit=GapLimit(plausible=0.15),
         stop=StopRequest(),
         tracker=Tracker([JsonlSink(folder, state.step)]),

@@ -246,6 +246,9 @@ class LedgerWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"w{index}": (2,) for index in range(6)}
 
+    def constant(self) -> frozenset[str]:
+        return frozenset()
+
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[torch.Tensor]:
         assert "actor's weights" in self.ledger.current.parts, (
             "weights are gathered while they rest in host memory"

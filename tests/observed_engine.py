@@ -17,9 +17,9 @@ from verl_rc.weight_sync.proof import LoadReceipt
 class RecordingLoop:
     """Carries actions out on a sampler whose vLLM does nothing but remember them."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: Any) -> None:
         self.sampler = VllmSampler.__new__(VllmSampler)
-        self.sampler._llm = Mock()
+        self.sampler._llm, self.sampler._adapter = Mock(), adapter
 
     def call(self, action: Callable[[Any], Any], **_: Any) -> Any:
         return action(self.sampler)
@@ -33,6 +33,10 @@ class ObservedEngine(VllmEngine):
         """From now on do this to running samples at an update."""
         self._on_update = what
         self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
+
+    def forget_weights(self) -> None:
+        """As if none had ever come."""
+        self._loop.call(lambda sampler: setattr(sampler.weight_receiver(), "_holds_weights", False))
 
     def receive_beside(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         """Begin a staged update, and return; ``received`` has its receipts."""
@@ -60,7 +64,8 @@ class ObservedEngine(VllmEngine):
     def calls_around_an_update(self) -> list[Any]:
         """What a sleep, and the two wakings around an update, ask of a vLLM built with
         ``enable_sleep_mode``."""
-        can_sleep, loop, recording = self._can_sleep, self._loop, RecordingLoop()
+        can_sleep, loop = self._can_sleep, self._loop
+        recording = RecordingLoop(loop.call(lambda sampler: sampler._adapter))
         self._can_sleep, self._loop = True, recording
         try:
             answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]

@@ -23,7 +23,7 @@ class ShardedRank:
         self.sender = WeightSender(ModelWeights(self.model), rank, CPU, "bfloat16", bucket_bytes=64)
 
     def num_buckets(self) -> int:
-        return self.sender.num_buckets
+        return self.sender.num_buckets()
 
     def count_gathers(self) -> None:
         """Note the bytes that this rank gives to each collective from now on."""

@@ -40,6 +40,11 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
     "trainer.device": ("`cuda` or `npu`", "`auto`, `cuda` or `cpu`"),
     "actor_rollout_ref.actor.strategy": ("`fsdp` is FSDP1", "both names mean FSDP2"),
+    "actor_rollout_ref.model.lora.merge": (
+        "False where it is not given: engines apply the adapters",
+        "True where it is not given: merged weights need nothing of an engine. False is as in verl, with "
+        "receipts and canaries for the adapters; refused beside experts",
+    ),
     "actor_rollout_ref.actor.clip_ratio": (
         "without effect: the two sides have defaults of their own",
         "the clip range of every side that is null",

@@ -19,6 +19,7 @@ PARTS = ("own runs", "TRL and verl", "sampled by a model", "files of other train
 """Whose steps are counted, each apart; the last two are simulated."""
 _METRICS_OF_RUN_CAUSES = {
     table.OVERFLOW: f"{PREFIX}nonfinite_token_fraction",
+    table.LOST_IN_ROUNDING: "sync/update_survival",
     table.WEIGHTS_NEVER_ARRIVE: "actor/ppo_kl",
     table.ONE_VERSION_LATE: "actor/ppo_kl",
     table.MISSED_UPDATE: GAP,

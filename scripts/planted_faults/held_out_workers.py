@@ -25,7 +25,7 @@ from verl_rc.rollout.vllm import sampler
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.tensor_ops import logprobs
 from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers import forward, policy_worker
+from verl_rc.workers import forward, lora
 
 KEYS = ("layers.1.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.bias")
 """Ends of the names of the tensors whose halves, one for each of the model's two key heads, are exchanged."""
@@ -81,7 +81,7 @@ class HeldOutPolicyWorker(PlantedPolicyWorker):
 
     def __init__(self, **arguments: Any) -> None:
         if "adapters_not_sent" in planted():
-            policy_worker.MergedWeights = without_adapters
+            lora.MergedWeights = without_adapters
         super().__init__(**arguments)
         if "packed_without_borders" in self._planted:
             pack = forward.packed_inputs

@@ -45,7 +45,8 @@ SHOWN_ELSEWHERE = {
     "tests/unit/data/test_records.py": "data.custom_cls.name",
     "tests/unit/data/test_dataset.py": "data.truncation",
     "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
-    "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules",
+    "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules "
+    "actor_rollout_ref.model.lora.merge",
     "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/preflight/plan/test_options.py": " ".join(

@@ -61,7 +61,7 @@ def publish(sender: WeightSender, engine: ChildProcess, version: int) -> list[Lo
     (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
     engine.call("begin_update")
     try:
-        for index in range(sender.num_buckets):
+        for index in range(sender.num_buckets()):
             engine.call("load_bucket", sender.offer(index, share))
     finally:
         sent = sender.release()
@@ -101,7 +101,7 @@ def gap_to_model(model: Any, engine: ChildProcess, version: int) -> float:
 
 
 def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
-    assert sender.num_buckets >= 3
+    assert sender.num_buckets() >= 3
     for version in (1, 2):
         change(model, seed=version)
         publish(sender, engine, version)

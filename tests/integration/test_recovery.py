@@ -78,10 +78,10 @@ def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
     services, publisher = published_run.services, published_run.publisher
     before, old, send = sample(published_run), engine_pid(published_run), services.actor.send_weights
 
-    def send_to_the_dead() -> list[object]:
+    def send_to_the_dead(whole: bool) -> list[object]:
         os.kill(old, signal.SIGKILL)
         monkeypatch.setattr(services.actor, "send_weights", send)
-        return send()
+        return send(whole)
 
     monkeypatch.setattr(services.actor, "send_weights", send_to_the_dead)
     record = StepRecord()

@@ -62,32 +62,33 @@ class ActorGroup(RankGroup):
         arguments = [(rows, replace(request, mini_batches=shares)) for rows, shares in parts]
         return self.call_update(arguments, beside).map(_merged)
 
-    def manifest(self) -> Manifest:
-        """The manifest of a weight update."""
-        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest")])[0]
+    def manifest(self, whole: bool) -> Manifest:
+        """The manifest of a weight update: of all tensors, or of those that training changes."""
+        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest", whole)])[0]
         return manifest
 
     def join_transfer(self, address: TransferAddress) -> list[Pending]:
         """Join the weight-transfer group; answers when the engines have joined too."""
         return [self._ranks[0].call("join_transfer", address)]
 
-    def send_weights(self) -> list[Pending]:
+    def send_weights(self, whole: bool) -> list[Pending]:
         """Broadcast the current weights; the first answer is the sender's receipt."""
-        return [rank.call("send_weights") for rank in self._ranks]
+        return [rank.call("send_weights", whole) for rank in self._ranks]
 
     def device_keys(self) -> list[str]:
         """The device of each rank, as engine workers name theirs."""
         return [key for key, _ in wait_for_all([rank.call("describe_buckets") for rank in self._ranks])]
 
-    def num_buckets(self) -> int:
+    def num_buckets(self, whole: bool) -> int:
         """Number of buckets of a weight update."""
-        return int(wait_for_all([self._ranks[0].call("describe_buckets")])[0][1])
+        return int(wait_for_all([self._ranks[0].call("describe_buckets", whole)])[0][1])
 
-    def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
+    def offer_bucket(self, index: int, offers: Sequence[bool], whole: bool) -> list[Pending]:
         """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a
         handle."""
         return [
-            rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)
+            rank.call("offer_bucket", index, share, whole)
+            for rank, share in zip(self._ranks, offers, strict=True)
         ]
 
     def release_bucket(self, interrupted: bool) -> list[Pending]:

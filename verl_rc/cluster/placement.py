@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_rc.config.adapter_checks import adapter_problem
 from verl_rc.config.checks import attention_problem, quantization_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
@@ -67,15 +68,20 @@ def plan_placement(config: RunConfig) -> Placement:
     their places.
 
     Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU)
-    or engines cannot be quantised so on them, and ``RemoteError`` when the places do not become free within
+    or engines cannot work so on them, and ``RemoteError`` when the places do not become free within
     ``trainer.ready_timeout_seconds``.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     total = ray.cluster_resources()
     device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
     _check_nodes(config, device)
-    if problem := quantization_problem(rollout, device) or attention_problem(config, device):
-        raise ConfigError(problem)
+    problems = (
+        quantization_problem(rollout, device),
+        attention_problem(config, device),
+        adapter_problem(config, device),
+    )
+    if any(problems):
+        raise ConfigError("\n".join(filter(None, problems)))
     if device == "cpu":
         _check_cores(config)
     if config.actor_rollout_ref.exact:

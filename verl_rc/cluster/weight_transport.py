@@ -10,6 +10,7 @@ from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout import RolloutConfig
+from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.sender import SendReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
@@ -34,8 +35,13 @@ class WeightTransport(Protocol):
     staged: Staged | None
     """The update that was staged last; None once its arrival is proven, or another update was delivered."""
 
+    @property
+    def manifest(self) -> Manifest:
+        """The tensors of the update that was delivered or staged last."""
+
     def open(self) -> None:
-        """Prepare for updates; call again after engines have been replaced."""
+        """Prepare for updates, the first of which has all tensors; call again after engines have been
+        replaced."""
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """Send the weights as ``version``; returns the receipts of sender and engines for
@@ -51,6 +57,30 @@ class WeightTransport(Protocol):
         """The engines' receipts of the update staged last; None: an engine has not loaded it yet."""
 
 
+class UpdateParts:
+    """Which tensors the updates have: the first one all, because new engines have none, the others those that
+    training changes."""
+
+    def __init__(self, actor: ActorGroup) -> None:
+        """``begin`` comes before the first update."""
+        self._manifests = {whole: actor.manifest(whole) for whole in (True, False)}
+        self.begin()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the last update."""
+        return self._manifests[self._is_whole]
+
+    def begin(self) -> None:
+        """The next update is the first one for some engine."""
+        self._is_whole, self._is_first = True, True
+
+    def next(self) -> bool:
+        """Begin an update; returns whether it has all tensors."""
+        self._is_whole, self._is_first = self._is_first, False
+        return self._is_whole
+
+
 class BroadcastTransport:
     """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
@@ -58,7 +88,7 @@ class BroadcastTransport:
         """``open`` makes the group."""
         self._actor, self._engines = actor, engines
         self._workers_per_engine = rollout.tensor_model_parallel_size
-        self._manifest = actor.manifest()
+        self._parts = UpdateParts(actor)
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.staged: Staged | None = None
 
@@ -68,19 +98,27 @@ class BroadcastTransport:
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
         joining = self._actor.join_transfer(address)
         self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)
+        self._parts.begin()
+
+    @property
+    def manifest(self) -> Manifest:
+        """See ``WeightTransport``."""
+        return self._parts.manifest
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         self.staged = None
-        receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
-        sending = self._actor.send_weights()
+        whole = self._parts.next()
+        receiving = self._engines.receive_weights(self.manifest, self._bucket_bytes, version)
+        sending = self._actor.send_weights(whole)
         received, sent = self._engines.wait(receiving, beside=sending)
         return sent[0], list(received.values())
 
     def stage(self, version: int) -> None:
         """See ``WeightTransport``."""
-        receiving = self._engines.stage_weights(self._manifest, self._bucket_bytes)
-        _, sent = self._engines.wait(receiving, beside=self._actor.send_weights())
+        whole = self._parts.next()
+        receiving = self._engines.stage_weights(self.manifest, self._bucket_bytes)
+        _, sent = self._engines.wait(receiving, beside=self._actor.send_weights(whole))
         self._engines.load_staged(version)
         self.staged = Staged(version, sent[0])
 
@@ -98,7 +136,13 @@ class IpcTransport:
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
         """``open`` determines which rank shares with which engine worker."""
         self._actor, self._engines = actor, engines
-        self._num_buckets = actor.num_buckets()
+        self._parts = UpdateParts(actor)
+        self._num_buckets = {whole: actor.num_buckets(whole) for whole in (True, False)}
+
+    @property
+    def manifest(self) -> Manifest:
+        """See ``WeightTransport``."""
+        return self._parts.manifest
 
     def open(self) -> None:
         """Match ranks and engine workers by device. Raises ``ConfigError`` when a worker has no rank on its
@@ -109,14 +153,16 @@ class IpcTransport:
             raise ConfigError(
                 f"{error} Pass actor_rollout_ref.hybrid_engine=False, for GPUs of their own."
             ) from error
+        self._parts.begin()
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         interrupted = True
+        whole = self._parts.next()
         try:
             self._engines.begin_update()
-            for index in range(self._num_buckets):
-                handles = wait_for_all(self._actor.offer_bucket(index, self._offers))
+            for index in range(self._num_buckets[whole]):
+                handles = wait_for_all(self._actor.offer_bucket(index, self._offers, whole))
                 self._engines.load_bucket(BucketHandle.merged(handles))
             interrupted = False
         except EnginesLostError:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
+from verl_rc.config.adapter_checks import check_adapters
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
@@ -574,6 +575,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _experts,
     _survival,
+    check_adapters,
     _engine_arguments,
     _multi_turn,
     _environment,

@@ -10,6 +10,23 @@ from pydantic import Field, model_validator
 from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
 from verl_rc.config.schema import StrictModel, UserPath, follows
 
+ENGINE_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which largest ranks an engine can make room for adapters (vLLM 0.32)."""
+
+
+def adapter_room(rank: int) -> int:
+    """The largest rank of which an engine makes room for adapters of this one; 0 for none."""
+    return next(room for room in (0, *ENGINE_ADAPTER_RANKS) if room >= rank)
+
+
+class LoraConfig(StrictModel):
+    """``model.lora.*``."""
+
+    merge: bool = True
+    """Engines get the adapters merged into the weights, and every update has all weights. False: they get the
+    weights once and then the adapters alone, which they apply beside the weights, in ``rollout.dtype``:
+    quantised weights stay as they are, and sampling takes longer."""
+
 
 class ModelConfig(StrictModel):
     """``actor_rollout_ref.model.*``."""
@@ -33,9 +50,16 @@ class ModelConfig(StrictModel):
     output)."""
     exclude_modules: str | list[str] | None = None
     """Modules that get none: names or a regular expression."""
+    lora: LoraConfig = LoraConfig()
+    """How adapters get to the engines."""
     head_dtype: Literal["float32"] | None = None
     """Precision of the output layer, in actor, reference and engines alike: with ``float32`` logits are
     products in float32 of weights and hidden states in their ``dtype``. Null: products in ``dtype``, too."""
+
+    @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters that engines apply; 0: they get none, or merged ones."""
+        return 0 if self.lora.merge else self.lora_rank
 
 
 def model_source(path: str) -> str:

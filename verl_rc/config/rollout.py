@@ -82,6 +82,10 @@ OWNED_ENGINE_ARGUMENTS = {
     "pipeline_parallel_size": _REPLICAS,
     "data_parallel_size": _REPLICAS,
     "model": "write actor_rollout_ref.model.path",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+        "write actor_rollout_ref.model.lora.merge=False, for adapters in the engine",
+    ),
     "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
     **dict.fromkeys(
         (

@@ -17,7 +17,6 @@ from verl_rc.driver.openings import Openings
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.driver.stop import StopRequest
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import GapLimit
 
 
@@ -46,7 +45,6 @@ class Services:
     transport: WeightTransport
     """How weights get from the actor to the engines."""
     checkpoints: CheckpointStore
-    manifest: Manifest
     gap_limit: GapLimit
     """How far log-probs of trainer and engine may differ, on a step's own rollouts and on canary tokens."""
     stop: StopRequest

@@ -154,7 +154,6 @@ def open_run(
             placement=placement,
             transport=transport,
             checkpoints=store,
-            manifest=actor.manifest(),
             gap_limit=GapLimit.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor),
             stop=StopRequest(),
             tracker=tracker,

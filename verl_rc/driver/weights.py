@@ -49,14 +49,13 @@ class Publisher:
         with_canary = canary == "always" or (canary == "if due" and self.canary_is_due(version))
         try:
             with record.stage("update_weights"):
-                self._deliver(version)
+                self._deliver(version, record)
             if with_canary:
                 with record.stage("sync_canary"):
                     self._judge_canary(version, record)
         except EnginesLostError as lost:
             with record.stage("update_weights"):
                 self._replace_and_deliver(version, record, lost)
-        self._add_size(record)
 
     def publish_beside(self, version: int, record: StepRecord) -> None:
         """Send the current weights to every engine and return. An engine ends the samples it has, then loads
@@ -68,9 +67,9 @@ class Publisher:
         with record.stage("update_weights"):
             try:
                 self._services.transport.stage(version)
+                self._add_size(record)
             except EnginesLostError as lost:
                 self._replace_and_deliver(version, record, lost)
-        self._add_size(record)
 
     def is_settled(self, version: int, record: StepRecord) -> bool:
         """Whether every engine holds the weights published last, which ``publish_beside`` may have left to
@@ -124,18 +123,20 @@ class Publisher:
             self._judge_answers(answers, version, record)
 
     def _add_size(self, record: StepRecord) -> None:
-        manifest = self._services.manifest
-        record.add({"sync/bytes": float(manifest.num_bytes), "sync/tensors": float(len(manifest.tensors))})
+        manifest = self._services.transport.manifest
+        sizes = {"sync/bytes": manifest.num_bytes, "sync/tensors": len(manifest.tensors)}
+        record.add_records(Metric(name, size, Reduction.SUM) for name, size in sizes.items())
 
-    def _deliver(self, version: int) -> None:
+    def _deliver(self, version: int, record: StepRecord) -> None:
         engines = self._services.engines
         engines.wake_up("weights")
         sent, received = self._services.transport.deliver(version)
         self._require_arrival(sent, received, version)
+        self._add_size(record)
         engines.wake_up("kv_cache")
 
     def _require_arrival(self, sent: SendReceipt, received: Receipts, version: int) -> None:
-        check_receipts(self._services.manifest, sent, received, version)
+        check_receipts(self._services.transport.manifest, sent, received, version)
         if TRACE.is_writing:
             self._services.engines.trace_activity()
 
@@ -145,7 +146,7 @@ class Publisher:
         while True:
             try:
                 self._replace_engines(lost, record)
-                self._deliver(version)
+                self._deliver(version, record)
                 self._judge_canary(version, record)
                 return
             except EnginesLostError as error:

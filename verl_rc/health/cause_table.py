@@ -160,6 +160,22 @@ WEIGHTS_NEVER_ARRIVE = Cause(
     ),
     evidence="run",
 )
+LOST_IN_ROUNDING = Cause(
+    26,
+    "updates lost in rounding",
+    f"median of sync/update_survival < {BOUNDS.survival:g}, in {BOUNDS.fewest_survivals} steps or more",
+    (
+        "Rounding in the engines leaves {survival:.0%} of an update of the weights, along it (median of "
+        "{count:.0f} steps in which it was measured): they sample from weights of earlier steps"
+    ),
+    (
+        "Let the engines hold more precise weights (rollout.quantization=null, rollout.dtype), or with LoRA "
+        "send adapters alone (model.lora.merge=False)."
+    ),
+    evidence="run",
+    level="notice",
+    is_repairable=True,
+)
 ONE_VERSION_LATE = Cause(
     19,
     "one version late",
@@ -383,6 +399,7 @@ RUN_CAUSES = (
     NOT_A_TEMPERATURE,
     STALENESS,
     DRIFT,
+    LOST_IN_ROUNDING,
     WEIGHTS_NEVER_ARRIVE,
     ONE_VERSION_LATE,
     MISSED_UPDATE,

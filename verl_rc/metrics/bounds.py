@@ -77,6 +77,12 @@ class SignatureBounds:
     drift: float = 0.02
     """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the
     usual clip range."""
+    survival: float = 0.5
+    """Share of an update that rounding in the engines leaves, along it, below which it counts as lost. It was
+    0.95 to 1.08 with every rate and engine tried, and 0 where each weight moved by less than half a number
+    of fp8."""
+    fewest_survivals: int = 3
+    """Steps in which it was measured, below which single steps may be chance."""
     engines: int = 16
     """How many engines have a noise of their own; the last of them is counted together with all later ones.
     """

@@ -1,6 +1,6 @@
 """The tensors of a weight update: names, shapes, wire dtypes, buckets and digests of the bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -12,6 +12,10 @@ _WORDS_PER_CHUNK = 1 << 20
 # changes the digest.
 _POSITION_FACTOR = 0x1E3779B97F4A7C15
 _POSITION_OFFSET = 0x3C6EF372FE94F82B
+
+
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+"""Ends of the names of an adapter's tensors: its layer computes ``x @ A.T @ B.T`` beside ``x @ W.T``."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The ordered list of tensors of every weight update of a run."""
+    """The ordered list of tensors of a weight update."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -56,6 +60,10 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of one whole update."""
         return sum(spec.num_bytes for spec in self.tensors)
+
+    def without(self, names: Collection[str]) -> "Manifest":
+        """The tensors but these."""
+        return Manifest(tuple(spec for spec in self.tensors if spec.name not in names))
 
     def to_plain(self) -> list[dict[str, object]]:
         """A list of plain mappings, as vLLM's update call can carry it to other processes."""
@@ -80,6 +88,11 @@ class Manifest:
             size += spec.num_bytes
         if bucket:
             yield bucket
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a factor of a LoRA adapter, and no weight of the model."""
+    return name.endswith(FACTORS)
 
 
 def tensor_digest(tensor: Tensor) -> int:

@@ -45,6 +45,9 @@ class WeightSource(Protocol):
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """These weights, whole, detached and cast before they travel; collective over the trainer ranks."""
 
+    def constant(self) -> frozenset[str]:
+        """Names of those that no training changes and that engines keep: they are sent once."""
+
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Name and this rank's rows, float32, of every weight that training changes; collective."""
 
@@ -64,6 +67,10 @@ class ModelWeights:
         """Whole parameters; collective over the trainer ranks."""
         return gather_full_tensors([self._model.get_parameter(name) for name in names], dtype)
 
+    def constant(self) -> frozenset[str]:
+        """None: every update has all parameters."""
+        return frozenset()
+
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters with a gradient."""
         for name, parameter in self._model.named_parameters():
@@ -75,7 +82,8 @@ class WeightSender:
     """Gives a model's parameters to the engines; gathering them is collective over the trainer ranks.
 
     Either ``join`` once and ``send`` every update: rank 0 broadcasts. Or, where engines live on the trainer's
-    devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end.
+    devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end. An update has all
+    tensors, or, where ``whole`` is False, those that training changes.
     """
 
     def __init__(
@@ -100,14 +108,19 @@ class WeightSender:
         self.manifest = Manifest(
             tuple(TensorSpec(name, wire_dtype, shape) for name, shape in weights.shapes().items())
         )
+        self._constant = weights.constant()
 
     def join(self, address: TransferAddress, backend: str) -> None:
         """Open the transfer group (rank 0 only; the others have no part in it)."""
         if self._rank == 0:
             self._group = join_transfer_group(address, rank=0, backend=backend)
 
-    def send(self) -> SendReceipt:
-        """Broadcast every tensor of the manifest; collective over the trainer ranks.
+    def manifest_of(self, whole: bool) -> Manifest:
+        """The tensors of an update."""
+        return self.manifest if whole else self.manifest.without(self._constant)
+
+    def send(self, whole: bool = True) -> SendReceipt:
+        """Broadcast every tensor of an update; collective over the trainer ranks.
 
         Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which
         the other engines notice, and gathers the remaining tensors with the other ranks. ``join`` opens
@@ -116,7 +129,7 @@ class WeightSender:
         self._digests = {}
         broken = None
         memory = None if self._group is None else self._memory_of_a_bucket()
-        for bucket in self._buckets():
+        for bucket in self._buckets(whole):
             # Rank 0 goes on gathering after a failure: that is a collective which the other ranks wait in.
             if self._group is None or memory is None:
                 self._gather_only(bucket)
@@ -133,17 +146,17 @@ class WeightSender:
             raise broken
         return SendReceipt(dict(self._digests))
 
-    @property
-    def num_buckets(self) -> int:
+    def num_buckets(self, whole: bool = True) -> int:
         """How many buckets make one update."""
-        return len(self._buckets())
+        return len(self._buckets(whole))
 
     def device_key(self) -> str:
         """The device this rank can lend memory of."""
         return device_key(self._device)
 
-    def offer(self, index: int, share: bool) -> BucketHandle:
-        """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
+    def offer(self, index: int, share: bool, whole: bool = True) -> BucketHandle:
+        """Lend bucket ``index`` of an update in memory of this rank's device; collective over the trainer
+        ranks.
 
         A rank with ``share=False`` only takes part in gathering. The engines must have copied the previous
         bucket, whose memory is used again: extra memory is one bucket at most.
@@ -153,7 +166,7 @@ class WeightSender:
         if share and self._memory is None and self._device.type != "cpu":
             self._memory = self._memory_of_a_bucket()
         self._release_bucket()
-        bucket = self._buckets()[index]
+        bucket = self._buckets(whole)[index]
         if not share:
             self._gather_only(bucket)
             return BucketHandle(tuple(bucket), {})
@@ -173,12 +186,12 @@ class WeightSender:
             self._memory = None
         return SendReceipt(dict(self._digests))
 
-    def _buckets(self) -> list[list[TensorSpec]]:
-        return list(self.manifest.buckets(self._bucket_bytes))
+    def _buckets(self, whole: bool) -> list[list[TensorSpec]]:
+        return list(self.manifest_of(whole).buckets(self._bucket_bytes))
 
     def _memory_of_a_bucket(self) -> Tensor:
         """uint8, for the largest bucket."""
-        size = max(sum(spec.num_bytes for spec in bucket) for bucket in self._buckets())
+        size = max(sum(spec.num_bytes for spec in bucket) for bucket in self._buckets(whole=True))
         with without_expandable_segments():
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 

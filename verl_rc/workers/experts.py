@@ -47,6 +47,11 @@ def experts_problem(config: RunConfig, path: str, source: Any) -> str | None:
             "it has experts, and vLLM has no quantised kernel for them on a CPU: pass "
             f"actor_rollout_ref.rollout.quantization=null in place of {policy.rollout.quantization}"
         )
+    if policy.model.adapter_rank:
+        return (
+            "it has experts, beside which adapters in an engine are not proven: pass "
+            "actor_rollout_ref.model.lora.merge=True"
+        )
     if policy.model.lora_rank and policy.model.target_modules == "all-linear":
         return (
             "it has experts, to which adapters cannot be merged: name the linear layers that get adapters in "

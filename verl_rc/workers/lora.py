@@ -17,7 +17,8 @@ from verl_rc.distributed.fsdp import (
     whole_parameters,
     without_memory,
 )
-from verl_rc.weight_sync.sender import ModelWeights
+from verl_rc.weight_sync.manifest import FACTORS
+from verl_rc.weight_sync.sender import ModelWeights, WeightSource
 
 _ADAPTER = "default"
 
@@ -107,6 +108,10 @@ class MergedWeights:
         parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
         return gather_full_tensors(parameters, dtype)
 
+    def constant(self) -> frozenset[str]:
+        """None: an engine's layer can only be loaded as a whole."""
+        return frozenset()
+
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Weights with adapters, merged."""
         for name, (first, _) in self._adapters.items():
@@ -119,6 +124,53 @@ class MergedWeights:
             for parameter in (self._weights[name], self._adapters[name][1])
         )
         return add_product(weight, second, first, self._scale)
+
+
+class AdapterWeights(MergedWeights):
+    """The weights of an adapted model for engines that apply adapters themselves: the base's as they are, and
+    the adapters' factors, the second one with the scale."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        """Find weights and adapters of ``model``, which ``add_adapters`` made."""
+        super().__init__(model, config)
+        self._factors = {
+            weight.removesuffix(".weight") + factor: name
+            for weight, pair in self._adapters.items()
+            for factor, name in zip(FACTORS, pair, strict=True)
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight's and factor's name and shape, weights first."""
+        shapes = ModelWeights(self._model).shapes()
+        return super().shapes() | {plain: shapes[name] for plain, name in self._factors.items()}
+
+    def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """Whole weights and factors; collective."""
+        return gather_full_tensors([self._sent(name) for name in names], dtype)
+
+    def constant(self) -> frozenset[str]:
+        """The base's weights."""
+        return frozenset(self._weights)
+
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """The factors."""
+        for name in self._factors:
+            yield name, own_rows(self._sent(name))
+
+    def _sent(self, name: str) -> Tensor:
+        """A parameter, in float32 and with its scale where that is not 1: it is rounded once, when it is
+        gathered."""
+        if name not in self._factors:
+            return self._model.get_parameter(self._weights[name])
+        factor = self._model.get_parameter(self._factors[name])
+        return factor.detach().float() * self._scale if name.endswith(FACTORS[1]) else factor
+
+
+def engine_weights(model: nn.Module, config: ModelConfig) -> WeightSource:
+    """The weights of the actor as its engines know them."""
+    if config.lora_rank == 0:
+        return ModelWeights(model)
+    return AdapterWeights(model, config) if config.adapter_rank else MergedWeights(model, config)
 
 
 def linear_weights(model: Any) -> frozenset[str]:

@@ -34,7 +34,7 @@ from verl_rc.ppo.objective import (
     selection_inputs,
 )
 from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
+from verl_rc.weight_sync.sender import SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -42,7 +42,7 @@ from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters, linear_weights
+from verl_rc.workers.lora import adapters_off, add_adapters, engine_weights, linear_weights
 from verl_rc.workers.micro_batches import (
     ObjectiveTotals,
     accumulate_gradients,
@@ -111,10 +111,7 @@ class PolicyWorker(Learner):
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
-        # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
-        self._weights = (
-            MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module)
-        )
+        self._weights = engine_weights(module, model_config)
         self._rounding = EngineRounding(
             torch_dtype(rollout.dtype), rollout.quantization, linear_weights(module)
         )
@@ -287,25 +284,25 @@ class PolicyWorker(Learner):
         with torch.no_grad():
             return part, self.score(part).log_probs
 
-    def manifest(self) -> Manifest:
-        """The tensors of every weight update."""
-        return self._sender.manifest
+    def manifest(self, whole: bool = True) -> Manifest:
+        """The tensors of a weight update: all, or those that training changes."""
+        return self._sender.manifest_of(whole)
 
     def join_transfer(self, address: TransferAddress) -> None:
         """Join the transfer group of the engines."""
         # NCCL moves GPU tensors only, gloo is there for machines without.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
-    def send_weights(self) -> SendReceipt:
+    def send_weights(self, whole: bool = True) -> SendReceipt:
         """Broadcast the current weights to all engines; collective."""
         with self.model.in_use():
-            return self._sender.send()
+            return self._sender.send(whole)
 
-    def describe_buckets(self) -> tuple[str, int]:
+    def describe_buckets(self, whole: bool = True) -> tuple[str, int]:
         """The device this rank can lend memory of, and in how many buckets an update comes."""
-        return self._sender.device_key(), self._sender.num_buckets
+        return self._sender.device_key(), self._sender.num_buckets(whole)
 
-    def offer_bucket(self, index: int, share: bool) -> BucketHandle:
+    def offer_bucket(self, index: int, share: bool, whole: bool = True) -> BucketHandle:
         """Lend one bucket of the current weights to the engine worker on this device; collective.
 
         The weights stay on the device until ``release_bucket``.
@@ -313,7 +310,7 @@ class PolicyWorker(Learner):
         # Offloaded weights must stay on the device between the calls of one update.
         if index == 0:
             self._weights_in_use.enter_context(self.model.in_use())
-        return self._sender.offer(index, share)
+        return self._sender.offer(index, share, whole)
 
     def release_bucket(self, interrupted: bool) -> SendReceipt:
         """Free the last bucket, which ends the update; ``interrupted`` by the loss of an engine."""

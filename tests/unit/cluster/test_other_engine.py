@@ -68,7 +68,7 @@ def publish(group: EngineGroup, version: int) -> None:
     sender = WeightSender(ModelWeights(Bigrams(13)), 0, torch.device("cpu"), "float32", bucket_bytes=4 * 169)
     with nothing_left_behind():
         group.begin_update()
-        for index in range(sender.num_buckets):
+        for index in range(sender.num_buckets()):
             group.load_bucket(sender.offer(index, True))
         sent = sender.release()
     check_receipts(sender.manifest, sent, group.finish_update(version), version)

@@ -134,6 +134,12 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
         lambda c: engine_options(c, "cpu").arguments["compilation_config"]["custom_ops"],
         ["all", "-rotary_embedding"],
     ),
+    (
+        "actor_rollout_ref.model.lora.merge=False actor_rollout_ref.model.lora_rank=3",
+        lambda c: engine_options(c, "cpu").adapter_rank,
+        3,
+    ),
+    ("actor_rollout_ref.model.lora_rank=3", lambda c: engine_options(c, "cpu").adapter_rank, 0),
     (f"{R}.max_model_len=4000", lambda c: engine_options(c, "cuda").max_model_len, 4000),
 ]
 

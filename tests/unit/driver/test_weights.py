@@ -38,6 +38,8 @@ class Machine:
 
     num_engines = 2
 
+    manifest = SimpleNamespace(num_bytes=1, tensors=())
+
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.failed_starts: list[EnginesLostError] = []
@@ -101,7 +103,6 @@ def run_on(machine: Machine, limit: int) -> Services:
         actor=SimpleNamespace(processes=SimpleNamespace(require_nodes=lambda: None)),
         engines=machine,
         transport=machine,
-        manifest=SimpleNamespace(num_bytes=1, tensors=()),
     )
     return cast(Services, run)
 
@@ -262,7 +263,7 @@ def publisher_of(
     )
     run.engines.generate_on_each = lambda *_: answers
     run.transport.deliver.return_value = None, None
-    run.manifest.num_bytes, run.manifest.tensors = 1, ()
+    run.transport.manifest.num_bytes, run.transport.manifest.tensors = 1, ()
     return weights.Publisher(cast(Services, run), RunState())
 
 

@@ -180,6 +180,13 @@ def test_lora_trains_its_adapters_alone() -> None:
     assert actor.optimizer == 2 * 8 * 500_000 * 4
 
 
+def test_an_engine_holds_its_adapter_twice_the_second_time_with_room_for_rank_8() -> None:
+    given: Given = {f"{ROLLOUT}.dtype": "bfloat16", "actor_rollout_ref.model.lora_rank": 3}
+    assert roles_of(given)["engine"].weights == 2_000_000_000
+    apart = roles_of({**given, "actor_rollout_ref.model.lora.merge": False})["engine"]
+    assert apart.weights == 2_000_000_000 + (3 + 8) * 500_000 * 2
+
+
 def test_roles_that_a_run_has() -> None:
     assert set(roles_of({})) == {"actor", "engine"}
     given: Given = {"algorithm.adv_estimator": "gae", f"{ACTOR}.use_kl_loss": True}

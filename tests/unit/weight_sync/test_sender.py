@@ -27,9 +27,9 @@ def sender() -> Iterator[WeightSender]:
 
 def test_all_buckets_together_are_the_model(sender: WeightSender) -> None:
     received: dict[str, torch.Tensor] = {}
-    for index in range(sender.num_buckets):
+    for index in range(sender.num_buckets()):
         received |= copied_tensors(sender.offer(index, share=True))
-    assert sender.num_buckets == 2
+    assert sender.num_buckets() == 2
     assert list(received) == list(sender.manifest.names)
     for name, tensor in expected_parts().items():
         assert torch.equal(received[name], tensor)
@@ -42,6 +42,28 @@ def test_only_one_bucket_is_lent_at_a_time(sender: WeightSender) -> None:
     sender.offer(1, share=True)
     with pytest.raises(RuntimeError, match="No such file"):
         copy_bucket(first, CPU)
+
+
+class HalfConstant(ModelWeights):
+    """The first layer is frozen."""
+
+    def constant(self) -> frozenset[str]:
+        return frozenset({"0.weight", "0.bias"})
+
+
+def test_what_no_training_changes_is_in_whole_updates_alone() -> None:
+    """Its 24 and 6 bytes lie in one bucket of 64."""
+    sender = WeightSender(HalfConstant(linear_stack()), 0, CPU, "bfloat16", bucket_bytes=64)
+    whole = list(expected_parts())
+    assert sender.manifest_of(True).names == tuple(whole)
+    assert sender.manifest_of(False).names == tuple(whole[2:])
+    assert (sender.num_buckets(whole=True), sender.num_buckets(whole=False)) == (2, 1)
+    with nothing_left_behind():
+        received = copied_tensors(sender.offer(0, share=True, whole=False))
+        receipt = sender.release()
+    assert list(received) == whole[2:]
+    assert all(torch.equal(tensor, expected_parts()[name]) for name, tensor in received.items())
+    assert receipt.digests == {name: tensor_digest(tensor) for name, tensor in received.items()}
 
 
 def test_an_update_that_broke_off_is_not_counted_in_the_next(sender: WeightSender) -> None:

@@ -47,6 +47,10 @@ def test_weights_that_a_token_does_not_take_are_counted(folder: Path) -> None:
         ([ADAPTERS], "name the linear layers"),
         ([REPLAY], None),
         ([ADAPTERS, f"{TARGETS}=[q_proj,o_proj]"], None),
+        (
+            [ADAPTERS, f"{TARGETS}=[q_proj]", "actor_rollout_ref.model.lora.merge=False"],
+            "adapters in an engine are not proven: pass actor_rollout_ref.model.lora.merge=True",
+        ),
         ([], None),
     ],
 )

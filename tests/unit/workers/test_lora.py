@@ -11,7 +11,9 @@ from two_processes import free_port
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.process_group import RankAddress
-from verl_rc.workers.lora import MergedWeights, add_adapters, linear_weights
+from verl_rc.weight_sync.manifest import is_adapter
+from verl_rc.weight_sync.survival import EngineRounding
+from verl_rc.workers.lora import MergedWeights, add_adapters, engine_weights, linear_weights
 from verl_rc.workers.policy_worker import PolicyWorker
 
 MODEL = "actor_rollout_ref.model"
@@ -64,6 +66,51 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
     }
     assert layers.keys() == adapted
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}
+
+
+def test_adapters_travel_beside_weights_that_stay_and_their_second_factors_have_the_scale(
+    model_folder: Path,
+) -> None:
+    config = ModelConfig.model_validate(
+        {
+            "path": "m",
+            "lora_rank": 2,
+            "lora_alpha": 3,
+            "target_modules": ["q_proj", "up_proj"],
+            "lora": {"merge": False},
+        }
+    )
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
+    model = add_adapters(plain, config)
+    first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
+    up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
+    with torch.no_grad():
+        up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
+        up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
+    weights = engine_weights(model, config)
+    layers = ("self_attn.q_proj", "mlp.up_proj")
+    factors = [
+        f"model.layers.{layer}.{part}.lora_{factor}.weight"
+        for layer in (0, 1)
+        for part in layers
+        for factor in "AB"
+    ]
+    assert list(weights.shapes()) == [*before, *factors]
+    assert weights.constant() == before.keys()
+    assert all(map(is_adapter, factors))
+    assert not any(map(is_adapter, before))
+    names = [factors[-2], "model.layers.1.mlp.up_proj.weight", factors[-1]]
+    assert [weights.shapes()[name] for name in names] == [(2, 32), (48, 32), (48, 2)]
+    one, base, two = weights.gather(names, torch.bfloat16)
+    assert torch.equal(one, first.bfloat16())
+    assert torch.equal(base, before[names[1]].bfloat16())
+    assert torch.equal(two, (1.5 * second).bfloat16())  # rounded once
+    trained = dict(weights.trained())
+    assert list(trained) == factors
+    assert torch.equal(trained[names[2]], 1.5 * second)
+    rounding = EngineRounding(torch.bfloat16, "fp8_per_channel", linear_weights(model))
+    assert torch.equal(rounding(names[2], trained[names[2]]), two.float())  # no adapter is quantised
 
 
 def test_the_weights_that_training_changes_are_those_with_adapters_merged(model_folder: Path) -> None:

@@ -150,7 +150,6 @@ _MODEL_LEAVES = {
 """Leaves of the sections of a model."""
 
 _LORA_LEAVES = {
-    "merge": Refusal("engines always receive the adapters merged into the weights; drop it", _EITHER),
     "type": Refusal("adapters are LoRA; drop it", ("lora",)),
     "dropout": Refusal("adapters have no dropout; write 0.0", (0.0,)),
     "dtype": Refusal(
@@ -159,6 +158,13 @@ _LORA_LEAVES = {
     "adapter_path": _MODEL_LEAVES["lora_adapter_path"],
 }
 """Leaves of ``model.lora`` that are not Megatron's alone."""
+
+_MEGATRON_LORA_LEAVES = (
+    *("rank", "alpha", "target_modules", "exclude_modules", "dropout_position", "lora_A_init_method"),
+    *("lora_B_init_method", "a2a_experimental"),
+    *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
+)
+"""Megatron's leaves of the policy's ``model.lora``, in which ``merge`` is a key of this schema."""
 
 _ROLLOUT_LEAVES = {
     "mode": Refusal(
@@ -424,6 +430,7 @@ _OTHER_LEAVES = {
     ),
     "critic.model.lora_rank": Refusal("a critic trains all its parameters; write 0", (0,)),
     "critic.model.lora_alpha": Refusal("a critic trains all its parameters; drop it", (16,)),
+    "critic.model.lora.merge": Refusal("a critic trains all its parameters; drop it", _EITHER),
     "critic.model.target_modules": Refusal("a critic trains all its parameters; drop it", ("all-linear",)),
     "critic.model.exclude_modules": Refusal("a critic trains all its parameters; drop it", (None,)),
     "actor_rollout_ref.nccl_timeout": Refusal(
@@ -498,7 +505,9 @@ def _table() -> dict[str, Refusal]:
     for model in (_MODEL, "critic.model"):
         table |= {f"{model}.{leaf}": row for leaf, row in _MODEL_LEAVES.items()}
         table |= {f"{model}.lora.{leaf}": row for leaf, row in _LORA_LEAVES.items()}
-        table[f"{model}.lora"] = Refusal(_MEGATRON_LORA, (0,), switch="rank")
+    of_megatron = Refusal(_MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
+    table |= {f"{_MODEL}.lora.{leaf}": of_megatron for leaf in _MEGATRON_LORA_LEAVES}
+    table["critic.model.lora"] = Refusal(_MEGATRON_LORA, (0,), switch="rank")
     sections = ((_ROLLOUT, _ROLLOUT_LEAVES), ("data", _DATA_LEAVES), ("trainer", _TRAINER_LEAVES))
     return table | {f"{section}.{leaf}": row for section, leaves in sections for leaf, row in leaves.items()}
 

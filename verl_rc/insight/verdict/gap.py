@@ -55,6 +55,7 @@ _FEWEST_POINTS_OF_AGES = 6
 
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
 _ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_MODEL, _SURVIVAL = "actor_rollout_ref.model", "sync/update_survival"
 _SOMETHING_ELSE = "engine and trainer differ in something else, which metrics do not tell apart"
 _COMPARE_INPUTS = (
     "Compare the prompts, positions and masks that engine and trainer get for the same row. If they are "
@@ -78,6 +79,7 @@ def judge_gap(run: RunData) -> list[Statement]:
         faults += signature_causes(run) if has_signatures(run) else missing_mass(run)
     if not faults:
         over_time = (
+            _lost_in_rounding,
             _staleness,
             _weights_never_arrive,
             _one_version_late,
@@ -156,6 +158,32 @@ def _not_finite(run: RunData) -> list[Statement]:
                 )
             )
     return statements
+
+
+def _lost_in_rounding(run: RunData) -> list[Statement]:
+    """Row 26: the trainer has compared the engines' numbers of the weights before and after updates."""
+    survival = run.get(_SURVIVAL)
+    if len(survival) < BOUNDS.fewest_survivals or statistics.median(survival.values) >= BOUNDS.survival:
+        return []
+    return [
+        state(
+            table.LOST_IN_ROUNDING,
+            {"survival": statistics.median(survival.values), "count": len(survival)},
+            confidence="named",
+            steps=(survival.steps[0], survival.steps[-1]),
+            overrides=_precise_override(run),
+        )
+    ]
+
+
+def _precise_override(run: RunData) -> tuple[str, ...]:
+    """The override with which engines get small updates: adapters as they are, or weights without
+    quantisation."""
+    if not run.is_own:
+        return ()
+    if run.settings.get(f"{_MODEL}.lora_rank", 0) and run.settings.get(f"{_MODEL}.lora.merge", True):
+        return (f"{_MODEL}.lora.merge=False",)
+    return (f"{_ROLLOUT}.quantization=null",) if run.settings.get(f"{_ROLLOUT}.quantization") else ()
 
 
 def _staleness(run: RunData) -> list[Statement]:
@@ -533,6 +561,7 @@ def checked(run: RunData) -> tuple[str, ...]:
     return (
         "log-probs that are not finite",
         *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
+        *(("updates that rounding takes away",) if run.has(_SURVIVAL) else ()),
         "growth with the age of tokens",
         "weights that never arrive or arrive late",
         "growth over the run",

@@ -110,7 +110,13 @@ TIME = (
 SYNC = tuple(
     MetricSpec(name, unit, formula, healthy, "driver")
     for name, unit, formula, healthy in (
-        ("sync/bytes", "bytes", "Σ size of the tensors sent", None),
+        (
+            "sync/bytes",
+            "bytes",
+            "Σ size of the tensors sent, a new engine's too; with model.lora.merge=False all of them once, "
+            "then the adapters",
+            None,
+        ),
         ("sync/tensors", "1", "number of tensors sent; equals the manifest's", None),
         (
             "sync/update_survival",

@@ -177,7 +177,8 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
         "with LoRA the reference is the actor without its adapters",
     )
     adapters = tuple(
-        f"actor_rollout_ref.model.{option}" for option in ("lora_alpha", "target_modules", "exclude_modules")
+        f"actor_rollout_ref.model.{option}"
+        for option in ("lora_alpha", "target_modules", "exclude_modules", "lora.merge")
     )
     yield not has_adapters, adapters, "lora_rank=0"
     policy = config.actor_rollout_ref

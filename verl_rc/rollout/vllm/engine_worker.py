@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum, current_platform
 
+from verl_rc.rollout.vllm.adapters import apply_adapter, multiply_by_one_adapter, wrap_linear_layers_alone
 from verl_rc.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.rollout.vllm.float32_head import keep_float32_heads
 from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
@@ -31,6 +32,12 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 class EngineWorkerExtension(ReceiptExtension):
     """Methods that ``collective_rpc`` finds in every worker."""
 
+    model_runner: Any
+
+    def apply_adapter(self) -> None:
+        """Compute with the adapter that the last update brought. Raises ``RuntimeError``."""
+        apply_adapter(self.model_runner.lora_manager._adapter_manager, self.weight_transfer_engine.adapter)
+
     def unlink_shared_memory(self) -> None:
         """See the function of that name."""
         unlink_shared_memory()
@@ -45,6 +52,8 @@ class EngineWorkerExtension(ReceiptExtension):
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 keep_float32_heads()
+wrap_linear_layers_alone()
+multiply_by_one_adapter()
 pack_experts_after_updates()
 if current_platform.is_cpu():
     # vLLM's attention uses AMX, which Linux allows to processes that have asked. oneDNN asks, unless

@@ -38,6 +38,8 @@ class VllmOptions:
     """What answers the turns of samples; None: nothing does."""
     exact: bool = False
     """The engine computes with the operations of exact mode."""
+    adapter_rank: int = 0
+    """Rank of the LoRA adapter that it applies beside its weights; 0: none, adapters come merged."""
 
     @property
     def deterministic(self) -> bool:
@@ -91,6 +93,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         max_concurrent=config.async_training.max_concurrent_rollouts,
         conversation=_conversation_options(config, hosts),
         exact=exact,
+        adapter_rank=config.actor_rollout_ref.model.adapter_rank,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,8 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from verl_rc.rollout.vllm.adapters import plain_layers, put_back
 from verl_rc.rollout.vllm.float32_head import forget_float32_heads
-from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
 from verl_rc.weight_sync.transfer_group import (
@@ -73,10 +74,16 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         super().__init__(*arguments, **options)
         self._group: TransferGroup | None = None
         self._updating = False
+        self._holds_weights = False
+        """An engine that takes adapters has whole weights, which stay."""
+        self._layers: dict[str, nn.Module] | None = None
+        """While the weights are in loadable form: layers with adapters, without which it is made."""
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         self.expected: set[str] = set()
         """Parameters that the update must fill."""
+        self.adapter: dict[str, Tensor] = {}
+        """The factors that the update brought, by name."""
 
     def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
         """Join the transfer group; lent buckets need none."""
@@ -87,16 +94,22 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self._group = join_transfer_group(address, rank, init_info.process_group_backend)
 
     def start_weight_update(self) -> None:
-        """Put the model's layers back into loadable form.
+        """Put the model's layers back into loadable form, if there are no weights that stay.
 
         An update that broke off is closed first: layers it had half loaded would otherwise mix its tensors
         with the new ones.
         """
         if self._updating:
             self.finish_weight_update()
-        self.digests, self.loaded = {}, set()
+        self.digests, self.loaded, self.expected, self.adapter = {}, set(), set(), {}
         self._updating = True
+        if not self._holds_weights:
+            self._make_loadable()
+
+    def _make_loadable(self) -> None:
+        self._holds_weights = False
         forget_float32_heads()
+        self._layers = plain_layers(self.model)
         initialize_layerwise_reload(self.model)
         # A model in loadable form has no parameters that online quantisation derives from weights. It has the
         # scales of an fp8 cache, which only some checkpoints fill.
@@ -136,21 +149,30 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer
         is complete."""
         parts = flat.split([spec.num_elements for spec in bucket])
-        self.digests.update(
-            {spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)}
-        )
+        tensors = {spec.name: part.view(spec.shape) for spec, part in zip(bucket, parts, strict=True)}
+        self.digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+        factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        self.adapter |= factors
+        weights = [(name, tensor) for name, tensor in tensors.items() if name not in factors]
+        if not weights:
+            return
+        if self._layers is None:
+            self._make_loadable()
         # Called once a bucket: vLLM's layerwise reload collects tensors and processes a layer (prepacking,
         # quantisation) when its last one has come, in this call or a later one.
-        loaded = self.model.load_weights(
-            (spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True)
-        )
-        self.loaded |= set(loaded or ())
+        self.loaded |= set(self.model.load_weights(iter(weights)) or ())
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
         # Before the call: if it fails, the next update must start anew and not finish this one again.
         self._updating = False
+        layers, self._layers = self._layers, None
+        if layers is None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
+        put_back(self.model, layers)
+        takes_adapters = self.vllm_config.lora_config is not None
+        self._holds_weights = takes_adapters and not self.expected - self.loaded
 
     def shutdown(self) -> None:
         """Leave the transfer group."""

@@ -17,6 +17,7 @@ from verl_rc.rollout.conversation import Advanced, Conversations, OpenSamples
 from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
+from verl_rc.rollout.vllm.adapters import REQUEST, adapter_arguments
 from verl_rc.rollout.vllm.fp8_products import require_fp8_cache
 from verl_rc.rollout.vllm.kept_sets import kept_sets
 from verl_rc.rollout.vllm.llm import build_llm
@@ -51,6 +52,8 @@ class VllmSampler:
         self.version = UNKNOWN
         """Version of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
+        self._adapter = REQUEST if options.adapter_rank else None
+        """What every request computes with."""
         self._open = OpenSamples(
             None if options.conversation is None else Conversations.open(options.conversation)
         )
@@ -65,6 +68,7 @@ class VllmSampler:
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
             # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+            **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
         )
         # Once the constructor returns, all processes of the engine have mapped what they share.
         self._llm.collective_rpc("unlink_shared_memory")
@@ -88,7 +92,7 @@ class VllmSampler:
             num_places = num_since_sampled(request.prompt_token_ids, so_far.parts)
             parameters.routed_experts_prompt_start = len(token_ids) - num_places
         name = self._llm.llm_engine.add_request(
-            str(key), tokens_input(token_ids, cache_salt=salt), parameters
+            str(key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
         )
         self._requests[key] = _Request(name, self.version, parameters.logprobs or 0, num_places)
         return None
@@ -177,6 +181,9 @@ class VllmSampler:
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
         self._llm.finish_weight_update(str(version))
+        # After it: vLLM forgets adapters when weights are replaced.
+        if self._adapter is not None:
+            self._llm.collective_rpc("apply_adapter")
         self.version = version
         # Before the next request, which must find no blocks of the old weights.
         if not self._keeps_cache:
@@ -208,8 +215,8 @@ class VllmSampler:
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache."""
-        # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
-        self._llm.sleep(level=2)
+        # Level 1 copies the weights to host memory, which is in vain where the next update replaces them.
+        self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again."""

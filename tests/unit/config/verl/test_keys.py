@@ -113,6 +113,7 @@ def test_the_switch_of_a_section_may_be_a_key_of_this_schema() -> None:
         ("algorithm.filter_groups.metric", "reward", "reward"),
         ("algorithm.filter_groups.max_num_gen_batches", -1, 0),
         ("data.shuffle", False, False),
+        ("actor_rollout_ref.model.lora.merge", False, False),
     ],
 )
 def test_values_by_their_names_in_verl(key: str, theirs: Any, ours: Any) -> None:

@@ -152,6 +152,8 @@ OTHER_DEFAULTS = {
     "critic.checkpoint.async_save": "follows the actor",
     "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's "
     "older name does",
+    "actor_rollout_ref.model.lora.merge": "merged weights need nothing of an engine, and sample as fast as "
+    "without adapters",
     "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "the temperature decides, as it does in verl",
     "data.dataloader_num_workers": "fastest for text",

@@ -640,7 +640,49 @@ def test_no_healthy_run_is_called_faulty():
         assert [found.cause for found in judge_gap(run) if found.level == "fault"] == [], seed
 
 
+@pytest.mark.parametrize(
+    ("survival", "is_named"),
+    [
+        ([0.1, 0.4, 0.9], True),  # the median is 0.4
+        ([0.1, 0.5, 0.4, 0.9, 1.0], False),  # 0.5
+        ([0.1, 0.1], False),  # two may be chance
+        ([1.02, 0.97, 1.0], False),
+    ],
+)
+def test_row_26_updates_that_rounding_takes_away(survival, is_named):
+    measured = survival + [math.nan] * (STEPS - len(survival))
+    (found,) = judge_gap(planted({"sync/update_survival": measured}))
+    assert (found.cause == "updates lost in rounding") == is_named
+    if is_named:
+        assert (found.level, found.confidence, found.row) == ("notice", "named", 26)
+        assert found.evidence == {"survival": 0.4, "count": 3}
+        assert "leaves 40% of an update" in found.text
+        assert found.steps == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "override"),
+    [
+        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora.merge=False"),
+        (
+            {
+                "actor_rollout_ref.model.lora_rank": 8,
+                "actor_rollout_ref.model.lora.merge": False,
+                "actor_rollout_ref.rollout.quantization": "fp8_per_channel",
+            },
+            "actor_rollout_ref.rollout.quantization=null",
+        ),
+        ({"actor_rollout_ref.rollout.quantization": "fp8"}, "actor_rollout_ref.rollout.quantization=null"),
+        ({}, None),
+    ],
+)
+def test_row_26_says_what_brings_updates_to_the_engine(settings, override):
+    (found,) = judge_gap(planted({"sync/update_survival": [0.2] * STEPS}, settings))
+    assert found.overrides == (() if override is None else (override,))
+
+
 NEEDS = {
+    "updates lost in rounding": [{"sync/update_survival"}],
     "overflow or empty logits": [
         {"rollout_corr/nonfinite_token_fraction"},
         {"rollout_corr/safety_clamped_fraction"},
@@ -659,6 +701,7 @@ NEEDS = {
     "not measured": [set()],
 }
 WRONG = {
+    "sync/update_survival": [0.1] * STEPS,
     **with_mean_ratio(0.9),
     **aged({0: 0.014, 1: 0.06}),
     Z: [-30.0] * STEPS,

@@ -1071,12 +1071,12 @@ def interpolated_against_recomputed_log_probs():
 def weights_on_their_way():
     """Two tensors of 2 and 3 float32 numbers."""
     manifest = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
-    transport = SimpleNamespace(deliver=lambda version: (None, None))
+    transport = SimpleNamespace(deliver=lambda version: (None, None), manifest=manifest)
     rollout = SimpleNamespace(sync_proof=SimpleNamespace(canary_freq=0))
     asynchrony = SimpleNamespace(trigger_parameter_sync_step=1)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=asynchrony)
     services, record = (
-        SimpleNamespace(config=config, engines=Mock(), transport=transport, manifest=manifest),
+        SimpleNamespace(config=config, engines=Mock(), transport=transport),
         StepRecord(),
     )
     with patch("verl_rc.driver.weights.check_receipts"):

@@ -1,0 +1,49 @@
+"""Adapters in the engines: what is refused before a run starts."""
+
+import pytest
+from sound_run import sound_run
+
+from verl_rc.config.adapter_checks import adapter_problem
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_run_config
+from verl_rc.config.run import RunConfig
+
+M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+APART = f"{M}.lora.merge=False"
+
+
+def load(*overrides: str) -> RunConfig:
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    return load_run_config([*sound_run("grpo", without=keys), *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{M}.lora_rank=513", APART], "lora_rank of at most 512, .* got 513; lower it, or pass merge=True"),
+        (
+            [f"{M}.lora_rank=8", APART, f"{R}.dtype=float32", "trainer.device=cuda"],
+            f"{R}.dtype=bfloat16 or float16 on a GPU, .*; pass one of them, or merge=True",
+        ),
+        (
+            [f"+{R}.engine_kwargs.vllm.max_lora_rank=8"],
+            f"engine_kwargs.vllm.max_lora_rank=8 is refused: write {M}.lora.merge=False",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(*overrides)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_is_merged_has_no_such_limits() -> None:
+    config = load(f"{M}.lora_rank=513", f"{R}.dtype=float32", "trainer.device=cuda")
+    assert config.actor_rollout_ref.model.adapter_rank == 0
+    assert adapter_problem(config, "cuda") is None
+
+
+def test_a_machine_that_auto_has_found_to_have_gpus_is_judged_too() -> None:
+    config = load(f"{M}.lora_rank=8", APART, f"{R}.dtype=float32", "trainer.device=auto")
+    assert adapter_problem(config, "cpu") is None
+    assert "no kernel for adapters in float32" in (adapter_problem(config, "cuda") or "")
