@@ -19,7 +19,5 @@ exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
     distillation.distillation_loss.loss_mode=k1 \
     distillation.distillation_loss.use_policy_gradient=True \
     distillation.distillation_loss.use_task_rewards=False \
-    trainer.total_training_steps=40 \
-    trainer.save_freq=40 \
     trainer.experiment_name="digits_distillation_seed${SEED:-1}" \
     "$@"
