@@ -5,8 +5,10 @@
 # Hardware: 2 cores, 5 GiB of memory, no GPU. scripts/warm_start.sh makes data, student and teacher before it:
 #   bash scripts/warm_start.sh
 #   RUN_ROOT=runs/quickstart/teacher DATA_DIR=runs/quickstart/data MODEL_PATH=runs/quickstart/teacher_model NUM_HEADS=6 \
-#       SFT_OPTIONS="trainer.stop_at_accuracy=0.85 trainer.total_training_steps=1000 trainer.test_freq=10" bash scripts/warm_start.sh
-# Measured: greedy accuracy of .25 rises to .65 or more in 24 steps (three seeds), to .77 in 80 (one seed), the teacher's is .85.
+#       SFT_OPTIONS="trainer.stop_at_accuracy=0.85 trainer.total_training_steps=1000 trainer.test_freq=10" \
+#       bash scripts/warm_start.sh
+# Measured: greedy accuracy of .25 rises to .65 or more in 24 steps (three seeds), to .77 in 80 (one seed); the teacher's is
+# .85.
 # With the task's rewards too: distillation.distillation_loss.use_task_rewards=True. Further arguments are passed on.
 set -euo pipefail
 
