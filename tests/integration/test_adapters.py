@@ -100,5 +100,20 @@ def test_an_engine_without_weights_is_found_when_it_gets_an_adapter_alone(subjec
     assert subject.gap(model, QueuedSample(0, PROMPT, GREEDY), sample) < 1e-5
 
 
+def test_a_cached_prefix_is_not_that_of_another_adapter_where_updates_keep_the_cache(
+    subject: Subject,
+) -> None:
+    """The adapter's name, which vLLM knows prefixes by, stays."""
+    subject.engine.call("act_on_update", "keep")
+    long = GenerationRequest([5 + place % 11 for place in range(70)], seed=3)
+    models = []
+    for version in (33, 34):
+        models.append(subject.publish(version))
+        (sample,) = subject.engine.call("generate", [long], GREEDY)
+        assert subject.gap(models[-1], QueuedSample(0, long, GREEDY), sample) < 1e-5
+    assert subject.gap(models[0], QueuedSample(0, long, GREEDY), sample) > 0.01
+    subject.engine.call("act_on_update", "recompute")
+
+
 def test_an_engine_with_an_adapter_keeps_its_weights_while_it_sleeps(subject: Subject) -> None:
     assert subject.engine.call("calls_around_an_update")[0] == ("sleep", (), {"level": 1})

@@ -109,10 +109,11 @@ class Engine(Protocol):
     version of the weights of every token. Methods may be called from any thread. A method whose work depends
     on other calls, such as an update that waits for samples, holds back nothing that it depends on.
 
-    Weights come as a whole: by ``receive_weights``; by ``stage_weights`` beside sampling, then
-    ``load_staged``; or by ``begin_update``, ``load_bucket`` for each bucket and ``finish_update``. A sample
-    that is submitted after an update has begun gets no token of older weights. Whether samples that were
-    submitted before end first, or are cut and go on with the new weights, is an option of the engine.
+    The first update has all tensors, later ones may have those alone that training changes. They come by
+    ``receive_weights``; by ``stage_weights`` beside sampling, then ``load_staged``; or by ``begin_update``,
+    ``load_bucket`` for each bucket and ``finish_update``. A sample that is submitted after an update has
+    begun gets no token of older weights. Whether samples that were submitted before end first, or are cut
+    and go on with the new weights, is an option of the engine.
     """
 
     def facts(self) -> EngineFacts:
@@ -183,9 +184,9 @@ class Engine(Protocol):
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
-        Waits until what was submitted has ended. The weights are lost: ``wake_up(["weights"])``, an update
-        and ``wake_up(["kv_cache"])`` must come before the next sample. Returns False, having done nothing,
-        for an engine that cannot sleep.
+        Waits until what was submitted has ended. What updates bring is lost: ``wake_up(["weights"])``, an
+        update and ``wake_up(["kv_cache"])`` must come before the next sample. Returns False, having done
+        nothing, for an engine that cannot sleep.
         """
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:

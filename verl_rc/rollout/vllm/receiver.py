@@ -169,8 +169,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         layers, self._layers = self._layers, None
         if layers is None:
             return
-        finalize_layerwise_reload(self.model, self.model_config)
-        put_back(self.model, layers)
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+        finally:
+            put_back(self.model, layers)
         takes_adapters = self.vllm_config.lora_config is not None
         self._holds_weights = takes_adapters and not self.expected - self.loaded
 
