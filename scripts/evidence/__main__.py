@@ -36,9 +36,9 @@ trainer on two CPU cores, or with `--cores 0,1` on one core each. Every number b
 the runs in [evidence/](evidence) by `python -m scripts.evidence page`. All runs of a study on one
 machine start from one model; another machine makes its own with the same commands and seed. Arms
 are compared at the same seeds. *Over the run* is the mean accuracy over its steps; one validation
-of 256 prompts moves by more than that. A run has collapsed when it ends in an error or {fall:.2f} below its
-own best accuracy; the step is that from which on it stayed so far below. To run all studies again
-takes some {hours:.0f} hours on two cores."""
+of 256 prompts moves by more than that. A run has collapsed when it ends in an error or {fall:.2f}
+below its own best accuracy; the step is that from which on it stayed so far below. To run all
+studies again takes some {hours:.0f} hours on two cores."""
 
 
 def write_page() -> None:
