@@ -207,11 +207,10 @@ def _balanced_bounds(
     is_enough = positive[0] >= options.adv_ratio_target * negative_at_first
     places = torch.arange(len(highs), device=total.device)
     reached = places.where(positive >= options.adv_ratio_target * negative, len(highs) - 1).min()
-    bounds = total.new_tensor([*lows, *highs])
-    moved = torch.stack([bounds[1], bounds.gather(0, reached.reshape(1) + len(lows)).squeeze()])
-    return SelectionStatistics(
-        nothing, nothing, nothing, nothing, moved.where(~is_enough, bounds[[0, len(lows)]])
-    )
+    raised = options.ratio_upper_start + options.ratio_upper_step * reached.double()
+    low = torch.full_like(total[0], options.ratio_lower_max).where(~is_enough, options.ratio_lower_start)
+    high = raised.clamp(max=options.ratio_upper_max).where(~is_enough, options.ratio_upper_start)
+    return SelectionStatistics(nothing, nothing, nothing, nothing, torch.stack([low, high]))
 
 
 def selection_scores(
