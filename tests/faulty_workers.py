@@ -88,9 +88,10 @@ class FaultyEngine(VllmEngine):
             transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
             try:
                 transfer.digests, transfer.loaded = {}, set(transfer.expected)
+                transfer._layers = {}  # as if the weights were in loadable form, which would drop them
                 transfer.update_weights({"manifest": manifest.to_plain(), "bucket_bytes": bucket_bytes})
             finally:
-                transfer.model.load_weights = load
+                transfer.model.load_weights, transfer._layers = load, None
             self._loop.call(lambda sampler: sampler._llm.llm_engine.set_weight_version(str(version)))
             self._loop.call(lambda sampler: setattr(sampler, "version", version))
             self.reset_prefix_cache()

@@ -255,7 +255,7 @@ def correct_current(
         advantages=batch.advantages,
     )
     corrected = batch.clone(recurse=False)
-    corrected.loss_mask = batch.loss_mask & keep
+    corrected.loss_mask = batch.response_mask & batch.loss_mask & keep
     corrected.rollout_is_weights = (
         weights if config.loss_type == "reinforce" or not config.bypass_mode else None
     )

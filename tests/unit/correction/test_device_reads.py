@@ -26,6 +26,8 @@ from verl_rc.workers.updates import UpdateRequest
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 LENGTHS, NUMBERS = "correction/sequences.py:sequence_chunks", "correction/statistics.py:_numbers"
 """Lengths of responses, on a CPU only, where they cost nothing; and all statistics in one copy."""
+COUNTS = "workers/actor_correction.py:finish"
+"""What is in the loss."""
 
 
 class OneRank:
@@ -79,14 +81,14 @@ def corrected_losses(
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_the_actor_reads_its_statistics_once_a_mini_batch(case: dict[str, Any]) -> None:
+def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: dict[str, Any]) -> None:
     batch, config, log_probs = case_batch(case), case_config(case), torch.tensor(case["log_probs"])
     correction = ActorCorrection(UpdateRequest(config, 0), cast(DeviceMesh, OneRank()))
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert set(reads.places) == {LENGTHS}
         correction.finish()
-    assert Counter(reads.places) == {LENGTHS: 4, NUMBERS: 1}
+    assert Counter(reads.places) == {LENGTHS: 4, NUMBERS: 1, COUNTS: 1}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

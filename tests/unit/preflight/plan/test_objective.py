@@ -194,8 +194,7 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
         yield "rollout_is_weights"
     if plan.kl_loss_coef:
         yield "reference_log_probs"
-    if not plan.in_actor:
-        yield "loss_mask"
+    yield "loss_mask"
     if plan.in_actor or _reads_response_mask(plan):
         yield "response_mask"
 
