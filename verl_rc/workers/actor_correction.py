@@ -62,23 +62,23 @@ class ActorCorrection:
         if not needs_statistics_first(self._config):
             return None
         started = time.perf_counter()
+        counts_kept = self._config.rejection_denominator == "kept"
         parts: CorrectionStatistics | None = None
         in_loss: Tensor | None = None
         for rows in micro_batches:
             batch, log_probs = self._against_rollout(*current(rows))
             statistics = measure_current(batch, log_probs, self._config, self._policy_version)
             parts = _merged(parts, statistics)
-            # What is kept is decided by each row for itself: statistics of the part do.
-            counts = loss_counts(correct_current(batch, log_probs, self._config, statistics))
-            in_loss = counts if in_loss is None else in_loss + counts
+            if counts_kept:
+                # What is kept is decided by each row for itself: statistics of the part do.
+                counts = loss_counts(correct_current(batch, log_probs, self._config, statistics))
+                in_loss = counts if in_loss is None else in_loss + counts
         assert parts is not None
-        assert in_loss is not None
         # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
         self._measured_before = self._over_ranks(parts)
-        num_tokens, num_sequences = all_reduce_sum(in_loss, self._mesh).tolist()
+        whole = None if in_loss is None else MiniBatchCounts(*all_reduce_sum(in_loss, self._mesh).tolist())
         self.statistics_seconds += time.perf_counter() - started
-        kept = self._config.rejection_denominator == "kept"
-        return MiniBatchCounts(num_tokens, num_sequences) if kept else None
+        return whole
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
