@@ -51,7 +51,8 @@ def write_page() -> None:
             draw(name, study, runs, RESULTS)
         short += headline(study, runs) if name == "staleness" else []
         blocks += section(name, study, runs)
-        whole |= {name: [*runs.values()]} if study.every == 1 else {}
+        if study.every == 1:
+            whole[name] = [*runs.values()]
         hours += minutes_of(study, runs)[1] / 60
     blocks = [HEAD.format(fall=FALL, hours=hours), *short, *blocks]
     blocks += early_warning.section(whole)

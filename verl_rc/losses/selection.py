@@ -191,7 +191,7 @@ def _balanced_bounds(
     options, nothing = micro_batches[0].parameters, micro_batches[0].log_probs.new_zeros(())
     lows = (options.ratio_lower_start, options.ratio_lower_max)
     steps = math.ceil((options.ratio_upper_max - options.ratio_upper_start) / options.ratio_upper_step - 1e-9)
-    highs = [options.ratio_upper_start + place * options.ratio_upper_step for place in range(max(0, steps))]
+    highs = [options.ratio_upper_start + place * options.ratio_upper_step for place in range(steps)]
     highs.append(options.ratio_upper_max)
     parts = []
     for inputs in micro_batches:

@@ -8,8 +8,8 @@ from verl_rc.bench.method import LOSS_PREFIX, find_method, read_correction
 from verl_rc.config.algorithms import PolicyLossOptions
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import PRESETS
-from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
-from verl_rc.study.tasks import FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
+from verl_rc.study.study import QUICKSTART, Study, Task
+from verl_rc.study.tasks import ENGINES, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
 
 CONTROL = "control"
 """The arm that methods are measured by: engine in float32, samples of the newest weights, no correction."""
@@ -17,7 +17,6 @@ SEEDS = (1, 2, 3)
 """A method must not be tuned on them."""
 _RATE = "actor_rollout_ref.actor.optim.lr"
 _USUAL_RATE, _HIGH_RATE = f"{_RATE}=5e-5", f"{_RATE}=2e-4"
-_FLOAT32 = f"{ROLLOUT}.dtype=float32"
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,15 @@ TRACKS: Mapping[str, Track] = {
             "k0-4x": (FP8_WEIGHTS, _HIGH_RATE),
             "k1-4x": (FP8_WEIGHTS, _HIGH_RATE, *_ahead(1)),
         },
-        control=(_FLOAT32, _USUAL_RATE),
+        control=(*ENGINES["fp32"], _USUAL_RATE),
         minutes=2.5,
         planted={"frozen": "frozen"},
     ),
     "long": Track(
         words="answers of 49 tokens beside an engine with fp8 weights and an fp8 cache (emulated)",
         common=LONG_RUN,
-        conditions={"fp8": (FP8_WEIGHTS, *UNGUARDED)},
-        control=(_FLOAT32,),
+        conditions={"fp8": ENGINES["fp8both"]},
+        control=ENGINES["fp32"],
         minutes=7,
         task=LONG,
         planted={"fp8": "fp8_cache"},
@@ -96,8 +95,8 @@ TRACKS: Mapping[str, Track] = {
     "noise": Track(
         words="answers of 13 tokens beside an engine in float32, in bf16, and with fp8 weights",
         common=(*SHORT_RUN, _USUAL_RATE),
-        conditions={"fp32": (_FLOAT32,), "bf16": (), "fp8": (FP8_WEIGHTS,)},
-        control=(_FLOAT32,),
+        conditions={"fp32": ENGINES["fp32"], "bf16": ENGINES["bf16"], "fp8": ENGINES["fp8w"]},
+        control=ENGINES["fp32"],
         minutes=2,
     ),
 }
