@@ -3,6 +3,7 @@ file."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -132,8 +133,8 @@ def quick(study: Study, known: dict[tuple[str, int], Run]) -> list[tuple[str, in
 
 
 def folder_of(base: Path, arm: str, seed: int) -> Path:
-    """Where a run lies."""
-    return base / f"{arm} seed{seed}".replace(" ", "_")
+    """Where a run lies; the name of its folder needs no quotes in Hydra's grammar."""
+    return base / re.sub(r"[^\w.+-]", "_", f"{arm} seed{seed}")
 
 
 def run_all(

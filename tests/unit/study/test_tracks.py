@@ -8,7 +8,7 @@ from evidence.studies import CORRECTIONS, STUDIES
 from verl_rc.bench.method import find_method
 from verl_rc.bench.standing import known_methods
 from verl_rc.config.load import load_run_config
-from verl_rc.study.runs import planned
+from verl_rc.study.runs import folder_of, planned
 from verl_rc.study.tracks import CONTROL, TRACKS, overrides_of
 
 PLACES = ("actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v")
@@ -52,10 +52,11 @@ def test_a_file_and_a_function_reach_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TRACKS)
 def test_every_run_of_a_track_can_start(name: str) -> None:
-    study = TRACKS[name].study(["decoupled_seq_is", "loss_mode=topr"])
+    study = TRACKS[name].study(["decoupled_seq_is", "loss_mode=dro,dro_beta=0.1"])
     assert len(study.arms) == 1 + 2 * len(TRACKS[name].conditions)
-    for given in study.arms.values():
-        load_run_config([*study.common, *given, *PLACES])
+    for arm, given in study.arms.items():
+        folder = f"trainer.default_local_dir={folder_of(Path('runs'), arm, 1)}"
+        load_run_config([*study.common, *given, *PLACES, folder])
         keys = [override.partition("=")[0] for override in (*study.common, *given)]
         assert len(keys) == len(set(keys)), "what is compared with kept runs has no order"
 
