@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bypass_cases import CASES, case_batch, case_config, case_id
+from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_names
 from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
@@ -112,9 +112,8 @@ def test_correction(case: dict[str, Any]) -> None:
     corrected = correct_current(batch, log_probs, config, measure_current(batch, log_probs, config, 0))
     keep = torch.tensor(case["expected"]["keep_mask"]).bool()
     assert torch.equal(corrected.loss_mask.cpu(), keep & batch.response_mask.cpu())
-    found = compute_rollout_correction(
-        log_probs, batch.rollout_log_probs, batch.response_mask, config
-    ).metrics()
+    result = compute_rollout_correction(log_probs, batch.rollout_log_probs, batch.response_mask, config)
+    found = with_verl_names(result.metrics(), config)
     for name, value in case["expected"]["metrics"].items():
         if name.startswith("rollout_corr/"):
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7)
