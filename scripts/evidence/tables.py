@@ -25,6 +25,8 @@ MEANS = {
     "mean age": "async/token_age/mean",
     "mean ESS": "rollout_corr/rollout_is_eff_sample_size",
     "mean gap (k3, nats)": "rollout_corr/k3_kl",
+    "survival of updates": "sync/update_survival",
+    "weights that changed": "sync/changed_weights",
 }
 """Columns of the table: means over all steps of all runs of an arm."""
 

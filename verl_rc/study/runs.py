@@ -30,6 +30,8 @@ CURVES = (
     "actor/entropy",
     "actor/pg_clipfrac",
     "actor/flipped_experts",
+    "sync/update_survival",
+    "sync/changed_weights",
     "timing_s/step",
 )
 """What is kept of a run."""
