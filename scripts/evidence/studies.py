@@ -320,15 +320,23 @@ def _survival() -> Study:
         for name, way in ways.items()
     }
     return Study(
-        question="The engine rounds the weights that it is sent. What of an update reaches it, and does a run "
-        "lose accuracy where less does? All weights are trained, or adapters of rank 32, which are merged "
-        "into the engine's weights or sent alone. Survival is the part of an update, along itself, that is "
-        "left after the engine's rounding.",
+        question="The engine rounds the weights that it is sent. What of an update reaches it, and does a "
+        "run lose accuracy where less does? All weights are trained, or adapters of rank 32, which are "
+        "merged into the engine's weights or sent alone. Survival is the part of an update, along itself, "
+        "that is left after the engine's rounding.",
         expectation="Survival is near 1 at every rate and in every engine: what is lost at one weight, "
         "another one jumps too far. At 1e-6 and 6e-5 fewer weights are other numbers than at the higher "
         "rates, in fp8 fewer than in bf16, and in fp8 fewest beside merged adapters. No engine ends below "
         "float32 by more than seeds differ, at any rate; adapters sent alone end as merged ones.",
-        found="",
+        found="Of an update at every rate, in every engine, what is left along it is 1 to within 0.02 on "
+        "average, as expected, though at 1e-6 three weights in a hundred are other numbers after it in bf16, "
+        "and six in a thousand in fp8. In single steps at 1e-6 in fp8 it lies between 0.87 and 1.09. Merged "
+        "adapters change more weights at 6e-5 than the training of all does at 1e-5: the expectation was "
+        "wrong there. Where all weights are trained at 1e-6 and 1e-5, and with adapters at 6e-5, no two "
+        "engines differ by more than seeds do. At 1e-4 runs beside bf16 end below those beside float32 in "
+        "each seed, and those beside fp8 do not, with the same survival: so it is no loss of updates. At "
+        "6e-4, too high a rate, all arms scatter. Adapters sent alone to an engine in fp8 end as merged "
+        "ones: nothing was lost that they could give back.",
         common=(*SHORT_RUN, "correction=decoupled_token_is", f"{ROLLOUT}.sync_proof.survival_freq=10"),
         arms=arms,
         seeds=(1, 2, 3),
