@@ -1,9 +1,10 @@
 """What recording costs an engine: generation with and without sets of kept tokens, or experts.
 
-Usage: OMP_NUM_THREADS=1 python scripts/bench/recording.py MODEL [--rounds N] [--responses N]. Processor
-seconds of all that is between a request and its sample, for responses of 32 tokens, in turns; the median
-ratio of pairs. A model with experts records those; of another one, which samples with top_p=.95 and top_k=20,
-the sets are recorded.
+Usage: OMP_NUM_THREADS=1 python scripts/bench/recording.py MODEL [--processes N] [--rounds N]
+[--responses N]. Processor seconds of all that is between a request and its sample, for responses of 32
+tokens. Two processes that do the same differ by up to 10 % for as long as they live, so there are several
+with and several without records. A model with experts records those; of another one, which samples with
+top_p=.95 and top_k=20, the sets are recorded.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -34,22 +35,22 @@ PLAIN = SamplingOptions(1.0, 1.0, -1, 32, (), ignore_eos=True)
 FILTERED = replace(PLAIN, top_p=0.95, top_k=20)
 RECORDED = replace(FILTERED, max_kept_tokens=36)
 
-Engine = tuple[Any, SamplingOptions]
-engine: Engine
+own: tuple[Any, SamplingOptions]
+"""Engine and options of a process."""
 
 
 def start(model: str, arguments: dict[str, Any], options: SamplingOptions) -> None:
     """Build the engine of this process."""
-    global engine
+    global own
     os.environ.update(engine_environment(1, "cpu", one_node=True))
     from verl_rc.rollout.vllm.sampler import VllmSampler
 
-    engine = VllmSampler(VllmOptions(model, "bfloat16", 64, arguments)), options
+    own = VllmSampler(VllmOptions(model, "bfloat16", 64, arguments)), options
 
 
 def seconds(responses: int) -> float:
     """Processor seconds of sampling ``responses`` responses, with nothing in the prefix cache."""
-    sampler, options = engine
+    sampler, options = own
     sampler.reset_prefix_cache()
     started, ended = time.process_time(), 0
     for key in range(responses):
@@ -60,21 +61,14 @@ def seconds(responses: int) -> float:
     return time.process_time() - started
 
 
-def pair_ratio(without: Executor, recording: Executor, responses: int, turn: int) -> float:
-    """With over without; the one that begins alternates."""
-    order = (without, recording) if turn % 2 else (recording, without)
-    taken = {pool: pool.submit(seconds, responses).result() for pool in order}
-    print(f"{taken[without]:.3f} s without, {taken[recording]:.3f} with", flush=True)
-    return taken[recording] / taken[without]
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--processes", type=int, default=4, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--responses", type=int, default=256)
     given = parser.parse_args()
     if getattr(AutoConfig.from_pretrained(given.model), "num_experts", 0):
@@ -83,16 +77,22 @@ def main() -> None:
         ways = (ARGUMENTS, FILTERED), (ARGUMENTS, RECORDED)
     context = multiprocessing.get_context("spawn")
     with ExitStack() as pools:
-        without, recording = (
-            pools.enter_context(ProcessPoolExecutor(1, context, start, (given.model, *way))) for way in ways
-        )
-        ratios = [pair_ratio(without, recording, given.responses, turn) for turn in range(1 + given.rounds)][
-            1:
+        engines = [
+            [pools.enter_context(ProcessPoolExecutor(1, context, start, (given.model, *way))) for way in ways]
+            for _ in range(given.processes)
         ]
-    print(
-        f"with / without records: median {statistics.median(ratios):.3f} of {given.rounds} pairs, from "
-        f"{min(ratios):.3f} to {max(ratios):.3f}"
-    )
+        every = [engine for pair in engines for engine in pair]
+        for engine in every:
+            engine.submit(seconds, given.responses).result()
+        taken = [
+            [engine.submit(seconds, given.responses).result() for engine in every]
+            for _ in range(given.rounds)
+        ]
+    medians = [statistics.median(of_one) for of_one in zip(*taken, strict=True)]
+    without, recording = medians[::2], medians[1::2]
+    for name, values in (("without", without), ("with", recording)):
+        print(f"{name} records: {', '.join(f'{value:.3f}' for value in values)} s")
+    print(f"with / without: {statistics.median(recording) / statistics.median(without):.3f}, of medians")
 
 
 if __name__ == "__main__":
