@@ -21,10 +21,15 @@ def clip_ratio(ratio: Tensor, inputs: PolicyLossInputs) -> Tensor:
     return ratio.clamp(1 - low, 1 + high)
 
 
-def surrogates(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """``−A r`` and ``−A clip(r, 1 − ε_low, 1 + ε_high)``, [B, T] each; PPO's loss is the larger of the
-    two."""
-    return -inputs.advantages * ratio, -inputs.advantages * clip_ratio(ratio, inputs)
+def surrogates(
+    inputs: PolicyLossInputs, ratio: Tensor, clipped: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``−A r`` and ``−A clip(r)``, [B, T] each; PPO's loss is the larger of the two.
+
+    ``clipped``: the ratio in its bounds; None: in those of ``clip_ratio``.
+    """
+    clipped = clip_ratio(ratio, inputs) if clipped is None else clipped
+    return -inputs.advantages * ratio, -inputs.advantages * clipped
 
 
 @register_policy_loss("vanilla")
@@ -39,17 +44,13 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens whose clipped branch is the larger one),
         ``actor/pg_clipfrac_lower`` (share of tokens where c acts), those of ``ppo_kl_metrics``.
     """
-    low, high = inputs.parameters.clip_bounds
-    return dual_clip(inputs, 1 - low, 1 + high)
-
-
-def dual_clip(
-    inputs: PolicyLossInputs, low: float | Tensor, high: float | Tensor
-) -> tuple[Tensor, LossMetrics]:
-    """The loss of ``ppo_clip_loss`` with a ratio that is clipped to ``low`` and ``high``, 0-d where they are
-    tensors."""
     ratio = inputs.log_ratio.exp()
-    unclipped, clipped = -inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)  # type: ignore[arg-type]
+    return dual_clip(inputs, ratio, clip_ratio(ratio, inputs))
+
+
+def dual_clip(inputs: PolicyLossInputs, ratio: Tensor, clipped_ratio: Tensor) -> tuple[Tensor, LossMetrics]:
+    """The loss of ``ppo_clip_loss`` with a ratio that is clipped so, [B, T] both."""
+    unclipped, clipped = surrogates(inputs, ratio, clipped_ratio)
     # For A < 0 the larger surrogate grows with the ratio without limit; dual clip holds it at −A c.
     surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
     negative = inputs.advantages < 0

@@ -111,7 +111,8 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     statistics = inputs.selection_statistics or selection_statistics("bapo", [inputs])
     assert statistics.ratio_bounds is not None
     low, high = statistics.ratio_bounds.to(inputs.log_probs.dtype)
-    loss, metrics = dual_clip(inputs, low, high)
+    ratio = inputs.log_ratio.exp()
+    loss, metrics = dual_clip(inputs, ratio, ratio.clamp(low, high))
     bounds = {"actor/ratio_low": low, "actor/ratio_high": high}
     means = {
         name: inputs.mean_over_tokens(bound.expand_as(inputs.log_probs)) for name, bound in bounds.items()
