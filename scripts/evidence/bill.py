@@ -15,7 +15,6 @@ from statistics import mean, median
 
 import numpy as np
 from evidence.studies import CORRECTIONS
-from evidence.tables import accuracies
 
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.insight.what_if import NoRecordsError, answer, read_batch, tried_configs
@@ -91,7 +90,7 @@ def outcomes(runs: Mapping[tuple[str, int], Run]) -> dict[str, dict[str, float]]
     scores: dict[str, dict[str, list[float]]] = {}
     for (arm, _), run in runs.items():
         k, correction, rate = arm.split()
-        run_accuracies = accuracies(run)
+        run_accuracies = run.accuracies
         scores.setdefault(f"{k} {rate}", {}).setdefault(correction, []).append(
             run_accuracies[-1] if run_accuracies else 0.0
         )

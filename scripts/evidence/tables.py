@@ -40,22 +40,16 @@ def interval(shares: Sequence[float], prompts: int = PROMPTS, draws: int = 4000)
     return float(low), float(high)
 
 
-def accuracies(run: Run) -> list[float]:
-    """Validation accuracy, in the order of the steps; empty for a run that failed before its first
-    validation."""
-    return [value for _, value in run.curves.get(ACCURACY, [])]
-
-
 def has_collapsed(run: Run) -> bool:
     """Ended in an error, or ``FALL`` below its own best accuracy."""
-    values = accuracies(run)
+    values = run.accuracies
     return run.exit_status != 0 or not values or values[-1] < max(values) - FALL
 
 
 def steps_of_collapse(runs: Sequence[Run]) -> dict[int, int]:
     """By the seed of each run that fell, the first validation from which on it stayed ``FALL`` below its
     best."""
-    curves = {run.seed: run.curves[ACCURACY] for run in runs if accuracies(run)}
+    curves = {run.seed: run.curves[ACCURACY] for run in runs if run.accuracies}
     below = {
         seed: [value < max(value for _, value in curve) - FALL for _, value in curve]
         for seed, curve in curves.items()
@@ -76,7 +70,7 @@ def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[
 
 def last_accuracies(runs: Sequence[Run]) -> list[float]:
     """Validation accuracy at the end of each run that has any."""
-    return [values[-1] for run in runs if (values := accuracies(run))]
+    return [values[-1] for run in runs if (values := run.accuracies)]
 
 
 def in_words(shares: Sequence[float]) -> str:
@@ -92,7 +86,7 @@ def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]
         arm_runs.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is")
     )
     began = " or ".join(
-        sorted({f"{values[0]:.3f}" for run in (*without, *weighed) if (values := accuracies(run))})
+        sorted({f"{values[0]:.3f}" for run in (*without, *weighed) if (values := run.accuracies)})
     )
     text = (
         f"In short: with samples up to eight steps old, accuracy went from {began} to "
@@ -176,7 +170,7 @@ def minutes_of(study: Study, runs: Mapping[tuple[str, int], Run]) -> tuple[float
 def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: float) -> Iterator[str]:
     """What ``--quick`` shows, once its runs are here."""
     seed = study.seeds[0]
-    ends = {arm: accuracies(runs[arm, seed])[-1:] for arm in study.quick if (arm, seed) in runs}
+    ends = {arm: runs[arm, seed].accuracies[-1:] for arm in study.quick if (arm, seed) in runs}
     if len(ends) == len(study.quick):
         sentences = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
         yield (

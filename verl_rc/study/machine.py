@@ -13,6 +13,7 @@ from verl_rc import __version__
 from verl_rc.preflight.machine import installed_version
 from verl_rc.rollout.vllm.fp8_products import SlowFp8Error, time_fp8_products
 from verl_rc.study.study import Study
+from verl_rc.workers.host import usable_cores
 
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 """How overrides begin that make engines compute in fp8."""
@@ -24,7 +25,7 @@ def described(core: int | None) -> str:
     """This machine's processor, its widest instructions and how many of its cores a run has (``core`` None:
     all)."""
     processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return (
         f"{processor} with {torch.backends.cpu.get_cpu_capability()}, {1 if core is not None else cores} of "
         f"{cores} cores"

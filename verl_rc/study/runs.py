@@ -67,6 +67,11 @@ class Run:
     """Of the checkout; empty: not recorded."""
 
     @property
+    def accuracies(self) -> list[float]:
+        """Of the validations, in the order of the steps; empty for a run that failed before its first one."""
+        return [value for _, value in self.curves.get(ACCURACY, [])]
+
+    @property
     def made_by(self) -> set[str]:
         """All that decides the numbers."""
         settings = (f"{name}={value}" for name, value in self.settings.items())
@@ -218,7 +223,7 @@ def run_and_tell(
     if todo:
         prepare(folder, study.task)
     for run in run_all(study, todo, folder, results, start_trainer, cores):
-        accuracy = [value for _, value in run.curves.get(ACCURACY, [])] or [float("nan")]
+        accuracy = run.accuracies or [float("nan")]
         _tell(f"{run.arm}, seed {run.seed}: {accuracy[0]:.3f} to {accuracy[-1]:.3f}, {run.seconds:.0f} s")
 
 
