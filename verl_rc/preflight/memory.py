@@ -337,9 +337,8 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     if gpu_bytes is None and _bytes(config.actor_rollout_ref.model.head_dtype or rollout.dtype) > width:
         weights += shape.vocabulary * shape.width * 4  # of the head, cast once for every update
     adapter = config.actor_rollout_ref.model.adapter_rank
-    weights += (
-        (adapter + adapter_room(adapter)) * shape.linear_width_sum * width
-    )  # as it came, and as it acts
+    # An adapter as it came, and as it acts.
+    weights += (adapter + adapter_room(adapter)) * shape.linear_width_sum * width
     staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
     # Where engines share no device, the KV cache stays while weights arrive: a bucket that is received, one
     # that is loaded, and the tensors of a layer that is not complete.

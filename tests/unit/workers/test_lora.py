@@ -1,10 +1,12 @@
 """LoRA in the actor: without its adapters it is the model it was made from."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_models import make_tokens, small_run_config
+from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 from two_processes import free_port
@@ -68,6 +70,19 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}
 
 
+def adapted(folder: Path, config: ModelConfig) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
+    """A model with adapters, the weights it had before, and the factors of one adapter."""
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
+    model = add_adapters(plain, config)
+    first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
+    up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
+    with torch.no_grad():
+        up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
+        up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
+    return model, before, first, second
+
+
 def test_adapters_travel_beside_weights_that_stay_and_their_second_factors_have_the_scale(
     model_folder: Path,
 ) -> None:
@@ -80,14 +95,7 @@ def test_adapters_travel_beside_weights_that_stay_and_their_second_factors_have_
             "lora": {"merge": False},
         }
     )
-    plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
-    model = add_adapters(plain, config)
-    first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
-    up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
-    with torch.no_grad():
-        up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
-        up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
+    model, before, first, second = adapted(model_folder, config)
     weights = engine_weights(model, config)
     layers = ("self_attn.q_proj", "mlp.up_proj")
     factors = [
@@ -117,14 +125,7 @@ def test_the_weights_that_training_changes_are_those_with_adapters_merged(model_
     config = ModelConfig.model_validate(
         {"path": "m", "lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
     )
-    plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
-    model = add_adapters(plain, config)
-    first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
-    up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
-    with torch.no_grad():
-        up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
-        up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
+    model, before, first, second = adapted(model_folder, config)
     weights = MergedWeights(model, config)
     trained = dict(weights.trained())
     assert trained.keys() == {name for name in before if "q_proj.weight" in name or "up_proj" in name}
