@@ -8,6 +8,7 @@ plain tensors.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -293,6 +294,11 @@ def positions_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
+def real_rows(values: Tensor, lengths: Tensor) -> list[Tensor]:
+    """The first ``lengths[i]`` of row i of ``values`` (``[B, W]``), without copies."""
+    return [row[:length] for row, length in zip(values, lengths.tolist(), strict=True)]
+
+
 def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token id lists as int64 ``[B, P]`` padded on the left, and their lengths int64 ``[B]``."""
     lengths = torch.tensor([len(row) for row in rows])
@@ -315,6 +321,7 @@ __all__ = [
     "TrainBatch",
     "left_padded",
     "positions_mask",
+    "real_rows",
     "unpadded",
 ]
 
@@ -359,10 +366,15 @@ def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
     for number, name in enumerate(COLUMNS):
         counts, ids = getattr(tokens, f"{name}_counts"), getattr(tokens, f"{name}_ids")
         if counts is not None:
-            is_real = positions_mask(counts.sum(-1), ids.shape[1])
-            total += (counts * _factors(counts.shape[1], 2 + 2 * number)).sum(-1)
-            total += ((ids.long() + 1) * _factors(ids.shape[1], 3 + 2 * number) * is_real).sum(-1)
+            total += (counts * _factors(counts.shape[1], 2 + number)).sum(-1)
+            total += torch.tensor([_digest(row, number) for row in real_rows(ids, counts.sum(-1))])
     return total
+
+
+def _digest(values: Tensor, stream: int) -> int:
+    """int64: of the values' bytes, by a function of their own: there may be thousands beside each token."""
+    digest = hashlib.blake2b(values.numpy().data, digest_size=8, salt=bytes([stream]))
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: Tensor) -> None:

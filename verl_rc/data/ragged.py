@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import COLUMNS, FIELDS, CriticBatch, TokenBatch, TrainBatch, positions_mask
+from verl_rc.data.batches import COLUMNS, FIELDS, CriticBatch, TokenBatch, TrainBatch
 
 Record = TypeVar("Record", bound=TokenBatch | TrainBatch | CriticBatch)
 Column: TypeAlias = np.ndarray[Any, Any]
@@ -77,18 +77,30 @@ class Ragged(Generic[Record]):
 
 def token_values(values: Tensor, lengths: Tensor, symbols: str = "BR") -> Column:
     """The values of real tokens of padded rows, one row after the other; token ids and versions as int32."""
-    real = values[_is_real(lengths, values.shape[1], symbols)]
-    return (real.to(torch.int32) if real.dtype == torch.int64 else real).numpy()
+    padded = values.numpy()
+    real = [
+        row[_real(symbols, len(row), length)] for row, length in zip(padded, lengths.tolist(), strict=True)
+    ]
+    joined: Column = np.concatenate([padded[:0].reshape(-1), *real])
+    return joined.astype(np.int32) if joined.dtype == np.int64 else joined
 
 
 def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Tensor:
-    """The field ``name`` of padded rows ``[B, width]`` from the values of its tokens; 0 on padding."""
+    """The field ``name`` of padded rows ``[B, width]`` from the values of its tokens; 0 on padding.
+
+    Raises ``ValueError`` when there are more or fewer values than tokens.
+    """
     dtype, symbols = FIELDS[name]
+    if len(column) != int(lengths.sum()):
+        raise ValueError(f"{name} must have {int(lengths.sum())} values, one a token, got {len(column)}.")
     grid = torch.zeros(len(lengths), width, dtype=dtype)
-    grid[_is_real(lengths, width, symbols)] = torch.tensor(column, dtype=dtype)
+    start = 0
+    for row, length in zip(grid.numpy(), lengths.tolist(), strict=True):
+        row[_real(symbols, width, length)] = column[start : start + length]
+        start += length
     return grid
 
 
-def _is_real(lengths: Tensor, width: int, symbols: str) -> Tensor:
-    is_real = positions_mask(lengths, width)
-    return is_real.flip(-1) if symbols == "BP" else is_real  # padding is on a prompt's left
+def _real(symbols: str, width: int, length: int) -> slice:
+    """Where the tokens of a row are. A mask of all rows would take longer: it is made of 8-byte numbers."""
+    return slice(width - length, width) if symbols == "BP" else slice(length)  # padding is on a prompt's left

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
+from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask, real_rows
 from verl_rc.distributed.sequence_parallel import SequenceParallel
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers.attention import PackedLayout
@@ -133,7 +133,7 @@ def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
         return None
     counts = tokens.kept_counts[is_response]
     sets = positions_mask(counts, max(1, int(counts.max()))) if len(counts) else is_response[:0]
-    ids = tokens.kept_ids[positions_mask(tokens.kept_counts.sum(-1), tokens.kept_ids.shape[1])]
+    ids = torch.cat(real_rows(tokens.kept_ids, tokens.kept_counts.sum(-1)))
     return torch.full_like(sets, -1, dtype=torch.int64).masked_scatter(sets, ids.long())
 
 

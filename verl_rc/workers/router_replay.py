@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import TokenBatch, positions_mask
+from verl_rc.data.batches import TokenBatch, real_rows
 from verl_rc.workers.experts import ROUTERS
 
 
@@ -71,13 +71,13 @@ class RouterReplay:
                 f"places, got {wrong[0]} numbers: engine and actor have other models."
             )
         places = counts // (layers * top_k)
-        real = positions_mask(tokens.experts_counts.sum(-1), tokens.experts_ids.shape[1])
         # A token's last place is the position that predicts it, the others are those before.
         ends = places.cumsum(0)
         behind = torch.arange(int(places.sum()), device=places.device) - ends.repeat_interleave(places)
         positions = predictors.repeat_interleave(places) + 1 + behind
         expert_ids = torch.zeros(num_tokens, layers, top_k, dtype=torch.uint8, device=positions.device)
-        expert_ids[positions] = tokens.experts_ids[real].view(-1, layers, top_k)
+        recorded = torch.cat(real_rows(tokens.experts_ids, tokens.experts_counts.sum(-1)))
+        expert_ids[positions] = recorded.view(-1, layers, top_k)
         is_known = torch.zeros(num_tokens, dtype=torch.bool, device=positions.device)
         is_known[positions] = True
         return Routes(expert_ids, is_known)

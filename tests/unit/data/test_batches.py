@@ -165,18 +165,33 @@ def test_padding_and_the_other_rows_do_not_matter(rows: list[Row], further: int)
 
 
 def sampled() -> tuple[TokenBatch, torch.Tensor]:
-    return batch(
+    tokens, mask = batch(
         [([1, 2], [3, 4, 5], [True, False, True]), ([1], [3], [True]), ([7, 8, 9], [4, 4], [True, True])]
     )
+    tokens.experts_counts = torch.tensor([[2, 0, 1], [1, 0, 0], [0, 1, 0]])
+    tokens.experts_ids = torch.tensor([[5, 6, 7], [5, 0, 0], [9, 0, 0]], dtype=torch.uint8)
+    return tokens, mask
 
 
-def test_what_was_sampled_passes() -> None:
+def test_what_was_sampled_passes_whatever_is_on_padding() -> None:
     tokens, mask = sampled()
-    require_sampled_tokens(fingerprints(tokens, mask), tokens, mask)
+    expected = fingerprints(tokens, mask)
+    tokens.responses[1, 2] = tokens.experts_ids[1, 2] = 3
+    require_sampled_tokens(expected, tokens, mask)
 
 
 @pytest.mark.parametrize(
-    "fault", ["a token", "a tool token", "a prompt token", "the mask", "the length", "the order"]
+    "fault",
+    [
+        "a token",
+        "a tool token",
+        "a prompt token",
+        "the mask",
+        "the length",
+        "the order",
+        "an expert",
+        "whose",
+    ],
 )
 def test_every_fault_names_its_rows(fault: str) -> None:
     tokens, mask = sampled()
@@ -192,6 +207,10 @@ def test_every_fault_names_its_rows(fault: str) -> None:
         mask = positions_mask(tokens.response_lengths, 3)
     elif fault == "the length":
         tokens.response_lengths[0] = 2
+    elif fault == "an expert":
+        tokens.experts_ids[0, 1] = 7
+    elif fault == "its token":
+        tokens.experts_counts[0] = torch.tensor([1, 1, 1])
     else:
         tokens, mask, rows = tokens[[1, 0, 2]], mask[[1, 0, 2]], [0, 1]
     with pytest.raises(TokensChangedError) as caught:

@@ -4,12 +4,13 @@ import pickle
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import make_train_batch
 
 from verl_rc.data.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch
-from verl_rc.data.ragged import Ragged
+from verl_rc.data.ragged import Ragged, padded_values
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 ROWS = [4, 3, 1]
@@ -80,6 +81,12 @@ def test_a_batch_of_tokens_and_one_of_the_critic_keep_their_kind_and_missing_fie
     batch.scores = batch.tokens.restarts = None
     found = rows_of(batch)
     assert found.scores is found.tokens.restarts is None
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_values_of_another_number_of_tokens_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"log_probs must have 3 values, one a token, got {count}"):
+        padded_values("log_probs", np.zeros(count, dtype=np.float32), torch.tensor([0, 3]), 3)
 
 
 def test_rows_without_a_response_are_one_token_wide() -> None:
