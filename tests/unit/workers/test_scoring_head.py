@@ -71,7 +71,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
     assert found.keys() == expected.keys()
     fused, whole = (torch.cat([part[name].flatten() for name in expected]) for part in (found, expected))
     assert whole.norm() > 0
-    assert float((fused - whole).norm() / whole.norm()) <= 1e-6
+    assert float((fused - whole).norm() / whole.norm()) <= 4e-6  # some 30 roundings: CPUs add in other orders
 
 
 @pytest.mark.parametrize("elements", [60, 1 << 20], ids=["chunks", "at once"])
