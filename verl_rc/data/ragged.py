@@ -1,6 +1,6 @@
 """Records without padding: what crosses from one process to another, and what a micro-batch is cut from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -42,9 +42,11 @@ class Ragged(Generic[Record]):
                 if values is None:
                     continue
                 if id(values) not in arrays:
-                    symbols, own = FIELDS[name][1], values[index]
+                    symbols = FIELDS[name][1]
                     arrays[id(values)] = (
-                        token_values(own, lengths[symbols], symbols) if symbols in lengths else own.numpy()
+                        token_values(values, lengths[symbols], rows, symbols)
+                        if symbols in lengths
+                        else values[index].numpy()
                     )
                 columns[name] = arrays[id(values)]
         return cls(type(record), columns)
@@ -75,11 +77,13 @@ class Ragged(Generic[Record]):
         return cast(Record, tokens if kind is TokenBatch else kind(tokens=tokens, **values, batch_size=size))
 
 
-def token_values(values: Tensor, lengths: Tensor, symbols: str = "BR") -> Column:
-    """The values of real tokens of padded rows, one row after the other; token ids and versions as int32."""
+def token_values(values: Tensor, lengths: Tensor, rows: Iterable[int], symbols: str = "BR") -> Column:
+    """The values of real tokens of these padded rows, of ``lengths``, one row after the other; token ids and
+    versions as int32."""
     padded = values.numpy()
     real = [
-        row[_real(symbols, len(row), length)] for row, length in zip(padded, lengths.tolist(), strict=True)
+        padded[row, _real(symbols, padded.shape[1], length)]
+        for row, length in zip(rows, lengths.tolist(), strict=True)
     ]
     joined: Column = np.concatenate([padded[:0].reshape(-1), *real])
     return joined.astype(np.int32) if joined.dtype == np.int64 else joined

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from verl_rc.data.batches import FIELDS, RolloutBatch, TokenBatch, fingerprints, left_padded
 from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
@@ -88,17 +88,21 @@ def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any
     by_field: dict[str, Tensor] = {}
     recorded = {name for sample in samples for part in sample.parts for name in _columns_of(part)}
     for name in recorded:
-        counts, rows = torch.zeros(shape, dtype=torch.int64), []
+        counts = torch.zeros(shape, dtype=torch.int64)
+        values: list[list[np.ndarray[Any, Any]]] = [[] for _ in samples]
         for row, sample in enumerate(samples):
-            start, values = 0, [torch.zeros(0, dtype=FIELDS[f"{name}_ids"][0])]
+            start = 0
             for part in sample.parts:
                 end = start + len(part.token_ids)
                 if (column := _columns_of(part).get(name)) is not None:
                     counts[row, start:end] = torch.tensor(column.counts)
-                    values.append(torch.tensor(column.values))
+                    values[row].append(column.values)
                 start = end
-            rows.append(torch.cat(values))
-        by_field |= {f"{name}_counts": counts, f"{name}_ids": pad_sequence(rows, batch_first=True)}
+        sizes = counts.sum(-1).tolist()
+        ids = torch.zeros(len(samples), max(sizes), dtype=FIELDS[f"{name}_ids"][0])
+        for row, size, pieces in zip(ids.numpy(), sizes, values, strict=True):
+            np.concatenate([row[:0], *pieces], out=row[:size])
+        by_field |= {f"{name}_counts": counts, f"{name}_ids": ids}
     return by_field
 
 

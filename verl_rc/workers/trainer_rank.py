@@ -45,7 +45,8 @@ class TrainerRank:
         """Call a method that returns ``[B, R]`` tensors; returns the values of response tokens."""
         batch = tokens.padded()
         results = self.call(role, method, batch, micro_batches)
-        return [token_values(values, batch.response_lengths) for values in results]
+        lengths = batch.response_lengths
+        return [token_values(values, lengths, range(len(lengths))) for values in results]
 
     def close(self) -> None:
         """Leave the process group."""
