@@ -15,6 +15,9 @@ class OptimizerStep:
     """Norm of the whole gradient before clipping, without the scale of the loss."""
     loss_scale: float | None = None
     """What the loss was multiplied by, in float16; None: it was not."""
+    cosine_with_past: float | None = None
+    """Of the whole gradient and the optimizer's mean of those before; None: there were none, or the step was
+    not taken."""
 
     @property
     def outcome(self) -> Outcome:

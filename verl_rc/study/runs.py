@@ -27,6 +27,7 @@ CURVES = (
     "rollout_corr/k3_kl",
     "async/token_age/mean",
     "actor/grad_norm",
+    "actor/grad_cosine",
     "actor/entropy",
     "actor/pg_clipfrac",
     "actor/flipped_experts",

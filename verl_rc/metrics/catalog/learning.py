@@ -4,6 +4,10 @@ from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _KEPT = "; with top_p, top_k or min_p of the distribution over the kept tokens"
+_GRAD_COSINE = (
+    "cosine of an update's whole gradient and the optimizer's mean of those before (AdamW's first moment), "
+    "mean over updates"
+)
 
 
 def _losses(*kinds: str) -> str:
@@ -89,6 +93,12 @@ _ACTOR = (
     MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
     MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
     MetricSpec(
+        "actor/grad_cosine",
+        "1",
+        f"{_GRAD_COSINE}; under asynchrony, the cosine of consecutive gradients is reported to rise before a "
+        "collapse (arXiv:2603.01501)",
+    ),
+    MetricSpec(
         "actor/nonfinite_gradients",
         "1",
         "updates of the step skipped because the gradient was not finite",
@@ -163,6 +173,7 @@ _CRITIC = (
     MetricSpec(
         "critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"
     ),
+    MetricSpec("critic/grad_cosine", "1", f"{_GRAD_COSINE}, of the critic"),
     MetricSpec(
         "critic/nonfinite_gradients",
         "1",

@@ -417,9 +417,9 @@ def the_actors_loss():
         Aggregation("token-mean"),
     )
     totals = ObjectiveTotals("actor")
-    for norm in (1.0, 3.0):
+    for norm, cosine in ((1.0, None), (3.0, 0.25), (2.0, 0.75)):
         totals.add(objective)
-        totals.steps.append(OptimizerStep(norm))
+        totals.steps.append(OptimizerStep(norm, cosine_with_past=cosine))
     return reported(totals), {
         "actor/pg_loss": (-1.2 + 0.8 + 3 - 1) / 4,
         "actor/entropy_loss": 2.5,
@@ -429,6 +429,7 @@ def the_actors_loss():
         "actor/pg_clipfrac_lower": 1 / 4,
         "actor/ppo_kl": -math.log(3 / 2 * 1 / 2 * 4) / 4,
         "actor/grad_norm": 2,
+        "actor/grad_cosine": 1 / 2,
     }
 
 
@@ -548,12 +549,13 @@ def the_critics_loss():
     )
     totals = ObjectiveTotals("critic")
     totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
-    totals.steps.append(OptimizerStep(2.5))
+    totals.steps.append(OptimizerStep(2.5, cosine_with_past=-0.5))
     expected = {
         "critic/vf_loss": (1 / 4 + 4) / 2 / 2,
         "critic/vf_clipfrac": 1 / 2,
         "critic/vpred_mean": 1,
         "critic/grad_norm": 2.5,
+        "critic/grad_cosine": -1 / 2,
         "critic/vf_explained_var": 1 - (1 / 2) / (2 + 1e-5),
         "critic/values/mean": 1 / 2,
         "critic/values/max": 1,
