@@ -99,9 +99,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, 
 
 
 def assert_close(one: torch.Tensor, two: torch.Tensor) -> None:
-    """To 1e-6 of the length of the vector."""
+    """To some 30 roundings of the length of the vector: CPUs add in other orders."""
     assert float(one.norm()) > 0
-    assert float((two - one).norm() / one.norm()) <= 1e-6
+    assert float((two - one).norm() / one.norm()) <= 4e-6
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
