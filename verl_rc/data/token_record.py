@@ -52,6 +52,7 @@ FIELDS: Mapping[str, Field] = {
     "sum_pi_squared": Field("float32", "sum of the trainer's squared probabilities over the vocabulary"),
     "varentropy": Field("float32", "variance of log π under the trainer, nats²", stored="float16"),
     "ref_log_prob": Field("float32", "log-prob of the reference policy, nats", stored="float16"),
+    "teacher_log_prob": Field("float32", "log-prob of the teacher, nats", stored="float16"),
     "value": Field("float32", "of the critic", stored="float16"),
     "weight": Field("float32", "importance weight that the update used", stored="float16"),
     "kept": Field("bool", "0 where rollout correction rejected the token"),

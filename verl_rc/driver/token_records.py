@@ -227,6 +227,7 @@ def _token_columns(
         "sum_pi_squared": evaluations.sum_pi_squared,
         "varentropy": evaluations.varentropies,
         "ref_log_prob": evaluations.reference_log_probs,
+        "teacher_log_prob": evaluations.teacher_log_probs,
         "value": evaluations.critic_values,
     }
     yield from ((name, values) for name, values in optional.items() if values is not None)

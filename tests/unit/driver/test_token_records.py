@@ -177,8 +177,14 @@ def test_a_small_batch_is_taken_whole() -> None:
 # ---- What a record holds
 
 
-def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -> TokenRecord:
-    """The record of a step with the evaluations of ``planned_runs``."""
+def recorded(
+    folder: Path,
+    config: RunConfig,
+    samples: Samples,
+    step: int = 1,
+    evaluations: PolicyEvaluations = INPUTS.evaluations,
+) -> TokenRecord:
+    """The record of a step."""
     services = SimpleNamespace(
         config=config,
         folder=folder,
@@ -189,7 +195,6 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
     )
     control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
     scored = scored_step(config, inputs)
-    evaluations = INPUTS.evaluations.clone()
     if config.algorithm.rollout_correction.in_actor:
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
     TokenRecorder(cast(Services, services), 0).write(
@@ -248,6 +253,15 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
     ):
         expected = max(1 - 2 * np.exp(np.float64(p)) + q, 0.0) ** 0.5
         assert scales[i] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_log_probs_of_a_reference_and_of_a_teacher_keep_their_names(tmp_path: Path) -> None:
+    samples, evaluations = samples_with_prompts(), INPUTS.evaluations.clone()
+    evaluations.reference_log_probs = evaluations.proximal_log_probs - 0.25
+    evaluations.teacher_log_probs = evaluations.proximal_log_probs + 0.5
+    tokens = recorded(tmp_path, config_of(CORRECTION), samples, evaluations=evaluations).tokens
+    np.testing.assert_allclose(tokens["ref_log_prob"], tokens["old_log_prob"] - 0.25, rtol=1e-3)
+    np.testing.assert_allclose(tokens["teacher_log_prob"], tokens["old_log_prob"] + 0.5, rtol=1e-3, atol=1e-3)
 
 
 def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: Path) -> None:
