@@ -30,13 +30,18 @@ WITH_EVERYTHING = [
     "algorithm.kl_ctrl.type=adaptive",
     "algorithm.kl_ctrl.kl_coef=0.1",
     "algorithm.kl_ctrl.horizon=100",
+    "distillation.enabled=True",
+    "distillation.teacher_models.teacher_model.fsdp_config.dtype=float32",
+    "distillation.distillation_loss.loss_mode=k1",
+    "distillation.distillation_loss.use_policy_gradient=True",
+    "distillation.distillation_loss.distillation_loss_coef=0.1",
     "actor_rollout_ref.rollout.sync_proof.canary_freq=0",
     "trainer.total_training_steps=4",
     "trainer.save_freq=2",
     "actor_rollout_ref.actor.checkpoint.async_save=True",
 ]
-"""Further overrides of a run whose next step depends on as much as possible: critic, reference, schedules,
-adaptive KL."""
+"""Further overrides of a run whose next step depends on as much as possible: critic, reference, teacher,
+schedules, adaptive KL."""
 
 
 def make_task(folder: Path, *model_options: str) -> dict[str, Path]:

@@ -39,7 +39,8 @@ def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("reward")
     (folder / "reward.py").write_text(SHARE_OF_DIGITS)
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
-    return [*run_overrides(task, folder / "nowhere"), reward, *WITH_EVERYTHING]
+    teacher = f"distillation.teacher_models.teacher_model.model_path={task['model']}"
+    return [*run_overrides(task, folder / "nowhere"), reward, teacher, *WITH_EVERYTHING]
 
 
 @pytest.fixture(scope="session")

@@ -49,22 +49,8 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.model.lora.merge",
     "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type",
-    "tests/unit/preflight/plan/test_options.py": " ".join(
-        f"distillation.distillation_loss.{key}"
-        for key in (
-            *("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef"),
-            *("loss_max_clamp", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
-        )
-    ),
-    "tests/unit/config/test_distillation.py": " ".join(
-        f"distillation.teacher_models.teacher_model.{key}"
-        for key in (
-            *("model_path", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
-            *("log_prob_micro_batch_size_per_gpu", "fsdp_config.dtype", "fsdp_config.model_dtype"),
-            *("fsdp_config.fsdp_size", "fsdp_config.param_offload", "fsdp_config.reshard_after_forward"),
-            "fsdp_config.ulysses_sequence_parallel_size",
-        )
-    ),
+    "tests/unit/config/test_distillation.py": "distillation.teacher_models.teacher_model.fsdp_config."
+    "param_offload",
     "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
     f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "
