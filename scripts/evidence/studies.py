@@ -367,11 +367,11 @@ _EXACT_FOUND = (
 
 
 _EXACT_LONG_FOUND = (
-    "Of the 18 runs, the float32 ones of two seeds were run, on an AMD CPU, where a step in bfloat16 takes 11 "
-    "s. All four lose the task, the exact ones, whose gap was 0 at each of 1.5 million tokens a run, as well "
-    "as the ordinary ones, whose mean gap is 1e-7 nats. So a collapse needs no mismatch: at this rate and with "
-    "four prompts a step it comes without any, and a run that collapses beside a gap says nothing of the gap "
-    "until the same run without one has held."
+    "Of the 18 runs, the float32 ones of two seeds were run, on an AMD CPU, where a step in bfloat16 "
+    "takes 11 s. All four lose the task, the exact ones, whose gap was 0 at each of 1.5 million tokens a "
+    "run, as well as the ordinary ones, whose mean gap is 1e-7 nats. So a collapse needs no mismatch: at "
+    "this rate and with four prompts a step it comes without any, and a run that collapses beside a gap "
+    "says nothing of the gap until the same run without one has held."
 )
 
 
