@@ -190,7 +190,7 @@ def test_what_was_sampled_passes_whatever_is_on_padding() -> None:
         "the length",
         "the order",
         "an expert",
-        "whose",
+        "its token",
     ],
 )
 def test_every_fault_names_its_rows(fault: str) -> None:
