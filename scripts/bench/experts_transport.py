@@ -1,8 +1,9 @@
-"""What the way of recorded experts costs, from an engine through the driver to the ranks.
+"""Times how recorded experts go from an engine through the driver to the ranks.
 
 Usage: OMP_NUM_THREADS=1 python scripts/bench/experts_transport.py [--rows N] [--tokens N] [--experts BYTES].
-Samples of one process become a batch in this one, which two processes get halves of, as before log-probs and
-before an update. Seconds of each part, with records and without, and the driver's largest memory.
+One process holds samples. The driver, this process, collects them, builds a batch and cuts it for two ranks;
+a step cuts and sends twice. Prints the seconds of each part, without records and with, and the driver's
+largest memory.
 """
 
 import argparse

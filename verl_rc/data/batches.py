@@ -341,8 +341,8 @@ def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
     lists beside the response; padding is ignored.
 
     Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv:1202.4961): every position has a random factor of
-    its own, so two rows that differ by token ids below 2^30 collide with a probability below 2^-32.
-    Comparable on machines with the same torch.
+    its own, so two rows that differ by token ids below 2^30 collide with a probability below 2^-32. The lists
+    are hashed by BLAKE2b. Comparable on machines with the same torch.
     """
     prompt_width, width = tokens.prompts.shape[1], tokens.responses.shape[1]
     prompt_factors, factors = _factors(prompt_width, 0).flip(-1), _factors(width, 1)
@@ -372,7 +372,7 @@ def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
 
 
 def _digest(values: Tensor, stream: int) -> int:
-    """int64: of the values' bytes, by a function of their own: there may be thousands beside each token."""
+    """int64: BLAKE2b of the values' bytes, of which multilinear hashing would make 8 each."""
     digest = hashlib.blake2b(values.numpy().data, digest_size=8, salt=bytes([stream]))
     return int.from_bytes(digest.digest(), "little", signed=True)
 

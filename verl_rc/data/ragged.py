@@ -106,5 +106,5 @@ def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Ten
 
 
 def _real(symbols: str, width: int, length: int) -> slice:
-    """Where the tokens of a row are. A mask of all rows would take longer: it is made of 8-byte numbers."""
+    """Where the tokens of a row are. To index by a mask of all rows needs 8 bytes for each value."""
     return slice(width - length, width) if symbols == "BP" else slice(length)  # padding is on a prompt's left

@@ -186,7 +186,7 @@ def cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     flat = [[own_rows(tensor).reshape(-1) for tensor in pair] for pair in pairs]
     products = [torch.stack([torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)]) for a, b in flat]
     sums = torch.stack(products).double().sum(0)
-    # Over all ranks: where some hold copies, all three are as many times too large.
+    # Where ranks hold copies, each of the three sums counts them equally often: the ratio stays.
     dist.all_reduce(sums)
     product, *squares = sums.tolist()
     return product / math.sqrt(math.prod(squares)) if all(squares) else None
