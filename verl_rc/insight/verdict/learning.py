@@ -91,7 +91,7 @@ def _collapse(run: RunData) -> list[Statement]:
     if best - last <= bound or best_at + width > len(score) - width:
         return []
     evidence = {"best": best, "last": last, "best_step": score.steps[best_at + width - 1]}
-    why, overrides = _what_came_before(run, int(evidence["best_step"]), evidence)
+    why, overrides = _too_large_updates(run, evidence)
     return [
         say(
             "learning",
@@ -110,10 +110,8 @@ def _collapse(run: RunData) -> list[Statement]:
     ]
 
 
-def _what_came_before(
-    run: RunData, best_step: int, evidence: dict[str, float]
-) -> tuple[str, tuple[str, ...]]:
-    """Signs of updates that were too large, in words, and what to set; nothing where there is none."""
+def _too_large_updates(run: RunData, evidence: dict[str, float]) -> tuple[str, tuple[str, ...]]:
+    """Signs of them anywhere in the run, in words, and what to set; nothing where there is none."""
     signs = []
     for name, word in _SIZES_OF_UPDATES.items():
         largest = max(run.get(name).values, default=0.0)
