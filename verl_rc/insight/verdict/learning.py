@@ -111,7 +111,7 @@ def _collapse(run: RunData) -> list[Statement]:
 
 
 def _too_large_updates(run: RunData, evidence: dict[str, float]) -> tuple[str, tuple[str, ...]]:
-    """Signs of them anywhere in the run, in words, and what to set; nothing where there is none."""
+    """Signs of updates that were too large, in words, and what to set; nothing where there is none."""
     signs = []
     for name, word in _SIZES_OF_UPDATES.items():
         largest = max(run.get(name).values, default=0.0)
