@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from small_study import STUDY, Trainer, finish
 
 from verl_rc.rollout.vllm.fp8_products import Fp8Timings
@@ -151,15 +152,21 @@ def test_a_model_of_other_settings_is_not_started_from(tmp_path: Path) -> None:
 
 
 def test_arms_that_this_machine_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without fast fp8 products refuses: such a run would count as a collapse otherwise."""
+    """A CPU without fast fp8 products, or without a cache in fp8, refuses: such a run would count as a
+    collapse otherwise."""
     timings = Fp8Timings(bf16=1.0, fp8={"PyTorch's choice": 1e4})
     monkeypatch.setattr(machine, "time_fp8_products", lambda: timings)
-    study = replace(
-        STUDY, arms={"bf16": (), "weights": ("actor_rollout_ref.rollout.quantization=fp8_per_channel",)}
-    )
-    found = refused(study, list(study.arms))
-    assert set(found) == {"weights"}
-    assert "fp8" in found["weights"]
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    arms = {
+        "bf16": (),
+        "weights": ("actor_rollout_ref.rollout.quantization=fp8_per_channel",),
+        "cache": ("actor_rollout_ref.rollout.kv_cache_dtype=fp8",),
+    }
+    found = refused(replace(STUDY, arms=arms), list(arms))
+    assert set(found) == {"weights", "cache"}
+    assert "an fp8 product" in found["weights"]
+    assert "key-value cache in fp8" in found["cache"]
 
 
 def test_asynchronous_arms_need_more_than_one_core() -> None:
