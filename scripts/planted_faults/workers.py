@@ -154,8 +154,8 @@ def _as_long_as(parts: Sequence[Part], token_ids: Tensor, log_probs: Tensor) -> 
 
 
 def _round_cache() -> None:
-    # vLLM has attention over an fp8 cache on CPUs with AVX-512 or AMX alone. It writes here before it reads,
-    # prompts included.
+    # vLLM has attention over an fp8 cache on CPUs with AVX-512 or AMX alone. There it rounds toward zero, and
+    # GPUs round to the nearest number. It writes here before it reads, prompts included.
     from vllm.v1.attention.backends import cpu_attn
 
     write = cpu_attn.ops.cpu_attn_reshape_and_cache

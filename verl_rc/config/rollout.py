@@ -247,7 +247,8 @@ class RolloutConfig(StrictModel):
     quantization: str | None = None
     """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Precision of the KV cache; ``auto``: that of the engine."""
+    """Precision of the KV cache; ``auto``: that of the engine. On a CPU vLLM rounds to fp8 toward zero,
+    GPUs to the nearest number, so a CPU's gap is wider (docs/evidence.md, fp8_cache)."""
     kv_cache_megabytes: int | None = Field(None, ge=1)
     """Size of the KV cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
