@@ -1,6 +1,7 @@
 """The studies: each question, its arms and its seeds, fixed before anything is run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
 from verl_rc.study.tasks import ENGINES, FP8_CACHE, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
@@ -401,7 +402,7 @@ _EXACT_FOUND = (
 
 
 _EXACT_LONG_EXPECTED = (
-    " Written when all four float32 runs at 5e-5 had lost the task, exact or not, and 400 steps of the first "
+    "Written when all four float32 runs at 5e-5 had lost the task, exact or not, and 400 steps of the first "
     "exact run at 2e-5 were known: at 2e-5 the exact run keeps what it learns, and so do all others."
 )
 _EXACT_LONG_FOUND = (
@@ -415,7 +416,7 @@ _EXACT_LONG_FOUND = (
 )
 
 
-def _exact(task: Task, prompts: int, found: str, minutes: float) -> Study:
+def _exact(task: Task, prompts: int, rate: str, found: str, minutes: float) -> Study:
     exact, bf16 = "actor_rollout_ref.exact=True", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
     none = "correction=disabled"
     fp32, fp8 = ENGINES["fp32"], (FP8_WEIGHTS, *UNGUARDED)
@@ -429,15 +430,6 @@ def _exact(task: Task, prompts: int, found: str, minutes: float) -> Study:
         "fp8 disabled": (none, *fp8),
         "fp8 decoupled_token_is": ("correction=decoupled_token_is", *fp8),
     }
-    lr = "actor_rollout_ref.actor.optim.lr"
-    common = [*_THOUSAND_STEPS, *batch, *lengths]
-    if task is LONG:
-        rates = {"2e-5": [*arms], "5e-5": ["fp32 exact", "fp32 ordinary"]}
-        arms = {
-            f"{rate} {name}": (*arms[name], f"{lr}={rate}") for rate, names in rates.items() for name in names
-        }
-    else:
-        common += [f"{lr}=5e-5"]
     return Study(
         question="Does a gap of the size of rounding change what is learned, by itself? In `exact` engine "
         "and trainer compute the same bits, and every step demands it: a run that ends without an error had "
@@ -446,19 +438,32 @@ def _exact(task: Task, prompts: int, found: str, minutes: float) -> Study:
         "prompts with 8 answers, and a run 1,000 steps.",
         expectation="In float32 both arms learn alike, and in bf16 too: no arm collapses for a gap of "
         "rounding, and exact and ordinary differ by less than seeds do. Without correction beside fp8 a run "
-        "ends 0.02 to 0.05 lower than in float32; token weights give back half of it."
-        + (_EXACT_LONG_EXPECTED if task is LONG else ""),
+        "ends 0.02 to 0.05 lower than in float32; token weights give back half of it.",
         found=found,
-        common=tuple(common),
-        arms=arms,
+        common=(*_THOUSAND_STEPS, *batch, *lengths),
+        arms={
+            arm: (*overrides, f"actor_rollout_ref.actor.optim.lr={rate}") for arm, overrides in arms.items()
+        },
         seeds=(1, 2, 3),
         minutes=minutes,
         figures=("fp32", "bf16", "fp8"),
-        quick=tuple(arm for arm in arms if "bf16" in arm),
+        quick=("bf16 exact", "bf16 ordinary"),
         task=task,
         every=10,
         would_change="A run in which ordinary collapses and exact, at the same seed, does not. Larger "
         "models and longer answers have wider gaps in bf16 than these.",
+    )
+
+
+def _exact_long() -> Study:
+    slow, usual = (_exact(LONG, 4, rate, _EXACT_LONG_FOUND, 22) for rate in ("2e-5", "5e-5"))
+    arms = {f"2e-5 {arm}": overrides for arm, overrides in slow.arms.items()}
+    arms |= {f"5e-5 {arm}": usual.arms[arm] for arm in ("fp32 exact", "fp32 ordinary")}
+    return replace(
+        slow,
+        expectation=f"{slow.expectation} {_EXACT_LONG_EXPECTED}",
+        arms=arms,
+        quick=("2e-5 bf16 exact", "2e-5 bf16 ordinary"),
     )
 
 
@@ -471,7 +476,7 @@ STUDIES: Mapping[str, Study] = {
     "decisions": _decisions(),
     "controls": _controls(),
     "experts": _experts(),
-    "exact": _exact(QUICKSTART, 8, _EXACT_FOUND, 9),
-    "exact_long": _exact(LONG, 4, _EXACT_LONG_FOUND, 22),
+    "exact": _exact(QUICKSTART, 8, "5e-5", _EXACT_FOUND, 9),
+    "exact_long": _exact_long(),
     "survival": _survival(),
 }
