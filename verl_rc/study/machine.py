@@ -11,14 +11,19 @@ import torch
 
 from verl_rc import __version__
 from verl_rc.preflight.machine import installed_version
-from verl_rc.rollout.vllm.fp8_products import require_fp8_cache, time_fp8_products
+from verl_rc.rollout.vllm.fp8_products import (
+    NoFp8CacheError,
+    SlowFp8Error,
+    require_fp8_cache,
+    time_fp8_products,
+)
 from verl_rc.study.study import Study
 from verl_rc.workers.host import usable_cores
 
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 """How overrides begin that make engines compute in fp8."""
-FP8_CACHE = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
-"""How overrides begin that make engines keep keys and values in fp8."""
+OWN_FP8_CACHE = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
+"""How overrides begin that give engines vLLM's own cache in fp8; ``tasks.FP8_CACHE`` is emulated."""
 ASYNCHRONOUS = "async="
 """How overrides begin that let engine and trainer work at the same time."""
 
@@ -64,11 +69,11 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
     here, by arm."""
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
     reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
-    for start, check in ((FP8, lambda: time_fp8_products().describe()), (FP8_CACHE, require_fp8_cache)):
+    for start, check in ((FP8, lambda: time_fp8_products().describe()), (OWN_FP8_CACHE, require_fp8_cache)):
         if needing := having(study, arms, start):
             try:
                 check()
-            except ValueError as error:  # SlowFp8Error is one
+            except (SlowFp8Error, NoFp8CacheError) as error:
                 reasons |= dict.fromkeys(needing, str(error))
     return reasons
 

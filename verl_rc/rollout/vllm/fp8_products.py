@@ -45,6 +45,10 @@ class SlowFp8Error(ValueError):
     )
 
 
+class NoFp8CacheError(ValueError):
+    """vLLM has no attention over a cache in fp8 on this CPU."""
+
+
 @dataclass(frozen=True)
 class Fp8Timings:
     """Milliseconds of one small product with each implementation."""
@@ -118,9 +122,9 @@ def _milliseconds(compute: Callable[[], Tensor]) -> float:
 
 
 def require_fp8_cache() -> None:
-    """Raise ``ValueError`` unless vLLM has attention over a cache in fp8 on this CPU."""
+    """Raise ``NoFp8CacheError`` unless vLLM has attention over a cache in fp8 on this CPU."""
     if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        raise ValueError(
+        raise NoFp8CacheError(
             "a key-value cache in fp8 needs a CPU with AVX-512 or AMX, which this one does not have; pass "
             "actor_rollout_ref.rollout.kv_cache_dtype=auto."
         )
