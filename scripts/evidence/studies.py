@@ -141,12 +141,12 @@ def _fp8_cache() -> Study:
         "alike. That was wrong in the first run: vLLM rounds toward zero on a CPU. `rounded` was added then, "
         "and expected to agree with the emulation.",
         found="With the cache alone in fp8, vLLM's own one makes a k3 half again as wide in the first step, "
-        "and twice as wide over the run; beside fp8 weights from as wide to 1.8 times. The cause: "
-        "vLLM's write on a CPU rounds toward zero, GPUs round to the nearest number. Rounded so before it is "
-        "written, its cache agrees with the emulation: the same accuracy before the "
-        "first update, and the same k3 in the first step to 1 %. So the emulation stands for a GPU's cache, "
-        "and vLLM's own one on a CPU for a worse one. It costs 0.02 to 0.04 of accuracy before the first "
-        "update, and nothing that is learned: runs differ by less than seeds do.",
+        "and twice as wide over the run; beside fp8 weights 1.0 to 1.8 times as wide. The "
+        "cause: on a CPU vLLM rounds toward zero, and GPUs round to the nearest number. With numbers rounded "
+        "to the nearest first, its cache agrees with the emulation: the same accuracy before the first "
+        "update, and the same k3 in the first step to 1 %. So the emulation stands for a GPU's cache. vLLM's "
+        "own one on a CPU costs 0.02 to 0.04 of accuracy before the first update, and nothing that is "
+        "learned: runs differ by less than seeds do.",
         common=LONG_RUN,
         arms=arms,
         seeds=(4, 5),  # those of quantised are runs of the leaderboard, each of one machine
@@ -409,10 +409,10 @@ _EXACT_LONG_FOUND = (
     "At 5e-5 all four float32 runs lose the task, the exact ones, whose gap was 0 at each of 1.5 million "
     "tokens a run, as well as the ordinary ones, whose mean gap is 1e-7 nats. So a collapse needs no "
     "mismatch: at this rate and with four prompts a step it comes without any, and a run that collapses "
-    "beside a gap says nothing of the gap until the same run without one has held. At 2e-5, of which one "
-    "seed was run, it holds, in float32 and in bf16, and there exact and ordinary have the same accuracy "
-    "over the run to 0.002, though single validations differ by up to 0.12. Beside fp8 the run without "
-    "correction has the same, and token weights 0.03 less, which one seed cannot tell from chance."
+    "beside a gap says nothing of the gap until the same run without one has held. At 2e-5 it "
+    "holds, in float32 and in bf16; one seed was run. There exact and ordinary have the same accuracy over "
+    "the run to 0.002, though single validations differ by up to 0.12. Beside fp8 the run without correction "
+    "has the same accuracy. That with token weights has 0.03 less; one seed cannot tell this from chance."
 )
 
 
