@@ -3,20 +3,17 @@
 With several queries in a request, or keys in splits, the order of the sums depends on the batch.
 """
 
-import inspect
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
-from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from verl_rc.exact import InexactError
+from verl_rc.exact.vllm_functions import pages, require_functions
 
 _BLOCK = 128
 """Tokens of a block of the trainer's cache."""
@@ -46,14 +43,7 @@ _NEEDED: Mapping[str, str] = {
 @cache
 def require_vllm() -> None:
     """Load vLLM's CPU kernels. Raises ``InexactError`` naming the first operation that is not as expected."""
-    for operation, arguments in _NEEDED.items():
-        module, name = operation.split(":")
-        try:
-            takes = set(inspect.signature(attrgetter(name)(import_module(module))).parameters)
-        except (ImportError, AttributeError) as error:
-            raise InexactError(f"{_moved(operation)}, which has none: {error}.") from error
-        if missing := sorted(set(arguments.split()) - takes):
-            raise InexactError(f"{_moved(operation)} with {', '.join(missing)}; it takes {sorted(takes)}.")
+    require_functions(_NEEDED)
     if not current_platform.is_cpu():
         raise InexactError(
             f"exact mode needs vLLM's CPU build, this one is for {current_platform.device_type}."
@@ -64,10 +54,6 @@ def require_vllm() -> None:
     torch.cpu._init_amx()
 
 
-def _moved(operation: str) -> str:
-    return f"exact mode needs the vLLM of requirements/, whose internals it replaces: {operation}"
-
-
 @torch.no_grad()
 def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: float) -> Tensor:
     """Causal attention ``[N, heads, head_dim]`` within packed sequences of ``lengths`` (int64, sum N).
@@ -76,17 +62,12 @@ def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor
     """
     (count, heads, head_dim), kv_heads = query.shape, key.shape[1]
     isa = _get_attn_isa(query.dtype, _BLOCK, head_dim, "auto")
-    blocks = (lengths + _BLOCK - 1) // _BLOCK
-    first_blocks = F.pad(blocks.cumsum(0), (1, 0))
-    rows = torch.repeat_interleave(lengths)
-    positions = torch.arange(count) - (lengths.cumsum(0) - lengths)[rows]
+    num_blocks, rows, positions, slots, table = pages(lengths, _BLOCK)
     ends, starts = (positions + 1).int(), torch.arange(count + 1, dtype=torch.int32)
-    num_blocks = int(first_blocks[-1])
-    table = (first_blocks[:-1, None] + torch.arange(int(blocks.max()))).clamp_max(num_blocks - 1).int()
     # Zeros: the kernel multiplies slots that nothing was written to by 0, and 0 * NaN is NaN.
     cache = query.new_zeros(num_blocks, kv_heads, 2 * _BLOCK, head_dim)
     keys, values = cache.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, keys, values, first_blocks[rows] * _BLOCK + positions, isa)
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=count,
         num_heads=heads,
