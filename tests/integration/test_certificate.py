@@ -13,7 +13,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel, Qwen3Co
 from verl_rc import cli
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import leave_trainer_group
-from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, kernels
+from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, cpu_kernels
 from verl_rc.preflight.captured_trainer import CapturedTrainer, Compared
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
@@ -146,8 +146,8 @@ def test_a_planted_rounding_of_a_module_is_located(
 def test_a_planted_rounding_of_attention_is_located(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = kernels.attend_one_by_one
-    monkeypatch.setattr(kernels, "attend_one_by_one", lambda *inputs: rounded(attend(*inputs)))
+    attend = cpu_kernels.attend
+    monkeypatch.setattr(cpu_kernels, "attend", lambda *inputs: rounded(attend(*inputs)))
     assert first_of(compare()) == "model.layers.0.self_attn.attn"
 
 

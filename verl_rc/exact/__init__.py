@@ -1,6 +1,6 @@
 """EXACT MODE: the operations with which an engine and the trainer compute the same bits, on a CPU.
 
-Both sides multiply by ``operations.linear`` and attend by ``kernels.attend_one_by_one``; ``trainer`` and
+Both sides multiply by ``operations.linear`` and attend by ``cpu_kernels.attend``; ``trainer`` and
 ``engine`` put them in the places of what each has.
 """
 

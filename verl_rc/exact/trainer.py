@@ -34,7 +34,7 @@ class _ValueOf(torch.autograd.Function):
 def exact_attention(ordinary: Attention) -> Attention:
     """The engine's attention, with the gradient of ``ordinary``, over packed or padded sequences."""
     # By its name: a trainer without exact mode runs where vLLM is not installed.
-    kernels = import_module("verl_rc.exact.kernels")
+    kernels = import_module("verl_rc.exact.cpu_kernels")
     kernels.require_vllm()
 
     def attention(
@@ -54,7 +54,7 @@ def exact_attention(ordinary: Attention) -> Attention:
         (rows, _, width, _), layout = query.shape, options.get("packed_layout")
         lengths = torch.full((rows,), width) if layout is None else layout.boundaries.diff()
         flat = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in (query, key, value))
-        attended = kernels.attend_one_by_one(*flat, lengths.long(), scaling)
+        attended = kernels.attend(*flat, lengths.long(), scaling)
         return _ValueOf.apply(attended.view(output.shape), output), None  # type: ignore[no-untyped-call]
 
     return attention

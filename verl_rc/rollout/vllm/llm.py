@@ -13,7 +13,7 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
     Raises ``InexactError`` where exact mode does not fit this vLLM.
     """
     if options.exact:
-        from verl_rc.exact.engine import compute_alike  # noqa: PLC0415  (internals of a CPU build)
+        from verl_rc.exact.cpu_engine import compute_alike  # noqa: PLC0415  (internals of a CPU build)
 
         compute_alike()
     return LLM(

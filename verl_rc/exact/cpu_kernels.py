@@ -55,7 +55,7 @@ def require_vllm() -> None:
 
 
 @torch.no_grad()
-def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: float) -> Tensor:
     """Causal attention ``[N, heads, head_dim]`` within packed sequences of ``lengths`` (int64, sum N).
 
     ``key`` and ``value`` may have fewer heads than ``query``.

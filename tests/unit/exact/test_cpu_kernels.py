@@ -5,20 +5,20 @@ import re
 import pytest
 import torch
 
-from verl_rc.exact import InexactError, kernels
+from verl_rc.exact import InexactError, cpu_kernels
 
 LENGTHS = [1, 150, 7]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
-    kernels.require_vllm()
+    cpu_kernels.require_vllm()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_causal_attention_within_each_sequence(kv_heads: int) -> None:
     query, key, value = (torch.randn(sum(LENGTHS), heads, 32) for heads in (4, kv_heads, kv_heads))
-    found = kernels.attend_one_by_one(query, key, value, torch.tensor(LENGTHS), 0.25)
+    found = cpu_kernels.attend(query, key, value, torch.tensor(LENGTHS), 0.25)
     expected, first = torch.empty(query.shape, dtype=torch.float64), 0
     for length in LENGTHS:
         for place in range(first, first + length):
@@ -34,9 +34,9 @@ def test_causal_attention_within_each_sequence(kv_heads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(sum(LENGTHS), heads, 32).to(dtype) for heads in (4, 2, 2))
-    whole = kernels.attend_one_by_one(query, key, value, torch.tensor(LENGTHS), 0.25)
+    whole = cpu_kernels.attend(query, key, value, torch.tensor(LENGTHS), 0.25)
     parts = [
-        kernels.attend_one_by_one(*three, torch.tensor([len(three[0])]), 0.25)
+        cpu_kernels.attend(*three, torch.tensor([len(three[0])]), 0.25)
         for three in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True)
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -58,6 +58,6 @@ def test_a_sequence_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
 def test_internals_of_vllm_that_moved_are_named(
     operation: str, arguments: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_NEEDED", {**kernels._NEEDED, operation: arguments})
+    monkeypatch.setattr(cpu_kernels, "_NEEDED", {**cpu_kernels._NEEDED, operation: arguments})
     with pytest.raises(InexactError, match=re.escape(problem)):
-        kernels.require_vllm.__wrapped__()
+        cpu_kernels.require_vllm.__wrapped__()

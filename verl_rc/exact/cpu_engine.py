@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.exact import hold_sums
-from verl_rc.exact.kernels import require_vllm
+from verl_rc.exact.cpu_kernels import require_vllm
 from verl_rc.exact.operations import linear, whole_vectors
 
 
