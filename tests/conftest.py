@@ -59,5 +59,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def _sums_are_held_in_exact_mode_alone() -> Iterator[None]:
     """Exact mode sets them for its process, which here goes on with other tests."""
     yield
-    for name in LIBRARIES.keys() - ENVIRONMENT:
-        os.environ.pop(name, None)
+    for of_device in LIBRARIES.values():
+        for name in of_device.keys() - ENVIRONMENT:
+            os.environ.pop(name, None)

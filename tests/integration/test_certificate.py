@@ -44,7 +44,9 @@ Compare = Callable[[], list[Compared]]
 def sampled_by_engine(model: PreTrainedModel, folder: Path, dtype: str) -> Path:
     """What an engine with these weights computed, in a file beside the model."""
     model.save_pretrained(folder / "model")
-    options = VllmOptions(str(folder / "model"), dtype, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS}, exact=True)
+    options = VllmOptions(
+        str(folder / "model"), dtype, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS["cpu"]}, exact=True
+    )
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     engine = ChildProcess("verl_rc.rollout.vllm.captured:CapturingEngine", environment, options=options)
     engine.call("sample", PROMPTS, 5, str(folder / "engine.pt"))
@@ -176,7 +178,7 @@ def test_prompts_of_a_file_are_certified(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in LIBRARIES:  # that the exact trainer of this process has set
+    for name in LIBRARIES["cpu"]:  # that the exact trainer of this process has set
         monkeypatch.delenv(name, raising=False)
     model = write_tiny_model(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("sort 3 1 2\n\nsort 9 8\n")

@@ -45,7 +45,7 @@ def scores_of(scoring: Scoring, weights: Path, tokens: TokenBatch) -> torch.Tens
 def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
     task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in LIBRARIES.items():
+    for name, value in LIBRARIES["cpu"].items():
         monkeypatch.setenv(name, value)
     result = train([*run_overrides(task, tmp_path), *EXACT, *PARTIAL, *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]

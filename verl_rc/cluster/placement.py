@@ -85,7 +85,7 @@ def plan_placement(config: RunConfig) -> Placement:
     if device == "cpu":
         _check_cores(config)
     if config.actor_rollout_ref.exact:
-        hold_sums()
+        hold_sums(device)
     engines_per_node = max(1, config.num_engines // rollout.nnodes)
     trainer_threads, engine_threads = _threads(config, device, engines_per_node)
     rank_places, engine_places = _reserve(

@@ -1,4 +1,4 @@
-"""The engine's side: what replaces vLLM's own operations, put there before it builds a model."""
+"""The engine's side on a CPU: what replaces vLLM's own operations, put there before it builds a model."""
 
 import os
 from dataclasses import replace
@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.exact import hold_sums
-from verl_rc.exact.cpu_kernels import require_vllm
+from verl_rc.exact.cpu_kernels import DEVICE, require_vllm
 from verl_rc.exact.operations import linear, whole_vectors
 
 
@@ -114,7 +114,7 @@ def compute_alike() -> None:
     Raises ``InexactError`` where vLLM is another than the one that was looked at.
     """
     require_vllm()
-    hold_sums()
+    hold_sums(DEVICE)
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OneByOneBackend.__name__}")
     RMSNorm.register_oot(_RoundedRmsNorm)

@@ -4,7 +4,7 @@ With several queries in a request, or keys in splits, the order of the sums depe
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,8 +13,16 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from verl_rc.exact import InexactError
+from verl_rc.exact.operations import linear
 from verl_rc.exact.vllm_functions import pages, require_functions
 
+__all__ = ["DEVICE", "attend", "linear", "log_softmax", "normalise", "require_vllm"]
+
+DEVICE = "cpu"
+log_softmax = partial(torch.log_softmax, dim=-1)
+"""As vLLM's sampler."""
+normalise = None
+"""The trainer's own, as the engine's rounds first."""
 _BLOCK = 128
 """Tokens of a block of the trainer's cache."""
 _LAYERS, _ATTENTION = "vllm.model_executor.layers", "vllm.v1.attention"

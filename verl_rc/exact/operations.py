@@ -1,6 +1,8 @@
-"""The linear layer of both sides, and a test that its rows do not depend on the batch."""
+"""The linear layer of both sides on a CPU, a test that its rows do not depend on the batch, and values with
+the gradient of another operation."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,26 @@ _VECTOR = 64
 """Numbers of bfloat16 that PyTorch takes at once; what is left at the end goes through other functions."""
 _ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
+
+
+class _ValueOf(torch.autograd.Function):
+    """The first tensor's value, the second's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def value_of(value: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
+    """``value`` with the gradient of ``ordinary()``, of the same shape, which is called where gradients are
+    asked for."""
+    if not torch.is_grad_enabled():
+        return value
+    return _ValueOf.apply(value, ordinary())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,10 +52,16 @@ def whole_vectors(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def require_rows_alone(
+    shapes: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    multiply: Callable[[Tensor, Tensor], Tensor] = linear,
+    device: str = "cpu",
+) -> None:
     """Raise ``InexactError`` naming the layer when a row's result depends on how many rows come with it.
 
-    ``shapes``: inputs and outputs of the model's linear layers; wider ones are tested with 4,096 outputs.
+    ``shapes``: inputs and outputs of the model's linear layers, which ``multiply`` on ``device``; wider ones
+    are tested with 4,096 outputs.
     """
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in sorted({(inputs, min(outputs, _WIDEST)) for inputs, outputs in shapes}):
@@ -42,17 +70,18 @@ def require_rows_alone(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) ->
         shuffled = torch.randperm(2 * half, generator=generator)
         weight, x = (torch.randn(rows, half, generator=generator) for rows in (outputs, _ROWS[-1]))
         weight, x = (
-            F.pad(torch.cat(halves, 1)[:, shuffled], (0, inputs % 2)).to(dtype)
+            F.pad(torch.cat(halves, 1)[:, shuffled], (0, inputs % 2)).to(device, dtype)
             for halves in ([weight, weight], [x, -x])
         )
-        whole = linear(x, weight)
+        whole = multiply(x, weight)
         for rows in _ROWS:
-            first, last = linear(x[:rows], weight), linear(x[-rows:], weight)
+            first, last = multiply(x[:rows], weight), multiply(x[-rows:], weight)
             different = (first != whole[:rows]) | (last != whole[-rows:])
             if different.any():
                 raise InexactError(
-                    f"exact mode needs linear layers whose rows do not depend on the batch, but on this CPU "
+                    f"exact mode needs linear layers whose rows do not depend on the batch, but here "
                     f"{int(different.sum())} numbers of a layer of {inputs} inputs and {outputs} outputs in "
-                    f"{dtype} differ between {rows} and {_ROWS[-1]} rows; drop actor_rollout_ref.exact, or "
-                    "set ONEDNN_MAX_CPU_ISA or MKL_ENABLE_INSTRUCTIONS to another set of instructions."
+                    f"{dtype} on {device} differ between {rows} and {_ROWS[-1]} rows; drop "
+                    "actor_rollout_ref.exact, or on a CPU set ONEDNN_MAX_CPU_ISA or MKL_ENABLE_INSTRUCTIONS "
+                    "to another set of instructions."
                 )

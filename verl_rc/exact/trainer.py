@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_rc.exact import hold_sums
+from verl_rc.exact import InexactError, hold_sums
 from verl_rc.exact.capture import ACTIVATION
-from verl_rc.exact.operations import linear, require_rows_alone, whole_vectors
+from verl_rc.exact.operations import require_rows_alone, value_of, whole_vectors
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices
@@ -19,22 +19,15 @@ Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it."""
 
 
-class _ValueOf(torch.autograd.Function):
-    """The first tensor's value, the second's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
+def engine_kernels() -> Any:
+    """The module with the engine's operations on this process's device."""
+    # By its name: a trainer without exact mode runs where vLLM is not installed.
+    return import_module(f"verl_rc.exact.{'gpu' if torch.cuda.is_available() else 'cpu'}_kernels")
 
 
 def exact_attention(ordinary: Attention) -> Attention:
     """The engine's attention, with the gradient of ``ordinary``, over packed or padded sequences."""
-    # By its name: a trainer without exact mode runs where vLLM is not installed.
-    kernels = import_module("verl_rc.exact.cpu_kernels")
+    kernels = engine_kernels()
     kernels.require_vllm()
 
     def attention(
@@ -50,12 +43,14 @@ def exact_attention(ordinary: Attention) -> Attention:
             raise ValueError(
                 f"exact mode needs a model without dropout, got attention_dropout={options['dropout']}."
             )
-        output, _ = ordinary(module, query, key, value, attention_mask, scaling, **options)
         (rows, _, width, _), layout = query.shape, options.get("packed_layout")
         lengths = torch.full((rows,), width) if layout is None else layout.boundaries.diff()
         flat = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in (query, key, value))
         attended = kernels.attend(*flat, lengths.long(), scaling)
-        return _ValueOf.apply(attended.view(output.shape), output), None  # type: ignore[no-untyped-call]
+        return value_of(
+            attended.unflatten(0, (rows, width)),
+            lambda: ordinary(module, query, key, value, attention_mask, scaling, **options)[0],
+        ), None
 
     return attention
 
@@ -68,40 +63,55 @@ def exact_scores(
     bias: Tensor | None = None,
     kept_ids: Tensor | None = None,
 ) -> HiddenStateScores:
-    """See ``scores_from_hidden_states``; the log-probs are ``torch.log_softmax``, as in vLLM's sampler.
+    """See ``scores_from_hidden_states``; the log-probs are a whole log-softmax, as in vLLM's sampler.
 
     Filters are refused in exact mode, so ``kept_ids`` is None.
     """
     assert kept_ids is None
+    kernels = engine_kernels()
     scores = scores_from_hidden_states(hidden, weight, token_ids, options, bias)
     log_probs = torch.empty_like(scores.log_probs)
     with torch.no_grad():
         for rows in row_slices(len(hidden), len(weight), LOGITS_AT_ONCE):
-            logits = linear(hidden[rows], weight, bias).float() / options.temperature
-            log_probs[rows] = logits.log_softmax(-1).gather(-1, token_ids[rows, None])[:, 0]
-    return scores._replace(log_probs=_ValueOf.apply(log_probs, scores.log_probs))  # type: ignore[no-untyped-call]
+            logits = kernels.linear(hidden[rows], weight, bias).float() / options.temperature
+            log_probs[rows] = kernels.log_softmax(logits).gather(-1, token_ids[rows, None])[:, 0]
+    return scores._replace(log_probs=value_of(log_probs, lambda: scores.log_probs))
 
 
 def compute_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """Let linear layers and activations of ``model``, which computes in ``compute_dtype``, compute as the
-    engine's do.
+    """Let linear layers, activations and, on a GPU, norms of ``model``, which computes in ``compute_dtype``,
+    compute as the engine's do.
 
-    Raises ``InexactError`` where this CPU's products depend on the batch.
+    Raises ``InexactError`` where this device's products depend on the batch, or a norm is another than the
+    engine's.
     """
-    hold_sums()
+    kernels = engine_kernels()
+    hold_sums(kernels.DEVICE)
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
-    require_rows_alone({(layer.in_features, layer.out_features) for layer in layers}, compute_dtype)
+    shapes = {(layer.in_features, layer.out_features) for layer in layers}
+    require_rows_alone(shapes, compute_dtype, kernels.linear, kernels.DEVICE)
     for layer in layers:
-        layer.forward = partial(_forward, layer)
+        layer.forward = partial(_multiply, layer, kernels.linear)
     for name, module in model.named_modules():
         if name.endswith(ACTIVATION):
             module.forward = partial(_activate, module.forward)
+        elif name.endswith("norm") and kernels.normalise is not None:
+            if not hasattr(module, "variance_epsilon"):  # Gemma's multiplies by 1 + weight
+                raise InexactError(
+                    f"exact mode on a GPU needs norms that multiply by their weight, but {name} is a "
+                    f"{type(module).__name__}; drop actor_rollout_ref.exact."
+                )
+            module.forward = partial(_normalise, module, kernels.normalise, module.forward)
     return model
 
 
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def _multiply(layer: nn.Linear, multiply: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return multiply(x, layer.weight, layer.bias)
 
 
 def _activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(whole_vectors(x))[..., : x.shape[-1]]
+
+
+def _normalise(norm: Any, exact: Callable[..., Tensor], ordinary: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return value_of(exact(x, norm.weight, norm.variance_epsilon), lambda: ordinary(x))

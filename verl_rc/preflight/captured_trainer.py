@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from verl_rc.data.batches import TokenBatch
 from verl_rc.distributed.fsdp import shard_model
 from verl_rc.distributed.network import listen
-from verl_rc.distributed.process_group import RankAddress, join_trainer_group
+from verl_rc.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.exact import capture
 from verl_rc.workers.environment import LOOPBACK
 from verl_rc.workers.forward import ForwardOptions, packed_logits, score_tokens
@@ -52,7 +52,8 @@ class CapturedTrainer:
     def __init__(self, model_path: str, dtype: str, exact: bool) -> None:
         """Load the model, which computes in ``dtype``."""
         compute_dtype: torch.dtype = getattr(torch, dtype)
-        mesh = join_trainer_group(RankAddress(0, 1, LOOPBACK, listen(LOOPBACK)), torch.device("cpu"))
+        self._device = trainer_device("auto")
+        mesh = join_trainer_group(RankAddress(0, 1, LOOPBACK, listen(LOOPBACK)), self._device)
         chosen = operations(exact, compute_dtype)
         AttentionInterface.register(
             _CAPTURED_ATTENTION, self._watched(AttentionInterface()[chosen.attention])
@@ -67,7 +68,7 @@ class CapturedTrainer:
 
     def compare(self, prompts: list[list[int]], file: str) -> list[Compared]:
         """Compare with the ``file`` of ``CapturingEngine.sample``, in the order in which it computes."""
-        engine = torch.load(file)
+        engine = torch.load(file, map_location="cpu")
         sampled = torch.tensor([value for given in engine["log_probs"] for value in given])
         theirs = {**engine["kept"], capture.LOG_PROBS: (None, sampled[:, None])}
         compared = []
@@ -80,7 +81,7 @@ class CapturedTrainer:
     def keep(self, prompts: list[list[int]], file: str, kept: str) -> None:
         """Write to ``kept`` what this model computes of the tokens in an engine's ``file``, as if it were
         that."""
-        engine = torch.load(file)
+        engine = torch.load(file, map_location="cpu")
         computed = self._computed(prompts, engine)
         _, log_probs = computed.pop(capture.LOG_PROBS)
         parts = log_probs[:, 0].split([len(answer) for answer in engine["responses"]])
@@ -96,8 +97,10 @@ class CapturedTrainer:
         ends, _ = engine["kept"][capture.HEAD]
         self._kept = {}
         with torch.no_grad():
-            ids = torch.tensor([token for sequence in sequences for token in sequence])
-            logits = packed_logits(self.model, ids, lengths, _rows(ends, begins))
+            tokens = [token for sequence in sequences for token in sequence]
+            ids = torch.tensor(tokens, device=self._device)
+            keep = _rows(ends, begins).to(self._device)
+            logits = packed_logits(self.model, ids, lengths, keep).cpu()
             mine = {name: torch.cat([*parts], -1) for name, parts in self._kept.items()}
             log_probs = self._log_probs(prompts, engine["responses"])
         sampled = [
@@ -120,8 +123,10 @@ class CapturedTrainer:
             response_lengths=torch.tensor([len(one) for one in responses]),
             batch_size=[len(prompts)],
         )
-        scores = score_tokens(self.model, batch, ForwardOptions(), with_entropy=False).log_probs
-        return torch.cat([row[: len(one)] for row, one in zip(scores, responses, strict=True)])
+        scores = score_tokens(self.model, batch.to(self._device), ForwardOptions(), with_entropy=False)
+        return torch.cat(
+            [row[: len(one)] for row, one in zip(scores.log_probs.cpu(), responses, strict=True)]
+        )
 
     def _watch(self, name: str, module: nn.Module) -> None:
         end = ".".join(name.split(".")[-2:])
@@ -143,7 +148,7 @@ class CapturedTrainer:
         module.register_forward_hook(lambda _, inputs, output: self._keep(name, output))
 
     def _keep(self, name: str, values: Tensor) -> None:
-        flat = values.detach()[0]
+        flat = values.detach()[0].cpu()
         self._kept.setdefault(name, []).append(flat.reshape(len(flat), -1))
 
     def _watched(self, attention: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from verl_rc.config.models import model_source
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.child_process import ChildProcess, RemoteError
+from verl_rc.distributed.process_group import trainer_device
 from verl_rc.exact import ENGINE_ARGUMENTS, capture, hold_sums
 from verl_rc.preflight.captured_trainer import Compared
 from verl_rc.rollout.vllm.options import VllmOptions
@@ -82,7 +83,8 @@ class Certificate:
 
 
 def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = True) -> Certificate:
-    """Sample with an engine and score with the trainer, each in a process, and compare what they computed.
+    """Sample with an engine and score with the trainer, each in a process, and compare what they computed:
+    on a GPU where one is found.
 
     ``prompts``: a text file with a prompt in each line; None: random tokens. ``exact``: with the operations
     of exact mode, else as a run without it. Raises ``ValueError`` for a file without prompts,
@@ -95,6 +97,7 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
     batches = {str(size): [texts[row % len(texts)] for row in range(size)] for size in _BATCHES}
     prefix = (max(texts, key=len) * _PREFIX)[: min(_PREFIX, longest - _NUM_TOKENS - 2)]
     shared = [[*prefix[: len(prefix) - row], texts[0][0]] for row in range(16)]
+    device = trainer_device("auto").type
     arguments = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": 256 << 20,
@@ -102,18 +105,18 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 1 << 15,
         "distributed_executor_backend": "uni",
-        **(ENGINE_ARGUMENTS if exact else {}),
+        **(ENGINE_ARGUMENTS[device] if exact else {}),
     }
     options = VllmOptions(model_source(model), dtype, longest, arguments, exact=exact)
     if exact:
-        hold_sums()
+        hold_sums(device)
     cores = usable_cores()
     compared = {}
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/engine.pt"
         engine = ChildProcess(
             "verl_rc.rollout.vllm.captured:CapturingEngine",
-            engine_environment(cores, "cpu", one_node=True),
+            engine_environment(cores, device, one_node=True),
             wait=False,
             options=options,
         )

@@ -39,7 +39,8 @@ def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
 
 def _threads(count: int) -> dict[str, str]:
     # On other nodes, too, both sides of exact mode add as this process says.
-    held = {name: os.environ[name] for name in LIBRARIES if name in os.environ}
+    names = [name for of_device in LIBRARIES.values() for name in of_device]
+    held = {name: os.environ[name] for name in names if name in os.environ}
     return {"OMP_NUM_THREADS": str(count), **_users_or(SLEEP_WHILE_WAITING), **held}
 
 

@@ -85,9 +85,9 @@ require_rows_alone({(1024, 1024), (2432, 896)}, torch.float32)
 
 def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # A CPU with AMX splits sums of bfloat16, and MKL those of float32 for two threads.
-    for name in exact.LIBRARIES:
+    for name in exact.LIBRARIES["cpu"]:
         monkeypatch.delenv(name, raising=False)
-    hold_sums()
+    hold_sums("cpu")
     environment = {**os.environ, **trainer_environment(2, one_node=True)}
     result = subprocess.run(
         [sys.executable, "-c", MULTIPLY], env=environment, capture_output=True, text=True, timeout=300
@@ -99,6 +99,6 @@ def test_both_sides_get_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(exact.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
     ends = [partial(trainer_environment, 1), partial(engine_environment, 1, "cpu")]
     assert all("MKL_CBWR" not in end(one_node=False) for end in ends)
-    hold_sums()
+    hold_sums("cpu")
     held = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
     assert all(held.items() <= end(one_node=False).items() for end in ends)

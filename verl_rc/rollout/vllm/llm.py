@@ -1,7 +1,9 @@
 """vLLM's ``LLM``, from the options of an engine."""
 
+from importlib import import_module
 from typing import Any
 
+import torch
 from vllm import LLM
 
 from verl_rc.rollout.vllm.options import VllmOptions
@@ -13,9 +15,8 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
     Raises ``InexactError`` where exact mode does not fit this vLLM.
     """
     if options.exact:
-        from verl_rc.exact.cpu_engine import compute_alike  # noqa: PLC0415  (internals of a CPU build)
-
-        compute_alike()
+        device = "gpu" if torch.cuda.is_available() else "cpu"
+        import_module(f"verl_rc.exact.{device}_engine").compute_alike()
     return LLM(
         model=options.model_path,
         dtype=options.dtype,

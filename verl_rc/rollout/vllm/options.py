@@ -76,7 +76,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         arguments["enable_return_routed_experts"] = True
     exact = config.actor_rollout_ref.exact
     if exact:
-        arguments |= ENGINE_ARGUMENTS
+        arguments |= ENGINE_ARGUMENTS[device]
     on_update = config.async_training.on_update
     if on_update != "finish":
         # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
