@@ -35,8 +35,6 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
         f"{_MODEL}.head_dtype": (model.head_dtype, None),
         **shares,
     }
-    if config.trainer.device == "cuda":
-        values["trainer.device"] = ("cuda", "cpu")
     if config.async_training.on_update == "keep":
         values["async_training.kv_cache_on_update"] = ("keep", "recompute")
     for key, (value, proven) in values.items():

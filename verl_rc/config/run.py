@@ -212,8 +212,8 @@ class ActorRolloutRefConfig(StrictModel):
     hybrid_engine: bool = True
     """Engines share the trainer's devices; False: they use separate devices."""
     exact: bool = False
-    """Engine, actor and reference compute the same bits (docs/exact.md), on CPUs: log-probs of the same
-    weights are equal, and a step in which one is not ends the run."""
+    """Engine, actor and reference compute the same bits (docs/exact.md): log-probs of the same weights
+    are equal, and a step in which one is not ends the run. Never run on a GPU."""
 
 
 class RunConfig(StrictModel):

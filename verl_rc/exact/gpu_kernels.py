@@ -1,0 +1,99 @@
+"""vLLM's batch-invariant kernels as both sides call them on a GPU.
+
+No GPU has run this. Run ``verl-rc exact MODEL`` first: it names what differs.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm import envs
+from vllm.model_executor.determinism import batch_invariant
+from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+from verl_rc.exact import InexactError
+from verl_rc.exact.operations import value_of
+from verl_rc.exact.vllm_functions import pages, require_functions
+
+DEVICE = "cuda"
+_BLOCK = 16
+"""Tokens of a block of the trainer's cache."""
+_LAYERS = "vllm.model_executor.layers"
+_INVARIANT = "vllm.model_executor.determinism.batch_invariant"
+_NEEDED: Mapping[str, str] = {
+    f"{_INVARIANT}:linear_batch_invariant": "input weight bias",
+    f"{_INVARIANT}:rms_norm_batch_invariant": "input weight eps",
+    f"{_INVARIANT}:log_softmax": "input dim",
+    "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "q k v out cu_seqlens_q max_seqlen_q "
+    "seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap q_descale k_descale "
+    "v_descale",
+    f"{_LAYERS}.layernorm:RMSNorm.forward_cuda": "x residual",
+    f"{_LAYERS}.rotary_embedding.base:RotaryEmbeddingBase._compute_inv_freq": "base",
+}
+"""What exact mode calls or replaces in vLLM, and the arguments that it must take."""
+
+
+@cache
+def require_vllm() -> None:
+    """Raises ``InexactError`` where vLLM is not as expected, or not in its batch-invariant mode."""
+    require_functions(_NEEDED)
+    if not envs.VLLM_BATCH_INVARIANT:
+        raise InexactError(
+            "exact mode on a GPU needs vLLM's batch-invariant mode, got VLLM_BATCH_INVARIANT=0 in the "
+            "environment; unset it, or drop actor_rollout_ref.exact."
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """vLLM's linear layer, with the gradient of ``F.linear``."""
+    with torch.no_grad():
+        value = batch_invariant.linear_batch_invariant(x, weight, bias)
+    return value_of(value, lambda: F.linear(x, weight, bias))
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension, as vLLM's sampler in its batch-invariant mode."""
+    return batch_invariant.log_softmax(logits)
+
+
+def normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """vLLM's RMSNorm of ``x`` times ``weight``."""
+    return batch_invariant.rms_norm_batch_invariant(x, weight.detach(), epsilon)
+
+
+@torch.no_grad()
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: float) -> Tensor:
+    """Causal attention ``[N, heads, head_dim]`` within packed sequences of ``lengths`` (int64, sum N).
+
+    ``key`` and ``value`` may have fewer heads than ``query``. vLLM's kernel goes through the keys of a query
+    in tiles of one size, in prefill and in decoding.
+    """
+    lengths = lengths.to(query.device)
+    num_blocks, _, _, slots, table = pages(lengths, _BLOCK)
+    caches = []
+    for tokens in (key, value):
+        cache = tokens.new_zeros(num_blocks * _BLOCK, *tokens.shape[1:])
+        cache[slots] = tokens
+        caches.append(cache.unflatten(0, (num_blocks, _BLOCK)))
+    output, longest = torch.empty_like(query), int(lengths.max())
+    unified_attention(
+        q=query,
+        k=caches[0],
+        v=caches[1],
+        out=output,
+        cu_seqlens_q=F.pad(lengths.cumsum(0), (1, 0)).int(),
+        max_seqlen_q=longest,
+        seqused_k=lengths.int(),
+        max_seqlen_k=longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1),
+        block_table=table,
+        softcap=0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    )
+    return output
