@@ -44,6 +44,7 @@ _EXACT_MODE = (
     "engine, actor and reference compute the same bits; a step in which a token of the actor's own weights "
     "differs ends the run, and what is left of the gap is staleness alone"
 )
+_EXACT_ON_GPUS = "; on a GPU it was never run: try verl-rc exact MODEL there first"
 _AGENT = "verl_rc.rollout.environments.agent:Agent"
 _REWARDS = {
     "turns": "what the environment gives each turn, at the turn's last token",
@@ -460,7 +461,8 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
     if config.actor_rollout_ref.model.head_dtype is not None:
         yield "  logits: products in float32, in actor, reference and engines"
     if config.actor_rollout_ref.exact:
-        yield from _wrapped("  exact mode: ", _EXACT_MODE)
+        untried = "" if config.trainer.device == "cpu" else _EXACT_ON_GPUS
+        yield from _wrapped("  exact mode: ", _EXACT_MODE + untried)
     yield f"  training steps: {steps}"
 
 

@@ -122,8 +122,9 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     (
         {"actor_rollout_ref.exact": True, f"{ACTOR}.fsdp_config.dtype": "bfloat16"},
         ["exact mode: engine, actor and reference compute the same bits"],
-        [],
+        ["on a GPU it was never run"],
     ),
+    ({"actor_rollout_ref.exact": True, "trainer.device": "cuda"}, ["on a GPU it was never run"], []),
     (
         {**AHEAD, **TOKEN_WEIGHTS},
         [
