@@ -5,6 +5,7 @@ No GPU has run this. Run ``verl-rc exact MODEL`` first: it names what differs.
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ _NEEDED: Mapping[str, str] = {
     f"{_INVARIANT}:linear_batch_invariant": "input weight bias",
     f"{_INVARIANT}:rms_norm_batch_invariant": "input weight eps",
     f"{_INVARIANT}:log_softmax": "input dim",
+    f"{_INVARIANT}:_get_matmul_config": "M N K dtype default",
     "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "q k v out cu_seqlens_q max_seqlen_q "
     "seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap q_descale k_descale "
     "v_descale",
@@ -35,10 +37,20 @@ _NEEDED: Mapping[str, str] = {
 """What exact mode calls or replaces in vLLM, and the arguments that it must take."""
 
 
+def _one_tiling(M: int, N: int, K: int, dtype: Any, default: dict[str, int]) -> dict[str, int]:
+    """In the place of vLLM's, which looks up N and K: its layers are wider than the trainer's, whose queries,
+    keys and values are three."""
+    return default
+
+
 @cache
 def require_vllm() -> None:
-    """Raises ``InexactError`` where vLLM is not as expected, or not in its batch-invariant mode."""
+    """Give vLLM's products one order of sums for layers of any width.
+
+    Raises ``InexactError`` where vLLM is not as expected, or not in its batch-invariant mode.
+    """
     require_functions(_NEEDED)
+    batch_invariant._get_matmul_config = _one_tiling
     if not envs.VLLM_BATCH_INVARIANT:
         raise InexactError(
             "exact mode on a GPU needs vLLM's batch-invariant mode, got VLLM_BATCH_INVARIANT=0 in the "

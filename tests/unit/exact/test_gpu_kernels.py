@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.custom_op import op_registry
+from vllm.model_executor.determinism import batch_invariant, batch_invariant_configs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, InexactError, gpu_kernels
@@ -61,6 +62,20 @@ def test_vllm_takes_what_it_is_given() -> None:
         import_module(f"vllm.model_executor.layers.{module}")
     names = {name.lstrip("-") for name in arguments["compilation_config"]["custom_ops"]} - {"all"}
     assert names <= op_registry.keys()
+
+
+def test_layers_of_all_widths_are_added_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LIBRARIES["cuda"].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(batch_invariant, "_get_matmul_config", batch_invariant._get_matmul_config)
+    tuned = next(iter(batch_invariant_configs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS.values()))
+    monkeypatch.setattr(batch_invariant_configs, "_TUNED_MATMUL_CONFIGS_FOR_DEVICE", tuned)
+    monkeypatch.setattr(batch_invariant_configs, "_TUNED_MATMUL_CONFIGS_RESOLVED", True)
+    default = {"BLOCK_SIZE_K": 8}
+    layers = [(7, *shape, torch.bfloat16, default) for shape in tuned]
+    assert all(batch_invariant._get_matmul_config(*layer) != default for layer in layers)
+    gpu_kernels.require_vllm.__wrapped__()
+    assert all(batch_invariant._get_matmul_config(*layer) == default for layer in layers)
 
 
 def test_vllm_outside_its_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
