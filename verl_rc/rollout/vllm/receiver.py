@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
 
 from verl_rc.rollout.vllm.adapters import plain_layers, put_back
 from verl_rc.rollout.vllm.float32_head import forget_float32_heads
@@ -91,7 +92,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         address = TransferAddress(
             init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds
         )
-        self._group = join_transfer_group(address, rank, init_info.process_group_backend)
+        # The other members do not have the settings of vLLM's batch-invariant mode: NCCL would hang.
+        with unpinned_nccl_env():
+            self._group = join_transfer_group(address, rank, init_info.process_group_backend)
 
     def start_weight_update(self) -> None:
         """Put the model's layers back into loadable form, if there are no weights that stay.
