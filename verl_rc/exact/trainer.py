@@ -73,7 +73,9 @@ def exact_scores(
     log_probs = torch.empty_like(scores.log_probs)
     with torch.no_grad():
         for rows in row_slices(len(hidden), len(weight), LOGITS_AT_ONCE):
-            logits = kernels.linear(hidden[rows], weight, bias).float() / options.temperature
+            logits = kernels.linear(hidden[rows], weight, bias).float()
+            # As vLLM, by a tensor: a GPU divides by a number as it multiplies by the inverse.
+            logits /= logits.new_tensor(options.temperature)
             log_probs[rows] = kernels.log_softmax(logits).gather(-1, token_ids[rows, None])[:, 0]
     return scores._replace(log_probs=value_of(log_probs, lambda: scores.log_probs))
 
