@@ -5,7 +5,9 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-os.environ |= {"TRITON_INTERPRET": "1", "VLLM_BATCH_INVARIANT": "1", "CUDA_VISIBLE_DEVICES": ""}
+from verl_rc.exact import LIBRARIES
+
+os.environ |= {**LIBRARIES["cuda"], "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 import torch
 from vllm.platforms import current_platform

@@ -24,10 +24,10 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
         f"{_ROLLOUT}.quantization": (rollout.quantization, None),
         f"{_ROLLOUT}.kv_cache_dtype": (rollout.kv_cache_dtype, "auto"),
         f"{_ROLLOUT}.tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
-        f"{_ROLLOUT}.engine_kwargs.vllm.compilation_config": (
-            rollout.engine_kwargs.vllm.get("compilation_config"),
-            None,
-        ),
+        **{
+            f"{_ROLLOUT}.engine_kwargs.vllm.{name}": (rollout.engine_kwargs.vllm.get(name), None)
+            for name in ("compilation_config", "attention_backend", "attention_config")
+        },
         f"{_ROLLOUT}.top_p": (rollout.top_p, 1.0),
         f"{_ROLLOUT}.top_k": (rollout.top_k, -1),
         f"{_ROLLOUT}.min_p": (rollout.min_p, 0.0),

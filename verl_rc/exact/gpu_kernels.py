@@ -3,6 +3,7 @@
 No GPU has run this. Run ``verl-rc exact MODEL`` first: it names what differs.
 """
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -10,17 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm import envs
 from vllm.model_executor.determinism import batch_invariant
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-from verl_rc.exact import InexactError
+from verl_rc.exact import LIBRARIES, InexactError
 from verl_rc.exact.operations import value_of
 from verl_rc.exact.vllm_functions import pages, require_functions
 
 DEVICE = "cuda"
-_BLOCK = 16
-"""Tokens of a block of the trainer's cache."""
+_BLOCK = 32
+"""Tokens of a block of the trainer's cache: those that the kernel takes at once."""
 _LAYERS = "vllm.model_executor.layers"
 _INVARIANT = "vllm.model_executor.determinism.batch_invariant"
 _NEEDED: Mapping[str, str] = {
@@ -32,6 +32,7 @@ _NEEDED: Mapping[str, str] = {
     "seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap q_descale k_descale "
     "v_descale",
     f"{_LAYERS}.layernorm:RMSNorm.forward_cuda": "x residual",
+    f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits": "hidden_states",
     f"{_LAYERS}.rotary_embedding.base:RotaryEmbeddingBase._compute_inv_freq": "base",
 }
 """What exact mode calls or replaces in vLLM, and the arguments that it must take."""
@@ -51,10 +52,11 @@ def require_vllm() -> None:
     """
     require_functions(_NEEDED)
     batch_invariant._get_matmul_config = _one_tiling
-    if not envs.VLLM_BATCH_INVARIANT:
+    needed = LIBRARIES["cuda"]
+    if wrong := {name: os.environ.get(name) for name in needed if os.environ.get(name) != needed[name]}:
         raise InexactError(
-            "exact mode on a GPU needs vLLM's batch-invariant mode, got VLLM_BATCH_INVARIANT=0 in the "
-            "environment; unset it, or drop actor_rollout_ref.exact."
+            f"exact mode on a GPU needs {needed} in the environment, got {wrong}; unset these, or drop "
+            "actor_rollout_ref.exact."
         )
 
 

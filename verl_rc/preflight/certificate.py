@@ -105,6 +105,7 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 1 << 15,
         "distributed_executor_backend": "uni",
+        **({"gpu_memory_utilization": 0.05} if device == "cuda" else {}),  # else nearly all must be free
         **(ENGINE_ARGUMENTS[device] if exact else {}),
     }
     options = VllmOptions(model_source(model), dtype, longest, arguments, exact=exact)

@@ -40,6 +40,7 @@ def test_one_precision_for_all_passes() -> None:
         (f"{R}.kv_cache_dtype=fp8", f"{R}.kv_cache_dtype=fp8; pass {R}.kv_cache_dtype=auto"),
         (f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size=2; pass"),
         (f"+{R}.engine_kwargs.vllm.compilation_config=3", "compilation_config=3; pass"),
+        (f"+{R}.engine_kwargs.vllm.attention_backend=FLASH_ATTN", "attention_backend=FLASH_ATTN; pass"),
         (f"{A}.model.lora_rank=8", f"{A}.model.lora_rank=8; pass {A}.model.lora_rank=0"),
         (f"{A}.model.head_dtype=float32", f"{A}.model.head_dtype=float32; pass {A}.model.head_dtype=null"),
         (f"{R}.top_k=20", f"{R}.top_k=20; pass {R}.top_k=-1"),
