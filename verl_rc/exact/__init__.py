@@ -28,11 +28,12 @@ LIBRARIES: Mapping[str, Mapping[str, str]] = {
     },
     "cuda": {
         "VLLM_BATCH_INVARIANT": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # that has a log-softmax of its own
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 has a log-softmax of its own
         "TRITON_F32_DEFAULT": "ieee",  # else products in float32 round to 10 bits first
     },
 }
-"""Environment of both sides by their device: sums are added in one order, whatever the number of rows."""
+"""Environment variables of both sides, by device: with them, the number of rows does not change the order of
+sums."""
 
 
 def hold_sums(device: str) -> None:

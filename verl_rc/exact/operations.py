@@ -2,6 +2,7 @@
 the gradient of another operation."""
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     missing = -len(rows) % _TILE
     padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
     return F.linear(padded, weight, bias)[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
+def of_this_device(part: str) -> Any:
+    """The module ``kernels`` or ``engine`` of exact mode for this process's device."""
+    # By its name: a trainer without exact mode runs where vLLM is not installed.
+    return import_module(f"verl_rc.exact.{'gpu' if torch.cuda.is_available() else 'cpu'}_{part}")
 
 
 def whole_vectors(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from verl_rc.exact import InexactError, hold_sums
 from verl_rc.exact.capture import ACTIVATION
-from verl_rc.exact.operations import require_rows_alone, value_of, whole_vectors
+from verl_rc.exact.operations import of_this_device, require_rows_alone, value_of, whole_vectors
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices
@@ -21,8 +20,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 def engine_kernels() -> Any:
     """The module with the engine's operations on this process's device."""
-    # By its name: a trainer without exact mode runs where vLLM is not installed.
-    return import_module(f"verl_rc.exact.{'gpu' if torch.cuda.is_available() else 'cpu'}_kernels")
+    return of_this_device("kernels")
 
 
 def exact_attention(ordinary: Attention) -> Attention:

@@ -1,11 +1,10 @@
 """vLLM's ``LLM``, from the options of an engine."""
 
-from importlib import import_module
 from typing import Any
 
-import torch
 from vllm import LLM
 
+from verl_rc.exact.operations import of_this_device
 from verl_rc.rollout.vllm.options import VllmOptions
 
 
@@ -15,8 +14,7 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
     Raises ``InexactError`` where exact mode does not fit this vLLM.
     """
     if options.exact:
-        device = "gpu" if torch.cuda.is_available() else "cpu"
-        import_module(f"verl_rc.exact.{device}_engine").compute_alike()
+        of_this_device("engine").compute_alike()
     return LLM(
         model=options.model_path,
         dtype=options.dtype,
