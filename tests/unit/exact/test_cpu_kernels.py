@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from attention_loop import attended
 
 from verl_rc.exact import InexactError, cpu_kernels
 
@@ -19,15 +20,7 @@ def _kernels() -> None:
 def test_causal_attention_within_each_sequence(kv_heads: int) -> None:
     query, key, value = (torch.randn(sum(LENGTHS), heads, 32) for heads in (4, kv_heads, kv_heads))
     found = cpu_kernels.attend(query, key, value, torch.tensor(LENGTHS), 0.25)
-    expected, first = torch.empty(query.shape, dtype=torch.float64), 0
-    for length in LENGTHS:
-        for place in range(first, first + length):
-            for head in range(4):
-                of_head = head * kv_heads // 4
-                keys = key[first : place + 1, of_head].double()
-                weights = (0.25 * keys @ query[place, head].double()).softmax(0)
-                expected[place, head] = weights @ value[first : place + 1, of_head].double()
-        first += length
+    expected = attended(query, key, value, LENGTHS, 0.25)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from vllm.model_executor.custom_op import op_registry
 from vllm.model_executor.determinism import batch_invariant, batch_invariant_configs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, InexactError, gpu_kernels
+from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, InexactError, gpu_kernels, trainer
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,6 @@ def test_vllm_outside_its_batch_invariant_mode_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_norm_that_adds_one_to_its_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_rc.exact import trainer
-
     class GemmaNorm(torch.nn.Module):
         eps = 1e-6
 
