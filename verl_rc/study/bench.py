@@ -42,7 +42,7 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
             f"{' and of '.join(sorted(other))}: move it away, or install those"
         )
     known = known_runs(own, study)
-    shared = the_same(study, _kept_files(name))
+    shared = the_same(study, _kept_files())
     run_and_tell(study, missing(study, {**shared, **known}), RUNS, own, cores)
     found = {score.method: score for score in all_scores(name, [own])}
     if method not in found:
@@ -59,10 +59,11 @@ def all_scores(name: str, further: Sequence[Path] = ()) -> Iterator[Score]:
     files = [KEPT / f"{name}.jsonl", *further]
     named = {(run.arm, run.seed): run for file in files for run in read_runs(file)}
     methods = [method.name for method in known_methods()]
-    runs: Mapping[tuple[str, int], Run] = {**the_same(track.study(methods), _kept_files(name)), **named}
+    runs: Mapping[tuple[str, int], Run] = {**the_same(track.study(methods), _kept_files()), **named}
     others = (arm.partition(" ")[2] for arm, _ in named if arm != CONTROL)
     return scores(track, dict.fromkeys([*methods, *others]), runs)
 
 
-def _kept_files(name: str) -> list[Path]:
-    return [*(ROOT / "docs" / "evidence" / f"{study}.jsonl" for study in STUDIES), KEPT / f"{name}.jsonl"]
+def _kept_files() -> list[Path]:
+    evidence = (ROOT / "docs" / "evidence" / f"{study}.jsonl" for study in STUDIES)
+    return [*evidence, *(KEPT / f"{track}.jsonl" for track in TRACKS)]

@@ -62,6 +62,16 @@ def test_a_method_that_a_study_has_run_needs_no_run(tmp_path: Path, started: lis
     assert standing.score.by_condition.keys() == TRACKS["short"].conditions.keys()
 
 
+def test_tracks_share_the_runs_of_a_condition_that_both_have(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "KEPT", tmp_path)
+    run_method("short", "loss_mode=topr", tmp_path, [None])
+    assert len(started) == 21
+    run_method("noise", "loss_mode=topr", tmp_path, [None])
+    assert len(started) == 21 + 6  # float32 and bf16: with fp8 weights it has run already
+
+
 @pytest.mark.usefixtures("started")
 def test_results_of_another_condition_or_version_are_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
