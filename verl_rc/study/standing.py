@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_rc.study.runs import Run
+from verl_rc.study.runs import MixedResultsError, Run
 from verl_rc.study.study import ACCURACY, PROMPTS
 from verl_rc.study.tracks import CONTROL, SEEDS, Track
 
 DRAWS = 4000
 """Of the bootstrap."""
+SAME_START = 0.1
+"""Largest difference of the accuracies that two runs of one model begin with: an engine in fp8 answers
+validations, too."""
 STEPS = "trainer.total_training_steps="
 """How the override begins that says how long a run is."""
 
@@ -90,7 +93,10 @@ def _interval(values: Array, deviations: Array) -> tuple[float, float]:
 
 
 def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], Run]) -> Iterator[Score]:
-    """Of those ``methods`` whose runs, by arm and seed, are all here; none before the control has its own."""
+    """Of those ``methods`` whose runs, by arm and seed, are all here; none before the control has its own.
+
+    Raises ``MixedResultsError`` where a run began from another model than the control.
+    """
     controls = [runs[CONTROL, seed] for seed in SEEDS if (CONTROL, seed) in runs]
     if len(controls) < len(SEEDS):
         return
@@ -99,6 +105,8 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
         keys = [[(f"{name} {method}", seed) for name in track.conditions] for seed in SEEDS]
         if all(key in runs for of_seed in keys for key in of_seed):
             found = [[runs[key] for key in of_seed] for of_seed in keys]
+            for run in (run for of_seed in found for run in of_seed):
+                _require_same_start(run, controls[0])
             areas = np.array([[area(run) for run in of_seed] for of_seed in found]) / unit
             steps = [value for of_seed in found for _, value in of_seed[0].curves.get("timing_s/step", [])]
             machines = {run.machine or "not recorded" for of_seed in found for run in of_seed}
@@ -110,6 +118,20 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
                 median(steps) if steps else float("nan"),
                 sorted(machines),
             )
+
+
+def _require_same_start(run: Run, control: Run) -> None:
+    curves = [values.curves.get(ACCURACY) for values in (run, control)]
+    if not all(curves):  # a run that failed before the first validation
+        return
+    own, expected = (curve[0][1] for curve in curves if curve)
+    if abs(own - expected) > SAME_START:
+        raise MixedResultsError(
+            f"all runs of a track must begin from one model; {run.arm} (seed {run.seed}) begins at an "
+            f"accuracy of {own:.2f}, the control at {expected:.2f}. SFT can end in another model on another "
+            f"kind of CPU: run the method on that of the control ({control.machine or 'not recorded'}; here "
+            f"{run.machine or 'not recorded'})."
+        )
 
 
 @dataclass(frozen=True)

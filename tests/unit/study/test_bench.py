@@ -13,10 +13,13 @@ from verl_rc.study.runs import read_runs
 from verl_rc.study.study import ACCURACY
 from verl_rc.study.tracks import TRACKS
 
+START = 0.33
+"""The accuracy of the model that runs begin from; kept ones begin at 0.25 and 0.41."""
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The trainer ends at once, with an accuracy of 0.5; what was planted, run by run."""
+    """The trainer ends at once, its accuracy rises from START to 0.5; what was planted, run by run."""
     planted = list[str]()
 
     def start(overrides: Sequence[str], fault: str, core: int | None) -> int:
@@ -24,7 +27,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         folder = Path(given["trainer.default_local_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         steps = int(given["trainer.total_training_steps"])
-        lines = [{"step": step, ACCURACY: 0.5, "timing_s/step": 1.0} for step in (0, steps)]
+        accuracies = ((0, START), (steps, 0.5))
+        lines = [{"step": step, ACCURACY: value, "timing_s/step": 1.0} for step, value in accuracies]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         planted.append(fault)
         return 0
@@ -87,6 +91,16 @@ def test_results_of_another_condition_or_version_are_not_mixed(
         ValueError, match="must hold runs of the versions that are installed, torch 9; it has"
     ):
         run_method("long", "loss_mode=topr", tmp_path, [None])
+
+
+@pytest.mark.usefixtures("started")
+def test_runs_from_another_model_than_the_controls_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(globals(), "START", 0.18)
+    assert main(["bench", "loss_mode=topr", "--track", "long", "--save", str(tmp_path)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "begins at an accuracy of 0.18, the control at 0.41" in line
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def run(arm: str, seed: int, *accuracies: float, seconds: float = 1.0) -> Run:
     return Run(arm, seed, ["trainer.total_training_steps=20"], 0, 60.0, curves, machine="mine")
 
 
+def from_one_model(arm: str, seed: int, mean: float, seconds: float = 1.0) -> Run:
+    """A run that begins at 0.4, whose mean accuracy over the steps is ``mean``."""
+    later = (4 * mean - 0.4) / 3
+    return run(arm, seed, 0.4, later, later, seconds=seconds)
+
+
 def score(*shares: list[float], name: str = "m") -> Score:
     values = np.array(shares)
     return Score(name, ["easy", "hard"][: values.shape[1]], values, np.zeros_like(values), 1.0, ["mine"])
@@ -36,9 +42,9 @@ def test_an_area_is_a_mean_over_steps_and_what_was_not_reached_counts_as_0() -> 
 
 
 def test_a_score_is_relative_to_the_control_of_all_seeds() -> None:
-    runs = [run(CONTROL, seed, level, level, level) for seed, level in ((1, 0.4), (2, 0.5), (3, 0.6))]
-    runs += [run("easy m", seed, 0.5, 0.5, 0.5, seconds=seed) for seed in (1, 2, 3)]
-    runs += [run("hard m", seed, 0.1 * seed, 0.1 * seed, 0.1 * seed, seconds=9) for seed in (1, 2, 3)]
+    runs = [from_one_model(CONTROL, seed, mean) for seed, mean in ((1, 0.4), (2, 0.5), (3, 0.6))]
+    runs += [from_one_model("easy m", seed, 0.5, seconds=seed) for seed in (1, 2, 3)]
+    runs += [from_one_model("hard m", seed, 0.1 * seed, seconds=9) for seed in (1, 2, 3)]
     by_key = {(run.arm, run.seed): run for run in runs}
     (found,) = scores(TRACK, ["m", "unfinished"], by_key)
     assert found.by_condition == pytest.approx({"easy": 1.0, "hard": 0.4})
