@@ -121,16 +121,15 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
 
 
 def _require_same_start(run: Run, control: Run) -> None:
-    curves = [values.curves.get(ACCURACY) for values in (run, control)]
-    if not all(curves):  # a run that failed before the first validation
+    if not run.accuracies or not control.accuracies:  # it failed before the first validation
         return
-    own, expected = (curve[0][1] for curve in curves if curve)
+    own, expected = run.accuracies[0], control.accuracies[0]
     if abs(own - expected) > SAME_START:
         raise MixedResultsError(
             f"all runs of a track must begin from one model; {run.arm} (seed {run.seed}) begins at an "
             f"accuracy of {own:.2f}, the control at {expected:.2f}. SFT can end in another model on another "
-            f"kind of CPU: run the method on that of the control ({control.machine or 'not recorded'}; here "
-            f"{run.machine or 'not recorded'})."
+            f"kind of CPU: run the method on the control's kind, {control.machine or 'not recorded'}; its "
+            f"runs were made on {run.machine or 'not recorded'}."
         )
 
 
