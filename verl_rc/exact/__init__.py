@@ -28,7 +28,7 @@ LIBRARIES: Mapping[str, Mapping[str, str]] = {
     },
     "cuda": {
         "VLLM_BATCH_INVARIANT": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 has a log-softmax of its own
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 computes another log-softmax
         "TRITON_F32_DEFAULT": "ieee",  # else products in float32 round to 10 bits first
     },
 }
