@@ -216,6 +216,11 @@ def test_a_plain_run_names_estimator_loss_and_that_nothing_is_corrected():
         ({f"{CORRECTION}.rollout_is": "sequence"}, {"decoupled", "is-sequence"}, {"uncorrected", "bypass"}),
         ({f"{CORRECTION}.bypass_mode": True}, {"bypass"}, {"decoupled"}),
         (
+            {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
+            {"bypass", "reinforce"},
+            {"ppo-clip"},
+        ),
+        (
             {
                 f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2",
                 f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,1.0",
