@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_rc.config.algorithms import RatioOptions
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.insight.what_if.batch import RecordedBatch
+from verl_rc.losses import compute_policy_loss
 
 DRAWS = 1_000
 SEED = 0
@@ -74,15 +74,23 @@ def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tenso
         config.model_copy(update={"diagnostics": "core"}),
         advantages=batch.advantages,
     )
-    loss_mask = (batch.mask & result.keep_mask).double()
-    if config.bypass_mode and config.loss_type == "ppo_clip":
-        ratio = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0).clamp(-20, 20).exp()
-        clip = batch.clip or RatioOptions()
-        below, above = clip.clip_bounds
-        inside_negative = (ratio >= 1 - below) & (ratio <= clip.clip_ratio_c)
-        inside = torch.where(batch.advantages > 0, ratio <= 1 + above, inside_negative)
-        return loss_mask * ratio * inside
-    return loss_mask if result.weights is None else loss_mask * result.weights.double()
+    gaps = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0)
+    # Of current and old policy. The current one is still the one that recomputed the log-probs.
+    log_ratios = (gaps if config.bypass_mode else torch.zeros_like(gaps)).requires_grad_()
+    signs = torch.where(batch.advantages > 0, 1.0, -1.0).double()
+    loss, _ = compute_policy_loss(
+        config.named_loss or "vanilla",
+        old_log_probs=torch.zeros_like(gaps),
+        log_probs=log_ratios,
+        advantages=signs,
+        loss_mask=batch.mask & result.keep_mask,
+        response_mask=batch.mask,
+        rollout_is_weights=result.weights if config.applies_weights else None,
+        config=batch.clip,
+        aggregation="token-sum",
+    )
+    (gradients,) = torch.autograd.grad(loss, log_ratios)
+    return -signs * gradients
 
 
 def uncapped(batch: RecordedBatch, level: str) -> Tensor:
