@@ -183,7 +183,7 @@ def gradients_of_responses(
     mask, padded_advantages = response_mask(problem), padded_rows(advantages)
     result = correct(log_probs.detach(), rollout, mask, method.config, advantages=padded_advantages)
     loss, _ = compute_policy_loss(
-        "reinforce" if result.config.loss_type == "reinforce" else "vanilla",
+        result.config.named_loss or "vanilla",
         old_log_probs=rollout if result.config.bypass_mode else log_probs.detach(),
         log_probs=log_probs,
         advantages=padded_advantages,

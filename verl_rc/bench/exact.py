@@ -240,8 +240,8 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
         weights, keep = result.weights, result.keep_mask
     else:
         weights, keep = apply(train, rows.rollout_log_probs, mask, config, known.correction, rows.advantages)
-    if config.bypass_mode and config.loss_type == "ppo_clip":
-        weights = None  # its clipped ratio is itself current over rollout
+    if not config.applies_weights:
+        weights = None
     if method.weight is not None:
         weights = method.weight(
             train_log_probs=train,

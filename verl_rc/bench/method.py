@@ -80,7 +80,7 @@ def of_correction(name: str, correction: RolloutCorrectionConfig) -> Method:
     for key, what in _NEEDS.items():
         if (value := getattr(correction, key)) != type(correction).model_fields[key].default:
             raise ConfigError(f"{name}: {key}={value} needs {what}, which the exact track lacks; drop {key}")
-    return Method(name, correction, "reinforce" if correction.loss_type == "reinforce" else "vanilla")
+    return Method(name, correction, correction.named_loss or "vanilla")
 
 
 def _of_loss(name: str, loss: str, options: Mapping[str, object]) -> Method:

@@ -210,15 +210,15 @@ class RolloutCorrectionConfig(PresetConstructors):
         return self
 
     def _check_modes(self) -> None:
-        if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is_batch_normalize:
+        if self.rollout_is_batch_normalize and not self.applies_weights:
             raise ValueError(
-                f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type=ppo_clip in "
-                "bypass mode, whose loss takes no weights; pass loss_type=reinforce or drop it"
+                f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type={self.loss_type} "
+                "in bypass mode, whose loss takes no weights; pass loss_type=reinforce or drop it"
             )
-        if self.loss_type == "reinforce" and not self.bypass_mode:
+        if self.named_loss is not None and not self.bypass_mode:
             raise ValueError(
-                f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True "
-                "or drop it"
+                f"{_SECTION}.loss_type={self.loss_type} is a loss of bypass mode; pass "
+                f"{_SECTION}.bypass_mode=True or drop it"
             )
         if self.proximal == "interpolate" and self.bypass_mode:
             raise ValueError(
@@ -272,6 +272,16 @@ class RolloutCorrectionConfig(PresetConstructors):
         """Whether the actor corrects, mini-batch by mini-batch: no proximal policy is computed before the
         updates."""
         return self.bypass_mode or self.proximal == "interpolate"
+
+    @property
+    def named_loss(self) -> str | None:
+        """The policy loss that ``loss_type`` names; None: ``actor.policy_loss.loss_mode`` does."""
+        return None if self.loss_type == "ppo_clip" else self.loss_type
+
+    @property
+    def applies_weights(self) -> bool:
+        """Whether weights enter the loss. Else they are reported: its own ratio is current/rollout."""
+        return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
     def rejects(self) -> bool:

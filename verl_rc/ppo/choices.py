@@ -10,9 +10,8 @@ from verl_rc.data.microbatch import MicroBatchLimit
 
 
 def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
-    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else
-    ``policy_loss.loss_mode``."""
-    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
+    """The policy loss that runs."""
+    return correction.named_loss or config.policy_loss.loss_mode
 
 
 def selecting_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
@@ -26,7 +25,7 @@ def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCo
     """The policy loss that the teacher's advantages are in; None: its divergence itself is differentiated."""
     if not config.use_policy_gradient:
         return None
-    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss_mode
+    return correction.named_loss or config.policy_loss_mode
 
 
 _STEPS_BETWEEN_COMPARISONS = 50

@@ -243,8 +243,7 @@ def correct_current(
     """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, detached) demand.
 
     They are current ones, or those of the proximal policy where it is interpolated. ``statistics`` need to be
-    those of the whole mini-batch only where ``needs_statistics_first`` says so. In bypass mode weights enter
-    the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout.
+    those of the whole mini-batch only where ``needs_statistics_first`` says so.
     """
     weights, keep = apply(
         log_probs,
@@ -256,9 +255,7 @@ def correct_current(
     )
     corrected = batch.clone(recurse=False)
     corrected.loss_mask = batch.response_mask & batch.loss_mask & keep
-    corrected.rollout_is_weights = (
-        weights if config.loss_type == "reinforce" or not config.bypass_mode else None
-    )
+    corrected.rollout_is_weights = weights if config.applies_weights else None
     return corrected
 
 

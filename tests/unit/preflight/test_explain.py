@@ -254,7 +254,7 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         [
             "r π(y) / π_roll(y)",
             "weights reported only",
-            "only reported: in bypass mode the clipped ratio is itself current/rollout",
+            "only reported: in bypass mode the ratio of the loss is itself current/rollout",
         ],
         ["w the token's own ratio"],
     ),

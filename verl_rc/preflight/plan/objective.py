@@ -85,7 +85,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         spec=spec,
         bypass=bypass,
         interpolates=correction.in_actor and not bypass,
-        weights=correction.rollout_is is not None and (not bypass or correction.loss_type == "reinforce"),
+        weights=correction.rollout_is is not None and correction.applies_weights,
         rejects=correction.rejects,
         denominator=correction.rejection_denominator,
         aggregation=own_aggregation or actor.loss_agg_mode,

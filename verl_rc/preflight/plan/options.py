@@ -73,14 +73,15 @@ def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) ->
 
 def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
     actor, spec = config.actor_rollout_ref.actor, policy.spec
+    correction = config.algorithm.rollout_correction
     if not policy.has_task_loss:
         yield True, ["policy_loss.loss_mode", "clip_ratio", *_LOSS_KEYS], _NO_TASK
         spec = None
     own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield (
-        policy.has_task_loss and policy.loss == "reinforce",
+        policy.has_task_loss and correction.named_loss is not None,
         ("policy_loss.loss_mode",),
-        f"{_CORRECTION}.loss_type=reinforce is the policy loss",
+        f"{_CORRECTION}.loss_type={correction.loss_type} is the policy loss",
     )
     if spec is not None:
         # The loader refuses a required option where it is unread, so that none is left to be listed.
@@ -150,7 +151,9 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
     reads_clips = policy.teacher_loss == "vanilla"
     clips = ("clip_ratio", *_CLIPS)
     reason = (
-        "use_policy_gradient=False" if policy.teacher_loss is None else f"{_CORRECTION}.loss_type=reinforce"
+        "use_policy_gradient=False"
+        if policy.teacher_loss is None
+        else f"{_CORRECTION}.loss_type={policy.teacher_loss}"
     )
     yield not reads_clips, [section + clip for clip in clips], reason
     own_clips = loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high)
@@ -221,9 +224,9 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
 
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    if correction.bypass_mode and correction.loss_type == "ppo_clip":
+    if not correction.applies_weights:
         reason = (
-            "in bypass mode the clipped ratio is itself current/rollout, so weights are reported and not "
+            "in bypass mode the ratio of the loss is itself current/rollout, so weights are reported and not "
             "applied"
         )
         keys = ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
