@@ -58,12 +58,13 @@ def _correction(config: Mapping[str, Any]) -> Iterator[str]:
     correction = _section(config, "algorithm", "rollout_correction")
     if not correction:
         return
-    yield "bypass" if correction.get("bypass_mode") else "decoupled"
+    bypass = correction.get("bypass_mode")
+    yield "bypass" if bypass else "decoupled"
     if correction.get("rollout_is"):
         yield f"is-{correction['rollout_is']}"
     rules = str(correction.get("rollout_rs") or "")
     yield from (f"rs-{rule}" for rule in rules.split(",") if rule)
-    if not correction.get("rollout_is") and not rules:
+    if not (bypass or correction.get("rollout_is") or rules):  # in bypass mode the loss has a ratio itself
         yield "uncorrected"
 
 

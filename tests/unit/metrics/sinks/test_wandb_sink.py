@@ -214,7 +214,7 @@ def test_a_plain_run_names_estimator_loss_and_that_nothing_is_corrected():
     ("given", "present", "absent"),
     [
         ({f"{CORRECTION}.rollout_is": "sequence"}, {"decoupled", "is-sequence"}, {"uncorrected", "bypass"}),
-        ({f"{CORRECTION}.bypass_mode": True}, {"bypass"}, {"decoupled"}),
+        ({f"{CORRECTION}.bypass_mode": True}, {"bypass"}, {"decoupled", "uncorrected"}),
         (
             {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
             {"bypass", "reinforce"},
