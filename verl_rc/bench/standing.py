@@ -7,7 +7,7 @@ from typing import Any
 from verl_rc.bench import exact, flow, policies
 from verl_rc.bench.exact import CONDITIONS, GROUP, PROMPTS, SEEDS, Finding, problems, run_exact
 from verl_rc.bench.flow import Flow, run_flow
-from verl_rc.bench.method import Method, find_method, of_correction
+from verl_rc.bench.method import LOSS_PREFIX, Method, find_method, of_correction
 from verl_rc.bench.policies import Problem
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
@@ -67,18 +67,19 @@ def run(method: Method, whole: bool = True, among: Sequence[Problem] | None = No
 
 def known_methods() -> Iterator[Method]:
     """Every preset and every loss, without second names of the same."""
-    seen = list[RolloutCorrectionConfig]()
-    for name in PRESETS:
-        method = find_method(name)
-        if method.correction not in seen:
-            seen.append(method.correction)
+    seen = list[tuple[RolloutCorrectionConfig, str]]()
+    for method in map(find_method, [*PRESETS, *map(_loss_with_options, LOSS_MODES)]):
+        # A preset may name a loss that is a loss mode, too.
+        same = method.correction.model_copy(update={"loss_type": "ppo_clip"}), method.loss
+        if same not in seen:
+            seen.append(same)
             yield method
-    for name in LOSS_MODES:
-        required = [option for option in POLICY_LOSSES[name].options if option.is_required]
-        keys = [option.key.rpartition(".")[2] for option in required]
-        text = ",".join([f"loss_mode={name}", *(f"{key}={_REQUIRED_OPTIONS[key]}" for key in keys)])
-        if text != "loss_mode=vanilla":  # it is bypass_ppo_clip
-            yield find_method(text)
+
+
+def _loss_with_options(name: str) -> str:
+    required = [option for option in POLICY_LOSSES[name].options if option.is_required]
+    keys = [option.key.rpartition(".")[2] for option in required]
+    return ",".join([f"{LOSS_PREFIX}{name}", *(f"{key}={_REQUIRED_OPTIONS[key]}" for key in keys)])
 
 
 def references() -> dict[str, Method]:

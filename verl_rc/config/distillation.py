@@ -43,8 +43,8 @@ class DistillationLossConfig(StrictModel):
     loss_max_clamp: float | None = Field(None, gt=0)
     """Largest absolute value of a token's estimate, nats; null: none."""
     policy_loss_mode: Literal["vanilla"] = "vanilla"
-    """Policy loss with ``use_policy_gradient``: PPO's clip. In bypass mode with ``loss_type=reinforce`` it is
-    ``reinforce``, as for the task."""
+    """Policy loss with ``use_policy_gradient``: PPO's clip. In bypass mode a loss that ``loss_type`` names,
+    ``reinforce`` or ``topr``, takes its place, as for the task."""
     clip_ratio: float = Field(0.2, ge=0)
     """Its clip range on both sides, where the next two are null."""
     clip_ratio_low: float = follows(f"{_LOSS}.clip_ratio", ge=0)

@@ -126,8 +126,9 @@ class RolloutCorrectionConfig(PresetConstructors):
     """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in
     asynchronous runs, interpolated in the actor between rollout and current log-probs, by the number of
     optimizer updates between the three."""
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """The loss of bypass mode: PPO clip without weights, or the policy gradient with them."""
+    loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
+    """The loss of bypass mode: PPO clip without weights (or another loss of ``policy_loss.loss_mode``), the
+    policy gradient with weights, or the one that ``topr`` tapers."""
     rejection_denominator: Literal["original", "kept"] = "original"
     """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
     1/acceptance)."""

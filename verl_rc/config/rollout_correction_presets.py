@@ -179,6 +179,11 @@ _PAPERS: Mapping[str, Preset] = {
         {"rollout_is": "prefix"},
         "Precup, Sutton and Singh 2000, per-decision importance sampling",
     ),
+    "topr": Preset(
+        "two policies: policy gradient; sequence weights, truncated at 1, where the advantage is negative",
+        {"bypass_mode": True, "loss_type": "topr"},
+        "arXiv:2503.14286, tapered off-policy REINFORCE, with the sign of the advantage for that of the reward",
+    ),
 }
 
 PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER, **_PAPERS}

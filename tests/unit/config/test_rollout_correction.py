@@ -31,6 +31,16 @@ def test_the_default_measures_and_corrects_nothing() -> None:
         ({"rollout_rs_threshold": 2.0}, "rollout_rs is null"),
         ({"rollout_token_veto_threshold": 2.0}, "less than or equal to 1"),
         ({"loss_type": "reinforce"}, "loss of bypass mode"),
+        ({"loss_type": "topr"}, "loss_type=topr is a loss of bypass mode"),
+        (
+            {
+                "loss_type": "topr",
+                "bypass_mode": True,
+                "rollout_is": "token",
+                "rollout_is_batch_normalize": True,
+            },
+            "scales nothing with loss_type=topr",
+        ),
         ({"rejection_denominator": "kept"}, "needs a rejection rule"),
         ({"rejected_in_group_baseline": "exclude"}, "needs decoupled mode and a rejection rule"),
         ({"proximal": "interpolate", "bypass_mode": True}, "has no proximal one; drop one of them"),

@@ -49,6 +49,7 @@ def test_an_unknown_name_names_the_nearest() -> None:
         ("kpop", {"rollout_rs": "token_kpop", "rollout_rs_threshold": 2.0}),
         ("icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
         ("prefix_is", {"rollout_is": "prefix", "rollout_is_threshold": 2.0}),
+        ("topr", {"rollout_is": None, "bypass_mode": True, "loss_type": "topr"}),
         (
             "seq_mis",
             {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-09_2.0"},

@@ -83,7 +83,7 @@ AXES: Mapping[str, list[Fields]] = {
     "rollout_opsm_threshold": [{"rollout_opsm_threshold": value} for value in (None, 0.02, 0.1)],
     "bypass_mode": [{"bypass_mode": value} for value in (False, True)],
     "proximal": [{"proximal": value} for value in ("recompute", "interpolate")],
-    "loss_type": [{"loss_type": value} for value in ("ppo_clip", "reinforce")],
+    "loss_type": [{"loss_type": value} for value in ("ppo_clip", "reinforce", "topr")],
     "rejection_denominator": [{"rejection_denominator": value} for value in ("original", "kept")],
     "rejected_in_group_baseline": [{"rejected_in_group_baseline": value} for value in ("include", "exclude")],
     "nonfinite_logprob": [
@@ -117,9 +117,9 @@ UNREACHABLE: Mapping[str, set[str]] = {"bypass": {"rejected_in_group_baseline", 
 
 def is_metrics_only(option: str, fields: Fields) -> bool:
     """What has no effect in a combination that is accepted all the same, each with its reason."""
-    clip = bool(fields.get("bypass_mode")) and fields.get("loss_type", "ppo_clip") == "ppo_clip"
-    # PPO clip's ratio is itself train over rollout: weights serve rollout_is_* only (preset ppo_is_bypass).
-    return clip and option in ("rollout_is", "rollout_is_threshold")
+    own_ratio = bool(fields.get("bypass_mode")) and fields.get("loss_type", "ppo_clip") != "reinforce"
+    # The loss's ratio is itself train over rollout: weights serve rollout_is_* only (preset ppo_is_bypass).
+    return own_ratio and option in ("rollout_is", "rollout_is_threshold")
 
 
 def make_batch(*, broken: bool) -> Batch:

@@ -37,6 +37,7 @@ def actor(loss_mode: str) -> ActorConfig:
         ("m2po", DECOUPLED, "m2po", True),
         ("bapo", DECOUPLED, "bapo", True),
         ("kl_cov", REINFORCE, "reinforce", False),
+        ("kl_cov", RolloutCorrectionConfig.from_preset("topr"), "topr", False),
     ],
 )
 def test_the_loss_that_runs(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.config.algorithms import RatioOptions
+from verl_rc.config.algorithms import POLICY_LOSSES, RatioOptions
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, fields_from_text
 from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Statement
@@ -198,7 +198,7 @@ def _is_mostly_above(estimate: Estimate, best: Estimate) -> bool:
 def _complexity(estimate: Estimate) -> tuple[int, int, int, bool, str]:
     """Measuring only, token, prefix, turn, row weights; then with bounds on both sides; then with rules.
 
-    PPO's clip straight against the rollout policy counts as token weights.
+    A loss with its own ratio to the rollout policy counts as weights: of tokens, or of rows for a product.
     """
     config = estimate.config
     fields = config.effective_fields()
@@ -208,7 +208,10 @@ def _complexity(estimate: Estimate) -> tuple[int, int, int, bool, str]:
         if fields.get(name)
     )
     has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
-    level = "token" if config.bypass_mode and config.loss_type == "ppo_clip" else config.rollout_is
+    level = config.rollout_is
+    if not config.applies_weights:
+        of_product = POLICY_LOSSES[config.named_loss or "vanilla"].ratio == "product"
+        level = "sequence" if of_product else "token"
     return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, estimate.name
 
 

@@ -203,6 +203,15 @@ def test_the_clip_of_negative_advantages_has_another_side() -> None:
     )
 
 
+def test_topr_tapers_rows_of_negative_advantages() -> None:
+    """Rows of ratios 0.5 and 3, and of 0.5 and 1.2: products of 1.5, held at 1, and 0.6."""
+    logs = [[math.log(0.5), math.log(3.0)], [math.log(0.5), math.log(1.2)]]
+    config = RolloutCorrectionConfig.from_preset("topr")
+    for sign, expected in ((1.0, [[1.0, 1.0], [1.0, 1.0]]), (-1.0, [[1.0, 1.0], [0.6, 0.6]])):
+        found = coefficients(small_batch(logs, [[sign, sign]] * 2), config)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+
+
 def test_the_clip_is_that_of_the_run() -> None:
     """A ratio of 1.25 is clipped by 0.2 and not by 0.28; 2.9 and 0.75 of negative advantages likewise."""
     logs = [[math.log(1.25), math.log(2.9)], [math.log(0.75), 0.0]]
