@@ -178,8 +178,9 @@ class LossSpec:
     formula: str
     """ℓ of a token, or of a row; sg[…] is a constant of the gradient."""
     source: str
-    ratio: Literal["token", "row", "penalty", "none"]
-    """How it reads the old policy: as a ratio of each token, one of each row, only a penalty, or nowhere."""
+    ratio: Literal["token", "row", "product", "penalty", "none"]
+    """How it reads the old policy: as a ratio of each token, the geometric mean of a row's, their product, only
+    a penalty, or nowhere."""
     gradient_through: Literal["ratio", "log_prob"]
     """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
     options: tuple[LossOption, ...] = ()
@@ -376,16 +377,16 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "topr": LossSpec(
         title="Tapered off-policy REINFORCE",
-        formula="−A log π(y) where A > 0, −A sg[min(w, 1)] log π(y) elsewhere; w = product of the row's r",
+        formula="−A log π(y) where A > 0, −A sg[min(s, 1)] log π(y) elsewhere; s = product of the row's r",
         source="arXiv:2503.14286",
-        ratio="row",
+        ratio="product",
         gradient_through="log_prob",
     ),
     "vespo": LossSpec(
         title="Variational sequence-level soft policy optimisation",
-        formula="−A sg[w^k e^(λ − λ w)] log π(y), w = product of the row's r",
+        formula="−A sg[s^k e^(λ − λ s)] log π(y), s = product of the row's r",
         source="arXiv:2602.10693, TRL",
-        ratio="row",
+        ratio="product",
         gradient_through="log_prob",
         options=(
             LossOption("policy_loss.vespo_k_pos", "k", "where A ≥ 0"),

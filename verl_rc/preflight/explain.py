@@ -138,10 +138,10 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "gradient goes. A reference policy takes its own",
         )
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
-    if policy.spec is not None and policy.spec.ratio == "row":
+    if policy.spec is not None and policy.spec.ratio in ("row", "product"):
         yield (
             "",
-            "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio",
+            "a row's ratio is made of all of response_mask: a rejected token leaves the sum and not the ratio",
         )
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"
@@ -191,7 +191,7 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         if spec.gradient_through == "ratio"
         else "; a constant, the gradient goes through log π"
     )
-    if spec.ratio == "token" or spec.is_per_row:
+    if spec.ratio in ("token", "product") or spec.is_per_row:
         yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
     elif spec.ratio == "row":
         yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
@@ -266,7 +266,9 @@ def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterato
         f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of "
         "tokens",
     )
-    if not (policy.weights or policy.rejects):
+    if policy.bypass and not policy.weights:
+        yield "", "the ratio of the loss itself, to the rollout policy, corrects the gap"
+    elif not (policy.weights or policy.rejects):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"
 
 

@@ -294,8 +294,18 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     (
         {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
-        ["s exp(mean over the row of log π(y) / π_old(y))", "the mean over a row runs over response_mask"],
+        ["s exp(mean over the row of log π(y) / π_old(y))", "a row's ratio is made of all of response_mask"],
         [],
+    ),
+    (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "topr"},
+        [
+            "r π(y) / π_roll(y) of the sampled token; a constant, the gradient goes through log π",
+            "a row's ratio is made of all of response_mask",
+            "the ratio of the loss itself, to the rollout policy, corrects the gap",
+            f"loss_mode: {CORRECTION}.loss_type=topr is the policy loss",
+        ],
+        ["nothing is corrected"],
     ),
     ({f"{ACTOR}.policy_loss.loss_mode": "mine:loss"}, ["the function mine:loss", "the function decides"], []),
     (

@@ -291,7 +291,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
             )
     has_ratio = policy.has_task_loss or policy.teacher_loss is not None
     ratio = policy.spec.ratio if has_ratio and policy.spec is not None else None
-    if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
+    if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row", "product"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "
             "rounding and no clip or gate acts. For more updates per step lower "
