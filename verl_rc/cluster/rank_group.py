@@ -62,8 +62,8 @@ class RankGroup:
     def score(
         self, method: str, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[list[Tensor]]:
-        """Call ``method`` of the workers on all rows, and do ``beside`` meanwhile; returns float32 ``[B, R]``
-        tensors in the order of the rows."""
+        """Call ``method`` of the workers on all rows, and do ``beside`` meanwhile; returns float32 ``[B, R,
+        …]`` tensors in the order of the rows."""
         pending, rows_of_shares = [], []
         for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
@@ -71,7 +71,7 @@ class RankGroup:
             arguments = Ragged.from_record(tokens, list(place) or [0]), _localised(micro_batches, place)
             pending += [rank.score(method, *arguments) for rank in self._ranks_of(share)]
         answers = wait_timed(pending, beside)
-        results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
+        results = [torch.zeros(*tokens.responses.shape, *one.shape[1:]) for one in answers.result[0]]
         for rows, columns in zip(rows_of_shares, self._one_of_each_share(answers.result), strict=True):
             for result, column in zip(results, columns, strict=True):
                 if rows:

@@ -2,7 +2,7 @@
 their tokens.
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
-padded response width (padding right). Log-probs are in nats; the log-prob at response position t is that *of*
+padded response width (padding right), ``W`` numbers beside each token. Log-probs are in nats; the log-prob at response position t is that *of*
 response token t. Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as
 plain tensors.
 """
@@ -38,6 +38,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "proximal_log_probs": (torch.float32, "BR"),
     "reference_log_probs": (torch.float32, "BR"),
     "teacher_log_probs": (torch.float32, "BR"),
+    "teacher_top_ids": (torch.int32, "BRW"),
+    "teacher_top_log_probs": (torch.float32, "BRW"),
     "log_probs": (torch.float32, "BR"),
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
@@ -192,6 +194,11 @@ class PolicyEvaluations(TensorClass):
     """float32 ``[B, R]``: log-prob under the reference policy."""
     teacher_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the teacher; None without one."""
+    teacher_top_ids: Tensor | None = None
+    """int32 ``[B, R, W]``: the W tokens that the teacher finds most likely in each token's place; None where
+    the loss does not look at them."""
+    teacher_top_log_probs: Tensor | None = None
+    """float32 ``[B, R, W]``: their log-probs under the teacher."""
     critic_values: Tensor | None = None
     """float32 ``[B, R]``: the critic's value before each token."""
 
@@ -224,6 +231,10 @@ class TrainBatch(TensorClass):
     """float32 ``[B, R]``: log-prob under the reference policy."""
     teacher_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the teacher; None without one."""
+    teacher_top_ids: Tensor | None = None
+    """int32 ``[B, R, W]``: the W tokens that the teacher finds most likely in each token's place."""
+    teacher_top_log_probs: Tensor | None = None
+    """float32 ``[B, R, W]``: their log-probs under the teacher."""
     scores: Tensor | None = None
     """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
     policy_versions: Tensor | None = None

@@ -44,8 +44,8 @@ class Ragged(Generic[Record]):
                 if id(values) not in arrays:
                     symbols = FIELDS[name][1]
                     arrays[id(values)] = (
-                        token_values(values, lengths[symbols], rows, symbols)
-                        if symbols in lengths
+                        token_values(values, lengths[symbols[:2]], rows, symbols)
+                        if symbols[:2] in lengths
                         else values[index].numpy()
                     )
                 columns[name] = arrays[id(values)]
@@ -59,7 +59,7 @@ class Ragged(Generic[Record]):
         }
         values: dict[str, Any] = {}
         for name, column in self.columns.items():
-            symbols = FIELDS[name][1]
+            symbols = FIELDS[name][1][:2]
             if symbols in lengths:
                 # A row may have no response token, but reductions over a width of 0 fail.
                 width = max(1, int(lengths[symbols].max()))
@@ -78,26 +78,27 @@ class Ragged(Generic[Record]):
 
 
 def token_values(values: Tensor, lengths: Tensor, rows: Iterable[int], symbols: str = "BR") -> Column:
-    """The values of real tokens of these padded rows, of ``lengths``, one row after the other; token ids and
-    versions as int32."""
+    """The values of real tokens of these padded rows (``[B, width]``, or several a token: ``[B, width, W]``),
+    of ``lengths``, one row after the other; token ids and versions as int32."""
     padded = values.numpy()
     real = [
         padded[row, _real(symbols, padded.shape[1], length)]
         for row, length in zip(rows, lengths.tolist(), strict=True)
     ]
-    joined: Column = np.concatenate([padded[:0].reshape(-1), *real])
+    joined: Column = np.concatenate([padded[:0].reshape(-1, *padded.shape[2:]), *real])
     return joined.astype(np.int32) if joined.dtype == np.int64 else joined
 
 
 def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Tensor:
-    """The field ``name`` of padded rows ``[B, width]`` from the values of its tokens; 0 on padding.
+    """The field ``name`` of padded rows ``[B, width]``, or ``[B, width, W]``, from the values of its tokens; 0
+    on padding.
 
     Raises ``ValueError`` when there are more or fewer values than tokens.
     """
     dtype, symbols = FIELDS[name]
     if len(column) != int(lengths.sum()):
         raise ValueError(f"{name} must have {int(lengths.sum())} values, one a token, got {len(column)}.")
-    grid = torch.zeros(len(lengths), width, dtype=dtype)
+    grid = torch.zeros(len(lengths), width, *column.shape[1:], dtype=dtype)
     start = 0
     for row, length in zip(grid.numpy(), lengths.tolist(), strict=True):
         row[_real(symbols, width, length)] = column[start : start + length]

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_rc.tensor_ops import placed
+
 
 @dataclass(frozen=True)
 class SequenceParallel:
@@ -43,14 +45,13 @@ class SequenceParallel:
         return is_own, positions[is_own] - self.rank * each
 
     def gather(self, own: Tensor, is_own: Tensor) -> Tensor:
-        """Values ``[K]`` of all ranks from this rank's ``own``, which lie where ``is_own`` (bool ``[K]``).
+        """Values ``[K, …]`` of all ranks from this rank's ``own``, which lie where ``is_own`` (bool ``[K]``).
 
         Every rank is to compute the same loss from them. Its gradient goes to the rank that a value came
         from, once: of this rank's loss that is the gradient of its own values.
         """
-        share = torch.zeros(is_own.shape, dtype=own.dtype, device=own.device).masked_scatter(is_own, own)
         # Each value is added to zeros, which is exact.
-        total: Tensor = _Sum.apply(share, self.group)  # type: ignore[no-untyped-call]
+        total: Tensor = _Sum.apply(placed(own, is_own), self.group)  # type: ignore[no-untyped-call]
         return total
 
     def heads_of_all_tokens(self, *projections: Tensor) -> list[Tensor]:

@@ -13,7 +13,14 @@ from verl_rc.tensor_ops.divergence import (
     require_functions,
 )
 from verl_rc.tensor_ops.logprobs import HiddenStateScores, ScoreOptions, scores_from_hidden_states
-from verl_rc.tensor_ops.masked import in_row_blocks, masked_row_sums, masked_sum, masked_whiten, row_slices
+from verl_rc.tensor_ops.masked import (
+    in_row_blocks,
+    masked_row_sums,
+    masked_sum,
+    masked_whiten,
+    placed,
+    row_slices,
+)
 
 __all__ = [
     "KL_KINDS",
@@ -30,6 +37,7 @@ __all__ = [
     "masked_row_sums",
     "masked_sum",
     "masked_whiten",
+    "placed",
     "require_functions",
     "row_slices",
     "scores_from_hidden_states",

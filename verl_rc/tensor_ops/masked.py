@@ -1,5 +1,5 @@
-"""Masked sums and whitening, row blocks, numbers of groups and turns. Masked positions are removed by
-selection, not by multiplication with 0, so NaN there is harmless."""
+"""Masked sums and whitening, row blocks, numbers of groups and turns, values put in their places. Masked
+positions are removed by selection, not by multiplication with 0, so NaN there is harmless."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -33,6 +33,14 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
     scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
     return centred.mul_(scale.to(values.dtype))
+
+
+def placed(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` ``[K, …]`` where ``mask`` (bool ``[*S]``) has its K places, row by row; ``[*S, …]``, 0
+    elsewhere."""
+    grid = torch.zeros(*mask.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
+    # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
+    return grid.masked_scatter(mask.view(*mask.shape, *(1,) * (values.ndim - 1)), values)
 
 
 def turn_numbers(response_mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask, real_rows
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.tensor_ops import ScoreOptions
+from verl_rc.tensor_ops import ScoreOptions, placed
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.router_replay import RouterReplay, Routes
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
@@ -158,11 +158,11 @@ class Predictors:
     """bool ``[K]``: which of the response tokens this rank predicts; None: all."""
 
     def select(self, values: Tensor) -> Tensor:
-        """Those of ``values`` ``[K]`` that belong to this rank's predictions."""
+        """Those of ``values`` ``[K, …]`` that belong to this rank's predictions."""
         return values if self.is_own is None else values[self.is_own]
 
     def gather(self, values: Tensor) -> Tensor:
-        """What all ranks predict ``[K]``, from this rank's part."""
+        """What all ranks predict ``[K, …]``, from this rank's part."""
         return values if self.ranks is None or self.is_own is None else self.ranks.gather(values, self.is_own)
 
 
@@ -223,10 +223,8 @@ class PackedSequences:
         return Routes(*own)
 
     def to_grid(self, values: Tensor) -> Tensor:
-        """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
-        # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
-        grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
-        return grid.masked_scatter(self.is_response, values)
+        """``values`` ``[K, …]`` at their places in ``[B, R, …]``, 0 elsewhere."""
+        return placed(values, self.is_response)
 
 
 def _spread(values: Tensor, real: Tensor) -> Tensor:

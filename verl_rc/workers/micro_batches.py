@@ -86,7 +86,7 @@ def score_sequences(
     score: Callable[[TokenBatch], Sequence[Tensor]],
     device: torch.device,
 ) -> list[Tensor]:
-    """Results of ``score`` for the response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
+    """Results of ``score`` for the response tokens, float32 ``[B, R, …]`` each, on the CPU, without gradient.
 
     An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every
     forward.
@@ -96,7 +96,7 @@ def score_sequences(
         for rows in micro_batches:
             part = on_device(Ragged.from_record(tokens, list(rows) or [0]).padded(), device)
             scores = score(part)
-            results = results or [torch.zeros(tokens.responses.shape) for _ in scores]
+            results = results or [torch.zeros(*tokens.responses.shape, *one.shape[2:]) for one in scores]
             for result, values in zip(results, scores, strict=True):
                 if rows:
                     # Padding of one token, where no row has a response, may be wider than the batch.

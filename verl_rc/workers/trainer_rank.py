@@ -42,7 +42,7 @@ class TrainerRank:
     def score(
         self, role: str, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
     ) -> list[Column]:
-        """Call a method that returns ``[B, R]`` tensors; returns the values of response tokens."""
+        """Call a method that returns ``[B, R, …]`` tensors; returns the values of response tokens."""
         batch = tokens.padded()
         results = self.call(role, method, batch, micro_batches)
         lengths = batch.response_lengths

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -27,8 +28,8 @@ LIMITS = [MicroBatchLimit(max_rows=2), MicroBatchLimit(max_tokens=14)]
 
 
 class LengthRank:
-    """Answers at once: the length of every row it is to score, on each of the row's tokens; 0 for rows it is
-    not asked about."""
+    """Answers at once: the length of every row it is to score, on each of the row's tokens, and beside it its
+    negative; 0 for rows it is not asked about."""
 
     def score(
         self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
@@ -37,7 +38,8 @@ class LengthRank:
         asked = torch.zeros_like(lengths)
         for rows in micro_batches:
             asked[list(rows)] = lengths[list(rows)]
-        return [asked.repeat_interleave(lengths).float().numpy()]
+        values = asked.repeat_interleave(lengths).float().numpy()
+        return [values, np.stack([values, -values], axis=-1)]
 
 
 def group_of(ranks: int, sharing: int = 1) -> RankGroup:
@@ -85,6 +87,7 @@ def test_scores_come_back_in_the_order_of_the_rows(
     assert answer.result[0].tolist() == [
         [float(length)] * length + [0.0] * (7 - length) for length in LENGTHS
     ]
+    assert torch.equal(answer.result[1], torch.stack([answer.result[0], -answer.result[0]], dim=-1))
     assert answer.busy_seconds == 0.5
 
 

@@ -68,16 +68,17 @@ def test_positions_mask_and_left_padding() -> None:
 
 ROWS, WIDTH = 2, 3
 WRONG = {
-    torch.int64: torch.zeros(ROWS, WIDTH, dtype=torch.int32),
-    torch.bool: torch.zeros(ROWS, WIDTH, dtype=torch.int64),
-    torch.float32: torch.zeros(ROWS, WIDTH, dtype=torch.float64),
+    torch.int64: torch.int32,
+    torch.int32: torch.int64,
+    torch.bool: torch.int64,
+    torch.float32: torch.float64,
 }
 RECORDS = (RolloutBatch, PolicyEvaluations, TrainBatch, CriticBatch, TokenScores)
 
 
 def sound_fields(record: type) -> dict[str, Any]:
     """A value for every field of a record."""
-    shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2)}
+    shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2), "BRW": (ROWS, WIDTH, 4)}
     names = [one.name for one in dataclasses.fields(record) if one.name != "tokens"]
     fields: dict[str, Any] = {
         name: torch.zeros(shapes[FIELDS[name][1]], dtype=FIELDS[name][0]) for name in names
@@ -97,7 +98,7 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         dtype, symbols = FIELDS[name]
         shape = fields[name].shape
         for wrong in (
-            WRONG[dtype][tuple(slice(size) for size in shape)],
+            torch.zeros(shape, dtype=WRONG[dtype]),
             torch.zeros((*shape, 1), dtype=dtype),
         ):
             with pytest.raises(ValueError, match=rf"{record.__name__}\.{name} must be {dtype} of shape"):

@@ -29,6 +29,8 @@ def full_batch() -> TrainBatch:
     batch.returns = torch.where(mask, 0.5, 0.0)
     batch.reference_log_probs = torch.where(mask, -1.25, 0.0)
     batch.teacher_log_probs = torch.where(mask, -1.5, 0.0)
+    batch.teacher_top_ids = mask[..., None] * torch.arange(1, 4, dtype=torch.int32)
+    batch.teacher_top_log_probs = mask[..., None] * torch.randn(6, 7, 3)
     batch.policy_versions = torch.where(mask, 3, 0)
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
@@ -64,6 +66,7 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
                 "B": (slice(None), slice(None)),
                 "BP": (slice(5 - prompt, 5), slice(sent.shape[-1] - prompt, sent.shape[-1])),
                 "BR": (slice(0, response), slice(0, response)),
+                "BRW": (slice(0, 3 * response), slice(0, 3 * response)),
                 "BK": (slice(0, kept), slice(0, kept)),
                 "BE": (slice(0, experts), slice(0, experts)),
             }[FIELDS[name][1]]

@@ -16,13 +16,15 @@ def test_rows_are_scored_at_the_width_of_their_micro_batch_and_stand_in_their_pl
 
     def token_ids(tokens: TokenBatch) -> list[Tensor]:
         shapes.append((*tokens.prompts.shape, tokens.responses.shape[1]))
-        return [tokens.responses.float()]
+        ids = tokens.responses.float()
+        return [ids, torch.stack([ids, -ids], dim=-1)]
 
     batch = make_train_batch(LENGTHS)
-    (values,) = score_sequences(batch.tokens, [[3, 1], [2], [0], []], token_ids, CPU)
+    values, pairs = score_sequences(batch.tokens, [[3, 1], [2], [0], []], token_ids, CPU)
     # Prompts have 1, 2, 3 and 4 tokens; an empty micro-batch runs on row 0.
     assert shapes == [(2, 4, 3), (1, 3, 1), (1, 1, 7), (1, 1, 7)]
     assert torch.equal(values, torch.where(batch.response_mask, batch.tokens.responses, 0).float())
+    assert torch.equal(pairs, torch.stack([values, -values], dim=-1))
 
 
 def test_a_response_of_no_token_in_a_batch_without_any_is_scored_as_nothing() -> None:
