@@ -179,8 +179,8 @@ class LossSpec:
     """ℓ of a token, or of a row; sg[…] is a constant of the gradient."""
     source: str
     ratio: Literal["token", "row", "product", "penalty", "none"]
-    """How it reads the old policy: as a ratio of each token, the geometric mean of a row's, their product, only
-    a penalty, or nowhere."""
+    """How it reads the old policy: as a ratio of each token, the geometric mean of a row's, their product,
+    only a penalty, or nowhere."""
     gradient_through: Literal["ratio", "log_prob"]
     """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
     options: tuple[LossOption, ...] = ()

@@ -182,7 +182,7 @@ _PAPERS: Mapping[str, Preset] = {
     "topr": Preset(
         "two policies: policy gradient; sequence weights, truncated at 1, where the advantage is negative",
         {"bypass_mode": True, "loss_type": "topr"},
-        "arXiv:2503.14286, tapered off-policy REINFORCE, with the sign of the advantage for that of the reward",
+        "arXiv:2503.14286, tapered off-policy REINFORCE; the advantage's sign stands for the reward's",
     ),
 }
 

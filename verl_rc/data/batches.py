@@ -2,9 +2,9 @@
 their tokens.
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
-padded response width (padding right), ``W`` numbers beside each token. Log-probs are in nats; the log-prob at response position t is that *of*
-response token t. Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as
-plain tensors.
+padded response width (padding right), ``W`` numbers beside each token. Log-probs are in nats; the log-prob
+at response position t is that *of* response token t. Records are tensordict tensorclasses: they index by
+rows, concatenate, and cross Ray as plain tensors.
 """
 
 import functools
@@ -44,6 +44,9 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
     "varentropies": (torch.float32, "BR"),
+    "candidates": (torch.float32, "BRC"),
+    "top_ids": (torch.int64, "BRW"),
+    "top_log_probs": (torch.float32, "BRW"),
     "flipped_experts": (torch.float32, "BR"),
     "critic_values": (torch.float32, "BR"),
     "old_values": (torch.float32, "BR"),
@@ -278,6 +281,13 @@ class TokenScores:
     varentropies: Tensor | None = None
     """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both
     of the above."""
+    candidates: Tensor | None = None
+    """float32 ``[B, R, C]``, nats: log-probs of other words in each token's place, where they were named;
+    -inf where there is no such word."""
+    top_ids: Tensor | None = None
+    """int64 ``[B, R, W]``: the most likely words in each token's place, where they were asked for."""
+    top_log_probs: Tensor | None = None
+    """float32 ``[B, R, W]``, nats: their log-probs."""
     flipped_experts: Tensor | None = None
     """float32 ``[B, R]``: 1 where the model itself would take other experts, in a layer, than those replayed
     at the place that predicts the token, else 0; None where none are replayed."""

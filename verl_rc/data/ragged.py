@@ -90,8 +90,8 @@ def token_values(values: Tensor, lengths: Tensor, rows: Iterable[int], symbols: 
 
 
 def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Tensor:
-    """The field ``name`` of padded rows ``[B, width]``, or ``[B, width, W]``, from the values of its tokens; 0
-    on padding.
+    """The field ``name`` of padded rows ``[B, width]``, or ``[B, width, W]``, from the values of its tokens;
+    0 on padding.
 
     Raises ``ValueError`` when there are more or fewer values than tokens.
     """

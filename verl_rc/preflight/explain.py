@@ -141,7 +141,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.spec is not None and policy.spec.ratio in ("row", "product"):
         yield (
             "",
-            "a row's ratio is made of all of response_mask: a rejected token leaves the sum and not the ratio",
+            "a row's ratio is made of all of response_mask: a rejected token leaves the sum, not the ratio",
         )
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"

@@ -47,6 +47,8 @@ class ScoreOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient."""
     sum_pi_squared: bool = False
+    top_words: int = 0
+    """How many of the most likely words are returned."""
 
 
 class HiddenStateScores(NamedTuple):
@@ -63,6 +65,13 @@ class HiddenStateScores(NamedTuple):
     varentropies: Tensor | None
     """``sum_v p_v (log p_v + entropy)^2``, nats^2 ``[K]``, without gradient: the variance of a drawn token's
     log-prob. Computed where both entropies and sums of squares are."""
+    candidates: Tensor | None
+    """``log p[candidate]``, nats ``[K, W]``, with gradient; -inf for words that there are not."""
+    top_ids: Tensor | None
+    """int64 ``[K, W]``, without gradient: the most likely words, the first of them first; all where they are
+    fewer than ``top_words``."""
+    top_log_probs: Tensor | None
+    """``log p`` of these, nats ``[K, W]``, without gradient."""
 
 
 def scores_from_hidden_states(
@@ -72,6 +81,7 @@ def scores_from_hidden_states(
     options: ScoreOptions,
     bias: Tensor | None = None,
     kept_ids: Tensor | None = None,
+    candidates: Tensor | None = None,
 ) -> HiddenStateScores:
     """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
     states).
@@ -89,6 +99,8 @@ def scores_from_hidden_states(
         bias: ``[V]``, optional.
         kept_ids: int64 ``[K, W]``, optional: the words that each token could be drawn from, padded with -1;
             all other logits count as -inf. A token without any could be every word.
+        candidates: int64 ``[K, W]``, optional: other words in the place of each token, of which none is there
+            twice.
 
     Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """
@@ -104,13 +116,13 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    if kept_ids is not None and (kept_ids.ndim != 2 or len(kept_ids) != len(hidden)):
-        raise ValueError(
-            f"kept_ids must be [K, W] for hidden states [K, H]; got {list(kept_ids.shape)}, "
-            f"{list(hidden.shape)}"
-        )
+    for name, ids in (("kept_ids", kept_ids), ("candidates", candidates)):
+        if ids is not None and (ids.ndim != 2 or len(ids) != len(hidden)):
+            raise ValueError(
+                f"{name} must be [K, W] for hidden states [K, H]; got {list(ids.shape)}, {list(hidden.shape)}"
+            )
     scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, options, kept_ids
+        hidden, weight, bias, token_ids, options, kept_ids, candidates
     )
     return HiddenStateScores(*scores)
 
@@ -161,10 +173,10 @@ def _total(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 class _HiddenStateScores(torch.autograd.Function):
     """Saves the hidden states, the weights, and at most four numbers a token: log-prob, maximum, sum of the
-    softmax, mean of the logits."""
+    softmax, mean of the logits; and the log-probs of the candidates."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - what is differentiated comes one by one
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -172,20 +184,29 @@ class _HiddenStateScores(torch.autograd.Function):
         token_ids: Tensor,
         options: ScoreOptions,
         kept_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        candidates: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         sum_words, sums = _fused(_sum_words, hidden.device), None
-        chosen = hidden.new_zeros(hidden.shape[0], dtype=_precision(hidden))
+        chosen = hidden.new_zeros(hidden.shape[0], 1, dtype=_precision(hidden))
+        others = None if candidates is None else chosen.new_full(candidates.shape, -torch.inf)
+        top = None
         for words in _word_slices(hidden, weight):
             logits = _logits(hidden, weight[words], bias, words, kept_ids)
-            places, is_inside = _places(token_ids, words)
-            chosen = torch.where(
-                is_inside, _scaled(logits.gather(-1, places), options.temperature)[:, 0], chosen
-            )
+            chosen = _gathered(logits, token_ids[:, None], words, options.temperature, chosen)
+            if candidates is not None and others is not None:
+                others = _gathered(logits, candidates, words, options.temperature, others)
+            if options.top_words:
+                top = _largest(logits, words, options, top)
             block = sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
             sums = block if sums is None else sums.add(block)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
-        log_probs = chosen.sub_(maxima).sub_(log_totals)
+        log_probs = chosen[:, 0].sub_(maxima).sub_(log_totals)
+        if others is not None:
+            others = others.sub_(maxima[:, None]).sub_(log_totals[:, None])
+        top_ids = top_log_probs = None
+        if top is not None:
+            top_ids, top_log_probs = top[1], top[0].sub_(maxima[:, None]).sub_(log_totals[:, None])
         entropies = squares = varentropies = means = None
         if sums.logits is not None:
             means = sums.logits / totals
@@ -197,37 +218,44 @@ class _HiddenStateScores(torch.autograd.Function):
         whole = logits if logits.shape[1] == weight.shape[0] else None
         if not options.entropy_gradient:
             means = None
-        ctx.save_for_backward(
-            hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept_ids, whole
-        )
+        of_tokens = (token_ids, log_probs, maxima, totals, means, kept_ids, candidates, others)
+        ctx.save_for_backward(hidden, weight, bias, whole, *of_tokens)
         ctx.temperature = options.temperature
-        constants = (
-            [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
-        )
+        constants = [squares, varentropies, top_ids, top_log_probs]
+        constants += [] if options.entropy_gradient else [entropies]
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
-        return log_probs, entropies, squares, varentropies
+        return log_probs, entropies, squares, varentropies, others, top_ids, top_log_probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *_: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) /
+        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *further: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute gradients of logits: ``(onehot(word) - p) / temperature`` and ``-p (log p + H) /
         temperature``.
 
         With ``x``, the sums ``S`` of ``exp(x)`` and the means ``m`` of ``x``, ``log p + H = x - m``: the
-        gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself.
+        gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself and at the
+        candidates.
         """
-        hidden, weight, bias, token_ids, log_probs, maxima, totals, means, kept_ids, whole = ctx.saved_tensors
-        slopes = grad_log_probs / ctx.temperature
-        # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
-        of_tokens, constants, factors = -slopes * torch.expm1(log_probs), -slopes / totals, None
+        hidden, weight, bias, whole, *of_tokens = ctx.saved_tensors
+        token_ids, log_probs, maxima, totals, means, kept_ids, candidates, others = of_tokens
+        slopes = slopes_of_all = grad_log_probs / ctx.temperature
+        if candidates is not None:
+            other_slopes = further[2] / ctx.temperature
+            slopes_of_all = slopes + other_slopes.sum(dim=-1)
+            other_slopes += torch.where(candidates == token_ids[:, None], slopes[:, None], 0)
+        constants, factors, entropy_slopes = -slopes_of_all / totals, None, None
         if means is not None:
             entropy_slopes = grad_entropies / ctx.temperature
-            below = log_probs.clamp_min(_LOWEST_LOGIT)
-            of_tokens -= entropy_slopes * below.exp() * (below + totals.log() - means)
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
+        of_row = (slopes_of_all, totals, means, entropy_slopes)
+        single_words = [(token_ids[:, None], _of_words(slopes[:, None], log_probs[:, None], *of_row))]
+        if candidates is not None:
+            of_others = _of_words(other_slopes, others, *of_row)
+            columns = range(candidates.shape[1])
+            single_words += [(candidates[:, [column]], of_others[:, [column]]) for column in columns]
         differentiate = _fused(_differentiate, hidden.device)
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -238,11 +266,11 @@ class _HiddenStateScores(torch.autograd.Function):
             of_words = weight[words].to(hidden.dtype)
             logits = _logits(hidden, of_words, bias, words, kept_ids) if whole is None else whole
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
-            places, is_inside = _places(token_ids, words)
-            others = grad_logits.gather(-1, places)
-            grad_logits.scatter_(
-                -1, places, torch.where(is_inside[:, None], of_tokens[:, None].to(others.dtype), others)
-            )
+            # One after the other: words outside the block have the same nearest place.
+            for ids, of_word in single_words:
+                places, is_inside = _places(ids, words)
+                before = grad_logits.gather(-1, places)
+                grad_logits.scatter_(-1, places, torch.where(is_inside, of_word.to(before.dtype), before))
             if ctx.needs_input_grad[0]:
                 grad_hidden = _add_product(grad_hidden, grad_logits, of_words)
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
@@ -256,10 +284,27 @@ class _HiddenStateScores(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             grad_bias,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
+
+
+def _of_words(
+    own: Tensor,
+    log_probs: Tensor,
+    slopes_of_all: Tensor,
+    totals: Tensor,
+    means: Tensor | None,
+    entropy_slopes: Tensor | None,
+) -> Tensor:
+    """Gradients of the logits of single words with these ``log_probs`` ``[K, N]``, whose slopes are ``own``
+    of ``slopes_of_all`` ``[K]`` of their row."""
+    # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
+    found = -own * torch.expm1(log_probs) - (slopes_of_all[:, None] - own) * log_probs.exp()
+    if means is None or entropy_slopes is None:
+        return found
+    below = log_probs.clamp_min(_LOWEST_LOGIT)
+    differences = below + totals.log()[:, None] - means[:, None]
+    return found - entropy_slopes[:, None] * below.exp() * differences
 
 
 def _logits(
@@ -321,12 +366,31 @@ def _below_maxima(scaled: Tensor, maxima: Tensor) -> Tensor:
     return scaled.sub_(maxima[:, None])
 
 
-def _places(token_ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Columns ``[K, 1]`` of the tokens in a block of words, or the nearest ones, and bool ``[K]``: which
-    tokens are in it."""
-    places = token_ids - words.start
+def _places(ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Columns ``[K, N]`` of some words in a block of them, or the nearest ones, and bool ``[K, N]``: which
+    are in it."""
+    places = ids - words.start
     columns = places.clamp(0, words.stop - words.start - 1)
-    return columns[:, None], columns == places
+    return columns, columns == places
+
+
+def _gathered(logits: Tensor, ids: Tensor, words: slice, temperature: float, found: Tensor) -> Tensor:
+    """``found`` ``[K, N]``, with the scaled logits of those of ``ids`` that are in the block ``words``."""
+    places, is_inside = _places(ids, words)
+    return torch.where(is_inside, _scaled(logits.gather(-1, places), temperature), found)
+
+
+def _largest(
+    logits: Tensor, words: slice, options: ScoreOptions, before: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The largest scaled logits of a block and of ``before``, and their words, ``[K, top_words]``."""
+    values, ids = logits.topk(min(options.top_words, logits.shape[1]), dim=-1)
+    values, ids = _scaled(values, options.temperature), ids + words.start
+    if before is None:
+        return values, ids
+    values, ids = torch.cat([before[0], values], dim=-1), torch.cat([before[1], ids], dim=-1)
+    values, places = values.topk(min(options.top_words, values.shape[1]), dim=-1)
+    return values, ids.gather(-1, places)
 
 
 def _word_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

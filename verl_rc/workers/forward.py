@@ -88,13 +88,16 @@ def score_tokens(
     options: ForwardOptions,
     with_entropy: bool,
     with_sum_pi_squared: bool = False,
+    top_words: int = 0,
+    candidates: Tensor | None = None,
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one
     to its left.
 
     Where the engine has recorded which tokens its filter kept, these alone can be drawn here too: log-probs
     and what is averaged over a distribution are those of the kept tokens. Where it has recorded experts, and
-    ``options`` replay them, tokens take these.
+    ``options`` replay them, tokens take these. ``candidates`` (integers ``[B, R, C]``) are words whose
+    log-probs are computed too, ``top_words`` how many of the most likely words are.
     """
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
@@ -104,7 +107,7 @@ def score_tokens(
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     score_options = ScoreOptions(
-        options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared
+        options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared, top_words
     )
     kept_ids = _kept_ids(tokens, packed.is_response)
     predicted = PredictedTokens(
@@ -112,15 +115,17 @@ def score_tokens(
         predictors.select(targets),
         score_options,
         None if kept_ids is None else predictors.select(kept_ids),
+        None if candidates is None else predictors.select(candidates[packed.is_response].long()),
     )
-    log_probs, *statistics = score_predicted(model, predicted, **inputs)
+    found = score_predicted(model, predicted, **inputs)._asdict()
 
     def everywhere(outputs: Tensor) -> Tensor:
         return packed.to_grid(predictors.gather(outputs))
 
-    scores = TokenScores(
-        everywhere(log_probs), *(None if values is None else everywhere(values) for values in statistics)
-    )
+    everything: dict[str, Any] = {
+        name: None if values is None else everywhere(values) for name, values in found.items()
+    }
+    scores = TokenScores(**everything)
     if options.replay is None or not has_experts:
         return scores
     is_flipped = options.replay.is_flipped[predictors.positions]

@@ -22,6 +22,8 @@ class PredictedTokens:
     options: ScoreOptions
     kept_ids: Tensor | None = None
     """See ``scores_from_hidden_states``."""
+    candidates: Tensor | None = None
+    """See there."""
 
 
 def add_scoring(
@@ -55,6 +57,7 @@ def add_scoring(
             replace(options, temperature=options.temperature / factor),
             head.bias,
             predicted.kept_ids,
+            predicted.candidates,
         )
 
     causal_lm.forward = forward

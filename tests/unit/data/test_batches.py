@@ -78,7 +78,13 @@ RECORDS = (RolloutBatch, PolicyEvaluations, TrainBatch, CriticBatch, TokenScores
 
 def sound_fields(record: type) -> dict[str, Any]:
     """A value for every field of a record."""
-    shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2), "BRW": (ROWS, WIDTH, 4)}
+    shapes = {
+        "B": (ROWS,),
+        "BR": (ROWS, WIDTH),
+        "BP": (ROWS, 2),
+        "BRW": (ROWS, WIDTH, 4),
+        "BRC": (ROWS, WIDTH, 5),
+    }
     names = [one.name for one in dataclasses.fields(record) if one.name != "tokens"]
     fields: dict[str, Any] = {
         name: torch.zeros(shapes[FIELDS[name][1]], dtype=FIELDS[name][0]) for name in names

@@ -74,6 +74,8 @@ def test_padding_of_the_sets_changes_nothing_and_sets_of_all_words_are_no_filter
     plain = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias)
     none = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, torch.full((5, 1), -1))
     for one, other, unfiltered, unrecorded in zip(narrow, wide, plain, none, strict=True):
+        if one is None:  # not asked for
+            continue
         assert torch.equal(one, other)
         assert torch.equal(one[[2, 4]], unfiltered[[2, 4]])
         assert torch.equal(unrecorded, unfiltered)

@@ -78,7 +78,7 @@ def test_of_equally_likely_tokens_the_squares_sum_to_one_over_their_number() -> 
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
-    assert scores_of(logits(), ScoreOptions())[1:] == (None, None, None)
+    assert scores_of(logits(), ScoreOptions())[1:] == (None,) * 6
 
 
 def head(dtype: torch.dtype = torch.float64, tokens: int = 5, width: int = 4, words: int = 7) -> list[Tensor]:
@@ -230,7 +230,7 @@ def test_what_is_not_a_number_stays_visible(elements: int, monkeypatch: pytest.M
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
     broken = logits()
     broken[1, 4] = math.nan
-    for values in scores_of(broken):
+    for values in scores_of(broken)[:4]:
         assert values is not None
         assert values.isnan().tolist() == [False, True, False, False, False]
 

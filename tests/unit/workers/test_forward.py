@@ -7,7 +7,7 @@ import torch
 from small_models import VOCABULARY, make_tokens
 from transformers import AutoModelForCausalLM
 
-from verl_rc.data.batches import TokenBatch
+from verl_rc.data.batches import TokenBatch, positions_mask
 from verl_rc.data.ragged import Ragged
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.forward import ForwardOptions, packed_logits, score_tokens
@@ -50,6 +50,29 @@ def test_scores_equal_the_plain_models(model_folder: Path, remove_padding: bool,
     ):
         assert found is not None
         torch.testing.assert_close(found.double(), values, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_other_words_stand_beside_their_tokens(model_folder: Path, remove_padding: bool) -> None:
+    """All words as candidates are a distribution, in which the token itself and the most likely ones lie."""
+    model, tokens = load_causal_lm(str(model_folder), torch.float32), make_tokens(PROMPTS, RESPONSES)
+    words = torch.arange(VOCABULARY).expand(*tokens.responses.shape, VOCABULARY)
+    with torch.no_grad():
+        found = score_tokens(
+            model, tokens, ForwardOptions(0.7, remove_padding), False, top_words=3, candidates=words
+        )
+    real = positions_mask(tokens.response_lengths, 7)
+    assert found.candidates is not None
+    assert found.top_ids is not None
+    assert found.top_log_probs is not None
+    everywhere = found.candidates.logsumexp(-1)[real]
+    torch.testing.assert_close(everywhere, torch.zeros_like(everywhere), rtol=0, atol=1e-5)
+    own = found.candidates.gather(-1, tokens.responses[..., None])[..., 0]
+    torch.testing.assert_close(own[real], found.log_probs[real], rtol=0, atol=1e-6)
+    values, ids = found.candidates[real].topk(3, dim=-1)
+    assert torch.equal(found.top_ids[real], ids)
+    torch.testing.assert_close(found.top_log_probs[real], values, rtol=0, atol=1e-6)
+    assert not found.top_log_probs[~real].any()
 
 
 @pytest.mark.parametrize("remove_padding", [True, False])
