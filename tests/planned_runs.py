@@ -3,7 +3,7 @@ tests of plans."""
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,8 @@ def make_inputs() -> Inputs:
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
         varentropies=noise(0.1).square(),
         teacher_log_probs=proximal + noise(0.6),
+        teacher_top_ids=torch.randint(9, (ROWS, WIDTH, 3), generator=generator, dtype=torch.int32),
+        teacher_top_log_probs=-0.5 - 2 * torch.rand(ROWS, WIDTH, 3, generator=generator),
         batch_size=[ROWS],
     )
     samples = Samples(
@@ -144,6 +146,15 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
     by force."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     log_probs = current.log_probs.detach() if detach else current.log_probs
+    if width := config.distillation.top_words:  # the teacher's pass has found so many words
+        assert batch.teacher_top_ids is not None
+        assert batch.teacher_top_log_probs is not None
+        batch = batch.clone(recurse=False)
+        ids, batch.teacher_top_log_probs = (
+            batch.teacher_top_ids[..., :width],
+            batch.teacher_top_log_probs[..., :width],
+        )
+        current = replace(current, candidates=current.log_probs[..., None] - 0.1 * ids)
     batch, counts = corrected(batch, log_probs, correction)
     totals = Aggregation(
         actor.loss_agg_mode,

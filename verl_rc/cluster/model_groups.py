@@ -125,9 +125,16 @@ class FrozenGroup(RankGroup):
 
     def compute_log_probs(
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
-    ) -> Timed[Tensor]:
-        """Log-probs ``[B, R]`` of all rows under the policy."""
-        return self.score_one("compute_log_probs", tokens.without_experts(), limit, beside)
+    ) -> Timed[TokenScores]:
+        """Log-probs of all rows under the policy; of a teacher, its likeliest words where they are wanted."""
+
+        def named(scores: list[Tensor]) -> TokenScores:
+            log_probs, *top = scores
+            # They come as float32, in which ids below 2^24 are exact.
+            of_words = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
+            return TokenScores(log_probs, None, **of_words)
+
+        return self.score("compute_log_probs", tokens.without_experts(), limit, beside).map(named)
 
 
 class ReferenceGroup(FrozenGroup):

@@ -29,9 +29,14 @@ class TeacherModelsConfig(StrictModel):
 class DistillationLossConfig(StrictModel):
     """``distillation.distillation_loss.*``: what the teacher's log-probs do."""
 
-    loss_mode: KlKind = "k3"
-    """Estimate of KL(current || teacher) of each sampled token. Pass ``k1`` with ``use_policy_gradient``.
-    """
+    loss_mode: KlKind | Literal["forward_kl_topk"] = "k3"
+    """Estimate of KL(current || teacher) of each sampled token. Pass ``k1`` with ``use_policy_gradient``. Or
+    ``forward_kl_topk``: KL(teacher || current) in the token's place, over the ``topk`` words that the teacher
+    finds most likely there."""
+    topk: int = Field(32, ge=1)
+    """``forward_kl_topk``: how many words; all where the vocabulary has fewer."""
+    log_prob_min_clamp: float | None = Field(None, lt=0)
+    """``forward_kl_topk``: log-probs below it count as it, nats; null: none."""
     use_policy_gradient: bool = False
     """True: minus the estimate is the token's advantage in a clipped policy loss. False: the estimate itself
     is differentiated; the gradient of ``k3`` is that of KL(teacher || current), that of ``k2`` and of those
@@ -72,6 +77,12 @@ class DistillationConfig(StrictModel):
     def loss(self) -> DistillationLossConfig | None:
         """What a teacher's log-probs do; None: there is no teacher."""
         return self.distillation_loss if self.enabled else None
+
+    @property
+    def top_words(self) -> int:
+        """How many words of the teacher the loss looks at beside each sampled token; 0: none."""
+        loss = self.loss
+        return loss.topk if loss is not None and loss.loss_mode == "forward_kl_topk" else 0
 
     @property
     def has_task_loss(self) -> bool:

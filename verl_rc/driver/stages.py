@@ -69,12 +69,13 @@ def _frozen_policies(
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
     config, policies = services.config, services.config.frozen_policies
-    found = {}
+    found: dict[str, Any] = {}
     if config.needs_reference:
         limit = frozen_limit(config.actor_rollout_ref.ref)
         with record.stage("ref"):
             if "reference" in policies:
-                reference = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
+                frozen = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
+                reference = frozen.map(lambda scores: scores.log_probs)
             else:  # LoRA: the actor without its adapters
                 reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
         record.add_busy("ref", reference.busy_seconds)
@@ -84,7 +85,10 @@ def _frozen_policies(
         with record.stage("teacher"):
             teacher = services.frozen["teacher"].compute_log_probs(rollouts.tokens, limit, beside)
         record.add_busy("teacher", teacher.busy_seconds)
-        found["teacher_log_probs"] = teacher.result
+        scores = teacher.result
+        found["teacher_log_probs"] = scores.log_probs
+        if scores.top_ids is not None:
+            found |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
     return found
 
 

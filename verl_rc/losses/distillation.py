@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, resolve_policy_loss
 from verl_rc.tensor_ops import kl_penalty
+
+
+@dataclass(frozen=True)
+class TopWords:
+    """The W words that the teacher finds most likely in each token's place."""
+
+    teacher_log_probs: Tensor
+    """[B, T, W], nats; constants."""
+    log_probs: Tensor
+    """[B, T, W], nats, of the current policy; with gradient."""
+    lowest: float | None = None
+    """What log-probs of both are raised to, nats; None: nothing is."""
+
+    def divergence(self, kept: Tensor) -> Tensor:
+        """``Σ π_T (log π_T − log π)`` over the words, at least 0: KL(teacher ‖ current) but for the rest of
+        the vocabulary. It is verl's ``forward_kl_topk``, which does not renormalise.
+
+        A word that either policy cannot draw adds nothing, unless ``lowest`` says how unlikely it is. Returns
+        [B, T], nats, 0 where ``kept`` (bool [B, T]) is False.
+        """
+        teacher, current = self.teacher_log_probs.detach(), self.log_probs
+        if self.lowest is not None:
+            teacher, current = teacher.clamp_min(self.lowest), current.clamp_min(self.lowest)
+        # Cut before the product, as above; what is not a number of a kept token stays visible.
+        counts = kept[..., None] & (teacher != -torch.inf) & (current != -torch.inf)
+        teacher, current = teacher.where(counts, 0), current.where(counts, 0)
+        return (teacher.exp() * (teacher - current)).sum(dim=-1).clamp_min(0.0)
 
 
 def compute_distillation_loss(
@@ -16,11 +44,12 @@ def compute_distillation_loss(
     kind: str,
     max_clamp: float | None = None,
     policy_loss: str | None = None,
+    top_words: TopWords | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute the teacher's term of the loss and its metrics for one micro-batch.
 
-    With d the ``kind`` estimate of KL(current ‖ teacher) of a token, clamped to ± ``max_clamp``, importance
-    weights w and ``inputs.aggregation``:
+    With d the ``kind`` estimate of KL(current ‖ teacher) of a token, or the divergence of ``top_words``,
+    clamped to ± ``max_clamp``, importance weights w and ``inputs.aggregation``:
 
     - with ``policy_loss``: that loss, of the advantage −d, a constant (with k1 it is log π_T − log π, of the
       current policy at every update);
@@ -29,9 +58,11 @@ def compute_distillation_loss(
     Args:
         inputs: cleaned; its advantages are not read.
         teacher_log_probs: [B, T], nats; a constant. NaN outside ``loss_mask`` is harmless.
-        kind: an estimator of ``kl_penalty`` (``distillation.distillation_loss.loss_mode``).
+        kind: an estimator of ``kl_penalty`` (``distillation.distillation_loss.loss_mode``); not read beside
+            ``top_words``.
         max_clamp: nats, > 0; None: no bound.
         policy_loss: a registered loss that selects no tokens; None: the divergence itself is the loss.
+        top_words: for ``forward_kl_topk``; None: the sampled token is looked at alone.
 
     Returns:
         The loss, 0-d, and ``distillation/*``: means over ``loss_mask``.
@@ -42,7 +73,7 @@ def compute_distillation_loss(
     kept = inputs.loss_mask
     # Cut before the difference, as in the KL loss: on padding both may be −inf.
     current, teacher = inputs.log_probs.where(kept, 0), teacher_log_probs.detach().where(kept, 0)
-    divergence = kl_penalty(current, teacher, kind)
+    divergence = kl_penalty(current, teacher, kind) if top_words is None else top_words.divergence(kept)
     bounded = divergence if max_clamp is None else divergence.clamp(-max_clamp, max_clamp)
     metrics = {
         "distillation/reverse_kl": inputs.mean_over_tokens(current - teacher),
@@ -50,6 +81,10 @@ def compute_distillation_loss(
     }
     if max_clamp is not None:
         metrics["distillation/clamped_fraction"] = inputs.mean_over_tokens(divergence.abs() > max_clamp)
+    if top_words is not None:
+        masses = {"student": top_words.log_probs.detach(), "teacher": top_words.teacher_log_probs}
+        for owner, log_probs in masses.items():
+            metrics[f"distillation/{owner}_mass"] = inputs.mean_over_tokens(log_probs.exp().sum(dim=-1))
     if policy_loss is None:
         return inputs.reduce(bounded), metrics
     loss, averages = resolve_policy_loss(policy_loss)(replace(inputs, advantages=-bounded.detach()))

@@ -17,6 +17,7 @@ from verl_rc.losses import (
     Aggregation,
     PolicyLossInputs,
     SelectionStatistics,
+    TopWords,
     clean_policy_loss_inputs,
     compute_distillation_loss,
     compute_entropy_loss,
@@ -90,6 +91,7 @@ def policy_objective(
             distillation.loss_mode,
             distillation.loss_max_clamp,
             distillation_loss_name(distillation, correction),
+            _top_words(current, batch, distillation),
         )
         losses.append(distillation.distillation_loss_coef * teacher_loss if losses else teacher_loss)
         terms["distillation/loss"] = teacher_loss.detach()
@@ -118,6 +120,16 @@ def policy_objective(
         averages |= divergence_metrics
     terms["actor/loss"] = loss.detach()
     return Objective(loss, terms, averages)
+
+
+def _top_words(
+    current: TokenScores, batch: TrainBatch, distillation: DistillationLossConfig
+) -> TopWords | None:
+    if distillation.loss_mode != "forward_kl_topk":
+        return None
+    assert batch.teacher_top_log_probs is not None
+    assert current.candidates is not None
+    return TopWords(batch.teacher_top_log_probs, current.candidates, distillation.log_prob_min_clamp)
 
 
 def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:

@@ -127,6 +127,8 @@ def build_train_batch(
         rollout_is_weights=None if correction is None else correction.weights,
         reference_log_probs=evaluations.reference_log_probs,
         teacher_log_probs=evaluations.teacher_log_probs,
+        teacher_top_ids=evaluations.teacher_top_ids,
+        teacher_top_log_probs=evaluations.teacher_top_log_probs,
         scores=scores if config.in_actor and full else None,
         policy_versions=versions if config.in_actor else None,
         engines=rollouts.engines if config.in_actor and full else None,

@@ -556,6 +556,11 @@ def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> s
     """``L_teacher`` of a plan."""
     average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.weights else ""
     divergence = f"{distillation.loss_mode}(π, π_T)"
+    if distillation.loss_mode == "forward_kl_topk":
+        lowest = distillation.log_prob_min_clamp
+        floor = "" if lowest is None else f", log-probs at least {lowest:g}"
+        words = f"the {distillation.topk} words v that π_T finds most likely at y{floor}"
+        divergence = f"max(0, Σ π_T(v) (log π_T(v) − log π(v))) over {words}"
     if distillation.loss_max_clamp is not None:
         divergence = f"clamp({divergence}, ±{distillation.loss_max_clamp:g})"
     if plan.teacher_loss is None:

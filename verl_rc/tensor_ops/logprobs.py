@@ -201,7 +201,7 @@ class _HiddenStateScores(torch.autograd.Function):
             sums = block if sums is None else sums.add(block)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
-        log_probs = chosen[:, 0].sub_(maxima).sub_(log_totals)
+        log_probs = (chosen[:, 0] - maxima).sub_(log_totals)
         if others is not None:
             others = others.sub_(maxima[:, None]).sub_(log_totals[:, None])
         top_ids = top_log_probs = None

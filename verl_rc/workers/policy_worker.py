@@ -232,7 +232,9 @@ class PolicyWorker(Learner):
         def compute_objective(rows: Sequence[int]) -> Objective:
             uncorrected = part = select_sequences(batch, rows, self._device)
             current = self.score(
-                part, with_sum_pi_squared=correction is not None and correction.measures_signatures
+                part,
+                with_sum_pi_squared=correction is not None and correction.measures_signatures,
+                candidates=part.teacher_top_ids,
             )
             if correction is not None:
                 correction.measure_first_signatures(part, current)
@@ -250,11 +252,20 @@ class PolicyWorker(Learner):
         )
         return share.num_loss_tokens if correction is None else correction.finish()
 
-    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
-        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with
-        gradient."""
+    def score(
+        self, part: TrainBatch, with_sum_pi_squared: bool = False, candidates: Tensor | None = None
+    ) -> TokenScores:
+        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient;
+        those of ``candidates`` (integers ``[B, R, W]``) too."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
-        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, with_sum_pi_squared)
+        return score_tokens(
+            self.model.module,
+            part.tokens,
+            self._forward,
+            with_entropy,
+            with_sum_pi_squared,
+            candidates=candidates,
+        )
 
     def _selection(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
@@ -342,16 +353,22 @@ class FrozenWorker:
             operations=operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
         )
         self.model = FrozenModel(module, mesh, fsdp)
+        self._top_words = config.distillation.top_words if self.role == "teacher" else 0
         _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs ``[B, R]`` of the given rows' response tokens."""
+        """Log-probs ``[B, R]`` of the given rows' response tokens; of a teacher whose most likely words the
+        loss looks at, these and their log-probs ``[B, R, W]`` too."""
 
         def score(part: TokenBatch) -> list[Tensor]:
-            return [score_tokens(self.model.module, part, self._forward, with_entropy=False).log_probs]
+            scores = score_tokens(
+                self.model.module, part, self._forward, with_entropy=False, top_words=self._top_words
+            )
+            optional = (scores.top_ids, scores.top_log_probs)
+            return [scores.log_probs, *(values for values in optional if values is not None)]
 
         with self.model.in_use() as module:
             # No dropout: the divergence from the policy would be noise.

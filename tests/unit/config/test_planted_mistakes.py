@@ -490,11 +490,19 @@ TEACHERS: list[Mistake] = [
         "drop it",
     ),
     (
-        f"distillation.enabled=True {_TEACHER} {_LOSS}.loss_mode=forward_kl_topk",
+        f"distillation.enabled=True {_TEACHER} {_LOSS}.loss_mode=forward_kl_topk_tail",
         f"{_LOSS}.loss_mode",
-        "whole distribution",
-        "forward_kl_topk",
-        "write k3",
+        "is not built",
+        "forward_kl_topk_tail",
+        "write forward_kl_topk",
+    ),
+    (
+        f"distillation.enabled=True {_TEACHER} {_LOSS}.loss_mode=forward_kl_topk "
+        f"{_LOSS}.use_policy_gradient=True",
+        f"{_LOSS}.loss_mode",
+        "no advantage of the sampled one",
+        "use_policy_gradient=True",
+        "pass False",
     ),
     (
         f"distillation.enabled=True {_TEACHER} distillation.nnodes=1",

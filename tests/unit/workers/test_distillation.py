@@ -25,6 +25,7 @@ TERMS = {
     "advantages beside the task": {"loss_mode": "k1", "use_policy_gradient": True, "loss_max_clamp": 1.0},
     "divergence alone": {"loss_mode": "k3", "use_task_rewards": False},
     "divergence beside the task": {"loss_mode": "k2", "distillation_loss_coef": 0.3},
+    "its likeliest words": {"loss_mode": "forward_kl_topk", "use_task_rewards": False},
 }
 
 
@@ -43,6 +44,8 @@ def workers(
         "distillation.enabled=True",
         f"{section}.model_path={folder}",
         f"{section}.fsdp_config.dtype=float32",
+        f"{LOSS}.loss_mode=forward_kl_topk",
+        f"{LOSS}.topk=4",
     )
     address = RankAddress(0, 1, "127.0.0.1", free_port())
     policy = PolicyWorker(config, address, total_steps=10)
@@ -57,7 +60,10 @@ def batch(workers: tuple[PolicyWorker, TeacherWorker, Path]) -> TrainBatch:
     current = policy.compute_log_probs(batch.tokens, [ROWS])[0]
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
     batch.proximal_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
-    batch.teacher_log_probs = teacher.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])[0]
+    batch.teacher_log_probs, ids, batch.teacher_top_log_probs = teacher.compute_log_probs(
+        batch.tokens, [[0, 1, 2], [3, 4, 5]]
+    )
+    batch.teacher_top_ids = ids.int()
     return batch
 
 
@@ -72,6 +78,13 @@ def test_a_teacher_of_another_shape_scores_as_it_would_alone(
         assert batch.teacher_log_probs is not None
         found = batch.teacher_log_probs[row, : LENGTHS[row]]
         torch.testing.assert_close(found, log_probs(model, prompt, response), rtol=1e-4, atol=1e-5)
+        assert batch.teacher_top_ids is not None
+        assert batch.teacher_top_log_probs is not None
+        table = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        values, ids = table[len(prompt) - 1 : -1].topk(4, dim=-1)
+        assert torch.equal(batch.teacher_top_ids[row, : LENGTHS[row]].long(), ids)
+        top = batch.teacher_top_log_probs[row, : LENGTHS[row]]
+        torch.testing.assert_close(top, values, rtol=1e-4, atol=1e-5)
 
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
@@ -111,5 +124,7 @@ def test_nothing_but_the_tokens_decides_the_update(
     assert batch.teacher_log_probs is not None
     padding = ~positions_mask(batch.tokens.response_lengths, 7)
     spoilt.teacher_log_probs = batch.teacher_log_probs.masked_fill(padding, torch.nan)
+    assert batch.teacher_top_log_probs is not None
+    spoilt.teacher_top_log_probs = batch.teacher_top_log_probs.masked_fill(padding[..., None], torch.nan)
     assert is_the_same(gradient(worker, spoilt, [ROWS]))
     worker._forward = options

@@ -336,7 +336,7 @@ _MOVED_TO_REWARD = (
     "for the overlong penalty, reward.custom_reward_function.* for a function of your own"
 )
 _OF_A_POOL = "the teacher is sharded over the trainer's ranks, as the reference policy is; drop it"
-_NO_TOPK = "it belongs to forward_kl_topk, which is not built; drop it"
+_NO_TAIL = "it belongs to forward_kl_topk_tail and eopd, which are not built; drop it"
 _DISTILLATION_LEAVES = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers"), _OF_A_POOL),
     "teacher_key": "there is one teacher for all rows; drop it",
@@ -345,11 +345,7 @@ _DISTILLATION_LEAVES = {
     "teacher_models.teacher_model.nitrobrew_d_comp": "nitrobrew is not built; drop it",
     "teacher_models.teacher_model.inference": "no engine serves the teacher, the trainer's ranks score with "
     "it; write teacher_model.fsdp_config.dtype and .log_prob_max_token_len_per_gpu, or drop it",
-    **dict.fromkeys(
-        (f"distillation_loss.{name}" for name in ("topk", "kd_temperature", "tail_mass_eps")), _NO_TOPK
-    ),
-    "distillation_loss.log_prob_min_clamp": "verl applies it in forward_kl_topk alone, which is not built; "
-    "write loss_max_clamp, or drop it",
+    **dict.fromkeys((f"distillation_loss.{name}" for name in ("kd_temperature", "tail_mass_eps")), _NO_TAIL),
 }
 """Leaves of ``distillation``, while it is enabled."""
 
@@ -519,9 +515,9 @@ _ENGINES = "is not supported; write vllm"
 _TRAINERS = "is not supported; write fsdp2"
 REFUSED_VALUES = {
     **{
-        ("distillation.distillation_loss.loss_mode", name): f"{name} needs the teacher's whole distribution, "
-        "which is not built; write k3, or k1 with use_policy_gradient=True"
-        for name in ("forward_kl_topk", "forward_kl_topk_tail", "nitrobrew")
+        ("distillation.distillation_loss.loss_mode", name): f"{name} is not built; write "
+        "forward_kl_topk, k3, or k1 with use_policy_gradient=True"
+        for name in ("forward_kl_topk_tail", "eopd", "nitrobrew")
     },
     **{
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"

@@ -139,7 +139,16 @@ _DISTILLATION = (
         "distillation/abs_loss",
         "nats",
         "mean over tokens in loss_mask of the absolute value of the loss_mode estimate of KL(current || "
-        "teacher), before loss_max_clamp",
+        "teacher), or of the divergence of forward_kl_topk, before loss_max_clamp",
+    ),
+    *(
+        MetricSpec(
+            f"distillation/{owner}_mass",
+            "1",
+            f"mean over tokens in loss_mask of the probability that {policy} gives to the topk words of "
+            "forward_kl_topk together, over all updates",
+        )
+        for owner, policy in (("student", "the current policy"), ("teacher", "the teacher"))
     ),
     MetricSpec(
         "distillation/clamped_fraction",

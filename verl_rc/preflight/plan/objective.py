@@ -155,7 +155,8 @@ def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
     if (policy.has_task_loss and plan.reward_kl) or policy.kl_loss_coef:
         yield "reference_log_probs"
     if policy.distillation is not None:
-        yield "teacher_log_probs"
+        of_words = policy.distillation.loss_mode == "forward_kl_topk"
+        yield from ("teacher_top_ids", "teacher_top_log_probs") if of_words else ("teacher_log_probs",)
 
 
 def _reads_old(plan: AdvantagePlan, policy: PolicyPlan, inputs: Collection[str]) -> bool:

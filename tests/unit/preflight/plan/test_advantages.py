@@ -47,6 +47,7 @@ PG: Given = {**TEACHER, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient"
 TEACHERS: dict[str, Given] = {
     "beside the task": TEACHER,
     "alone": {**TEACHER, f"{LOSS}.use_task_rewards": False},
+    "its likeliest words beside the task": {**TEACHER, f"{LOSS}.loss_mode": "forward_kl_topk"},
     "advantages beside the task": PG,
     "advantages alone": {**PG, f"{LOSS}.use_task_rewards": False},
 }
@@ -80,6 +81,8 @@ EVALUATION_FIELDS = (
     "sum_pi_squared",
     "varentropies",
     "teacher_log_probs",
+    "teacher_top_ids",
+    "teacher_top_log_probs",
 )
 SCORE_FIELDS = ("scores", "reward_baselines", "component_scores")
 ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)

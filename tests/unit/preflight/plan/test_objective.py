@@ -202,7 +202,7 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
 def _reads_response_mask(plan: PolicyPlan) -> bool:
     """Whether tokens outside ``loss_mask`` matter: in a denominator, or in the ratio of a whole row."""
     is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
-    return is_counted or plan.spec is None or plan.spec.ratio == "row"
+    return is_counted or plan.spec is None or plan.spec.ratio in ("row", "product")
 
 
 @pytest.mark.parametrize("name", list(MATRIX))

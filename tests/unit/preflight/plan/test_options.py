@@ -46,6 +46,8 @@ ALTERNATIVES: dict[str, list[object]] = {
     f"{CORRECTION}.rollout_is": ["geometric"],
     f"{CORRECTION}.rollout_is_threshold": [1.1],
     f"{TEACHER}.loss_mode": ["k3", "abs"],
+    f"{TEACHER}.topk": [2],
+    f"{TEACHER}.log_prob_min_clamp": [-1.0],
     f"{TEACHER}.use_policy_gradient": [True, False],
     f"{TEACHER}.use_task_rewards": [True, False],
     f"{TEACHER}.distillation_loss_coef": [0.3],
@@ -70,6 +72,7 @@ CASES: dict[str, Given] = {
         f"{TEACHER}.clip_ratio_low": 0.1,
         f"{TEACHER}.clip_ratio_high": 0.3,
     },
+    "teacher's likeliest words": {**WITH_TEACHER, f"{TEACHER}.loss_mode": "forward_kl_topk"},
     "teacher alone": ALONE,
     "teacher alone, policy gradient": {**ALONE, **PG},
     "teacher alone, reinforce": {
