@@ -233,8 +233,8 @@ class World:
 class Reference(World):
     """A policy that stays where it was."""
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[Any]:
-        return Timed(log_probs_of(tokens.responses, 0.3), 0.5)
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+        return Timed(TokenScores(log_probs_of(tokens.responses, 0.3), None), 0.5)
 
 
 class Scorer:

@@ -51,6 +51,8 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/config/test_distillation.py": "distillation.teacher_models.teacher_model.fsdp_config."
     "param_offload",
+    "tests/unit/preflight/plan/test_options.py": "distillation.distillation_loss.topk "
+    "distillation.distillation_loss.log_prob_min_clamp",
     "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
     f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "

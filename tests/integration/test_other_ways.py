@@ -23,8 +23,8 @@ OTHER_WAYS = [
     "actor_rollout_ref.actor.kl_loss_type=k3+",
     "distillation.enabled=True",
     "distillation.teacher_models.teacher_model.fsdp_config.dtype=float32",
-    "distillation.distillation_loss.loss_mode=k1",
-    "distillation.distillation_loss.use_policy_gradient=True",
+    "distillation.distillation_loss.loss_mode=forward_kl_topk",
+    "distillation.distillation_loss.topk=3",
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -104,6 +104,11 @@ def test_a_teacher_that_the_policy_starts_from_gives_its_tokens_the_same_log_pro
     steps: list[dict[str, float]],
 ) -> None:
     assert abs(steps[1]["distillation/reverse_kl"]) < 1e-5
+    assert steps[1]["distillation/student_mass"] == pytest.approx(
+        steps[1]["distillation/teacher_mass"], abs=1e-5
+    )
+    assert 0 <= steps[1]["distillation/loss"] < 1e-5
+    assert 0 < steps[1]["distillation/teacher_mass"] < 1
     assert "timing_s/teacher" in steps[1]
 
 

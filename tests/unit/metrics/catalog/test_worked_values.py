@@ -495,6 +495,40 @@ def the_teachers_term():
 
 
 @example
+def the_words_that_the_teacher_finds_most_likely():
+    """Two words of a teacher at 1/2 and 1/4, which the policy gives 1/4 and 1/4 in all four places: 1/2 log 2
+    each."""
+    teacher = "distillation.distillation_loss"
+    path = "distillation.teacher_models.teacher_model.model_path=org/teacher"
+    settings = [f"{teacher}.loss_mode=forward_kl_topk", f"{teacher}.topk=2"]
+    config = load_run_config([*sound_run(), "distillation.enabled=True", path, *settings])
+    sampled, everything = one_row(-5, -5, -5, -5), torch.ones(1, 4, dtype=torch.bool)
+    batch = TrainBatch(
+        tokens=ROW,
+        response_mask=everything,
+        loss_mask=everything,
+        proximal_log_probs=sampled,
+        advantages=one_row(0, 0, 0, 0),
+        teacher_log_probs=sampled,
+        teacher_top_ids=torch.tensor([3, 1], dtype=torch.int32).expand(1, 4, 2),
+        teacher_top_log_probs=torch.tensor([1 / 2, 1 / 4]).log().expand(1, 4, 2),
+        batch_size=[1],
+    )
+    objective = policy_objective(
+        TokenScores(sampled, None, candidates=torch.full((1, 4, 2), math.log(1 / 4))),
+        batch,
+        config.actor_rollout_ref.actor,
+        config.algorithm.rollout_correction,
+        Aggregation("token-mean"),
+        distillation=config.distillation.loss,
+    )
+    found = {name: float(objective.averages[name].value) for name in objective.averages}
+    masses = {name: value for name, value in found.items() if name.endswith("_mass")}
+    assert float(objective.terms["distillation/loss"]) == pytest.approx(math.log(2) / 2)
+    return masses, {"distillation/student_mass": 1 / 2, "distillation/teacher_mass": 3 / 4}
+
+
+@example
 def the_entropy_of_the_policy_that_is_updated():
     """In bypass mode nothing knows the entropy before the update. One of three tokens would take other
     experts."""
