@@ -127,8 +127,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     asynchronous runs, interpolated in the actor between rollout and current log-probs, by the number of
     optimizer updates between the three."""
     loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
-    """The loss of bypass mode: PPO clip without weights (or another loss of ``policy_loss.loss_mode``), the
-    policy gradient with weights, or the one that ``topr`` tapers."""
+    """The loss of bypass mode. ppo_clip: the one of ``policy_loss.loss_mode``, PPO's clip by default, without
+    weights; reinforce: the policy gradient with weights; topr: TOPR, without weights."""
     rejection_denominator: Literal["original", "kept"] = "original"
     """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
     1/acceptance)."""
