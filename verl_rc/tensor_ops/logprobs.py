@@ -116,15 +116,23 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    for name, ids in (("kept_ids", kept_ids), ("candidates", candidates)):
-        if ids is not None and (ids.ndim != 2 or len(ids) != len(hidden)):
+    for name, sets in (("kept_ids", kept_ids), ("candidates", candidates)):
+        if sets is not None and (sets.ndim != 2 or len(sets) != len(hidden)):
             raise ValueError(
-                f"{name} must be [K, W] for hidden states [K, H]; got {list(ids.shape)}, {list(hidden.shape)}"
+                f"{name} must be [K, W] for hidden states [K, H]; got {list(sets.shape)}, "
+                f"{list(hidden.shape)}"
             )
-    scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, options, kept_ids, candidates
-    )
+    ids = _Ids(token_ids, kept_ids, candidates)
+    scores = _HiddenStateScores.apply(hidden, weight, bias, ids, options)  # type: ignore[no-untyped-call]
     return HiddenStateScores(*scores)
+
+
+class _Ids(NamedTuple):
+    """See ``scores_from_hidden_states``."""
+
+    tokens: Tensor
+    kept: Tensor | None
+    candidates: Tensor | None
 
 
 class _WordSums(NamedTuple):
@@ -176,16 +184,10 @@ class _HiddenStateScores(torch.autograd.Function):
     softmax, mean of the logits; and the log-probs of the candidates."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - what is differentiated comes one by one
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        options: ScoreOptions,
-        kept_ids: Tensor | None,
-        candidates: Tensor | None,
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: _Ids, options: ScoreOptions
     ) -> tuple[Tensor | None, ...]:
+        token_ids, kept_ids, candidates = ids
         sum_words, sums = _fused(_sum_words, hidden.device), None
         chosen = hidden.new_zeros(hidden.shape[0], 1, dtype=_precision(hidden))
         others = None if candidates is None else chosen.new_full(candidates.shape, -torch.inf)
@@ -284,7 +286,8 @@ class _HiddenStateScores(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             grad_bias,
-            *(None,) * 4,
+            None,
+            None,
         )
 
 

@@ -8,6 +8,7 @@ from evidence.studies import CORRECTIONS, STUDIES
 from verl_rc.bench.method import find_method
 from verl_rc.bench.standing import known_methods
 from verl_rc.config.load import load_run_config
+from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.study.runs import folder_of, planned
 from verl_rc.study.tracks import CONTROL, TRACKS, overrides_of
 
@@ -30,11 +31,10 @@ def loaded(method: str):
 def test_the_trainer_runs_the_method_that_the_exact_track_judges(name: str) -> None:
     method, config = find_method(name), loaded(name)
     assert config.algorithm.rollout_correction == method.correction
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if method.loss != "reinforce":  # that one rollout correction chooses
-        assert loss.loss_mode == method.loss
+    actor = config.actor_rollout_ref.actor
+    assert policy_loss_name(actor, method.correction) == method.loss
     for key, value in method.options.items():
-        assert getattr(loss, key) == value
+        assert getattr(actor.policy_loss, key) == value
 
 
 def test_a_file_and_a_function_reach_the_trainer(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def _policy(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _algorithm(config: Mapping[str, Any]) -> Iterator[str]:
     algorithm = _section(config, "algorithm")
-    loss = _section(config, "actor_rollout_ref", "actor", "policy_loss").get("loss_mode")
-    loss_type = _section(algorithm, "rollout_correction").get("loss_type", "ppo_clip")
+    loss = _section(config, "actor_rollout_ref", "actor", "policy_loss")
+    correction = _section(algorithm, "rollout_correction")
     if algorithm.get("adv_estimator"):
         yield str(algorithm["adv_estimator"])
-    if loss_type != "ppo_clip":
-        yield str(loss_type)
-    elif loss:
-        yield "ppo-clip" if loss == "vanilla" else str(loss)
+    if correction.get("loss_type", "ppo_clip") != "ppo_clip":
+        yield str(correction["loss_type"])
+    elif loss.get("loss_mode"):
+        yield "ppo-clip" if loss["loss_mode"] == "vanilla" else str(loss["loss_mode"])
     if _section(algorithm, "filter_groups").get("enable"):
         yield "dynamic-sampling"
 
