@@ -11,6 +11,7 @@ from small_checkpoints import whole
 from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed.process_group import RankAddress
@@ -40,6 +41,7 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "clip_cov": {},
     "kept sets": {},
     "kept sets, bypass": {**BYPASS, **WIDE_RULE, "rejection_denominator": "kept"},
+    "a teacher's likeliest words": {},
 }
 ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=2",)
@@ -114,7 +116,9 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     found |= critic_numbers(critic, micro_batches)
     critic.close()
     reference = ReferenceWorker(config, addresses[2], total_steps=10)
-    found["reference"] = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)[0]
+    reference._top_words = 3  # as a teacher's
+    scores = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)
+    found |= dict(zip(("reference", "its likeliest words", "their log-probs"), scores, strict=True))
     reference.close()
     return found
 
@@ -142,6 +146,11 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         batch.reference_log_probs = torch.where(batch.response_mask, near, 0.0)
         if bypass:
             batch.proximal_log_probs, batch.rollout_log_probs = None, batch.reference_log_probs
+        worker._distillation = None
+        if name == "a teacher's likeliest words":
+            worker._distillation = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3)
+            batch.teacher_log_probs = batch.reference_log_probs
+            add_top_words(batch, worker.model.module.config.vocab_size)
         correction = (
             ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
         )
@@ -155,6 +164,15 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
             found[f"{name}: gap"] = torch.tensor([correction.gap().mean, correction.gap().maximum])
         worker.model.optimizer.zero_grad()
     return found
+
+
+def add_top_words(batch: TrainBatch, vocabulary: int) -> None:
+    """Three words beside each token, of which a fourth has the rest."""
+    shape = (*batch.response_mask.shape, 4)
+    generator = torch.Generator().manual_seed(11)
+    first = torch.randint(vocabulary, (*shape[:2], 1), generator=generator)
+    batch.teacher_top_ids = ((first + torch.arange(3)) % vocabulary).int()
+    batch.teacher_top_log_probs = torch.randn(shape, generator=generator).log_softmax(-1)[..., :3]
 
 
 def critic_numbers(worker: CriticWorker, micro_batches: list[list[int]]) -> Found:
@@ -202,7 +220,7 @@ def test_numbers_equal_those_of_one_rank(
     for what, numbers in expected.items():
         if isinstance(numbers, torch.Tensor):
             shares = [rank[what] for rank in ranks]
-            if numbers.shape == (len(LENGTHS), 7):  # each share has its own rows; the other ones are 0
+            if numbers.shape[:2] == (len(LENGTHS), 7):  # each share has its own rows; the other ones are 0
                 shares = [sum(shares[first :: case.sharing]) for first in range(case.sharing)]  # type: ignore[misc]
             differences = [relative(share, numbers) for share in shares]
             assert numbers.norm() > 0.01, what

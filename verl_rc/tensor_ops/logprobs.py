@@ -244,7 +244,8 @@ class _HiddenStateScores(torch.autograd.Function):
         token_ids, log_probs, maxima, totals, means, kept_ids, candidates, others = of_tokens
         slopes = slopes_of_all = grad_log_probs / ctx.temperature
         if candidates is not None:
-            other_slopes = further[2] / ctx.temperature
+            _squares, _varentropies, grad_candidates, *_ = further
+            other_slopes = grad_candidates / ctx.temperature
             slopes_of_all = slopes + other_slopes.sum(dim=-1)
             other_slopes += torch.where(candidates == token_ids[:, None], slopes[:, None], 0)
         constants, factors, entropy_slopes = -slopes_of_all / totals, None, None
@@ -253,9 +254,11 @@ class _HiddenStateScores(torch.autograd.Function):
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
         of_row = (slopes_of_all, totals, means, entropy_slopes)
-        single_words = [(token_ids[:, None], _of_words(slopes[:, None], log_probs[:, None], *of_row))]
+        single_words = [
+            (token_ids[:, None], _gradients_of_words(slopes[:, None], log_probs[:, None], *of_row))
+        ]
         if candidates is not None:
-            of_others = _of_words(other_slopes, others, *of_row)
+            of_others = _gradients_of_words(other_slopes, others, *of_row)
             columns = range(candidates.shape[1])
             single_words += [(candidates[:, [column]], of_others[:, [column]]) for column in columns]
         differentiate = _fused(_differentiate, hidden.device)
@@ -291,7 +294,7 @@ class _HiddenStateScores(torch.autograd.Function):
         )
 
 
-def _of_words(
+def _gradients_of_words(
     own: Tensor,
     log_probs: Tensor,
     slopes_of_all: Tensor,
