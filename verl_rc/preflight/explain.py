@@ -266,7 +266,8 @@ def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterato
         f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of "
         "tokens",
     )
-    if policy.bypass and not policy.weights:
+    ratio = None if policy.spec is None else policy.spec.ratio
+    if policy.bypass and ratio in ("token", "row", "product"):
         yield "", "the ratio of the loss itself, to the rollout policy, corrects the gap"
     elif not (policy.weights or policy.rejects):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"

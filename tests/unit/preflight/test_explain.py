@@ -307,6 +307,11 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ],
         ["nothing is corrected"],
     ),
+    (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
+        ["the gap is measured (rollout_corr/*), and nothing is corrected"],
+        ["corrects the gap"],
+    ),
     ({f"{ACTOR}.policy_loss.loss_mode": "mine:loss"}, ["the function mine:loss", "the function decides"], []),
     (
         {"algorithm.use_kl_in_reward": True},

@@ -64,7 +64,8 @@ def _correction(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"is-{correction['rollout_is']}"
     rules = str(correction.get("rollout_rs") or "")
     yield from (f"rs-{rule}" for rule in rules.split(",") if rule)
-    if not (bypass or correction.get("rollout_is") or rules):  # in bypass mode the loss has a ratio itself
+    has_own_ratio = bypass and correction.get("loss_type") != "reinforce"
+    if not (has_own_ratio or correction.get("rollout_is") or rules):
         yield "uncorrected"
 
 

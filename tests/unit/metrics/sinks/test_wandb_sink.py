@@ -217,7 +217,7 @@ def test_a_plain_run_names_estimator_loss_and_that_nothing_is_corrected():
         ({f"{CORRECTION}.bypass_mode": True}, {"bypass"}, {"decoupled", "uncorrected"}),
         (
             {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
-            {"bypass", "reinforce"},
+            {"bypass", "reinforce", "uncorrected"},
             {"ppo-clip"},
         ),
         (
