@@ -24,6 +24,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "the short track": partial(tables.track_table, "short"),
         "the long track": partial(tables.track_table, "long"),
         "the noise track": partial(tables.track_table, "noise"),
+        "predictions": tables.prediction_table,
     },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},
