@@ -232,9 +232,7 @@ class PolicyWorker(Learner):
         def compute_objective(rows: Sequence[int]) -> Objective:
             uncorrected = part = select_sequences(batch, rows, self._device)
             current = self.score(
-                part,
-                with_sum_pi_squared=correction is not None and correction.measures_signatures,
-                candidates=part.teacher_top_ids,
+                part, with_sum_pi_squared=correction is not None and correction.measures_signatures
             )
             if correction is not None:
                 correction.measure_first_signatures(part, current)
@@ -252,11 +250,9 @@ class PolicyWorker(Learner):
         )
         return share.num_loss_tokens if correction is None else correction.finish()
 
-    def score(
-        self, part: TrainBatch, with_sum_pi_squared: bool = False, candidates: Tensor | None = None
-    ) -> TokenScores:
+    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
         """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient;
-        those of ``candidates`` (integers ``[B, R, W]``) too."""
+        those of the teacher's likeliest words where it has named them."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
         return score_tokens(
             self.model.module,
@@ -264,7 +260,7 @@ class PolicyWorker(Learner):
             self._forward,
             with_entropy,
             with_sum_pi_squared,
-            candidates=candidates,
+            candidates=part.teacher_top_ids,
         )
 
     def _selection(
