@@ -167,7 +167,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
 
 
 def add_top_words(batch: TrainBatch, vocabulary: int) -> None:
-    """Three words beside each token, of which a fourth has the rest."""
+    """Give each token three words of a teacher; the rest of the probability is a fourth's."""
     shape = (*batch.response_mask.shape, 4)
     generator = torch.Generator().manual_seed(11)
     first = torch.randint(vocabulary, (*shape[:2], 1), generator=generator)

@@ -32,7 +32,7 @@ class TopWords:
         teacher, current = self.teacher_log_probs.detach(), self.log_probs
         if self.lowest is not None:
             teacher, current = teacher.clamp_min(self.lowest), current.clamp_min(self.lowest)
-        # Cut before the product, as above; what is not a number of a kept token stays visible.
+        # Cut before the product, for 0 times NaN is NaN. A kept token's NaN is not cut: it must be seen.
         counts = kept[..., None] & (teacher != -torch.inf) & (current != -torch.inf)
         teacher, current = teacher.where(counts, 0), current.where(counts, 0)
         return (teacher.exp() * (teacher - current)).sum(dim=-1).clamp_min(0.0)

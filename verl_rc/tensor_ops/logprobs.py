@@ -99,8 +99,7 @@ def scores_from_hidden_states(
         bias: ``[V]``, optional.
         kept_ids: int64 ``[K, W]``, optional: the words that each token could be drawn from, padded with -1;
             all other logits count as -inf. A token without any could be every word.
-        candidates: int64 ``[K, W]``, optional: other words in the place of each token, of which none is there
-            twice.
+        candidates: int64 ``[K, W]``, optional: other words in the place of each token, no word twice.
 
     Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """

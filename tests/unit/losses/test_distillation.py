@@ -154,7 +154,7 @@ def test_over_the_policys_own_tokens_the_advantages_are_the_gradient_of_the_reve
 
 
 def of_words(seed: int) -> Tensor:
-    """Log-probs of three words in each token's place, of which a fourth has the rest."""
+    """Log-probs of three words in each token's place; the rest of the probability is a fourth's."""
     noise = torch.randn(ROWS, WIDTH, 4, generator=torch.Generator().manual_seed(seed))
     return noise.log_softmax(dim=-1)[..., :3]
 
