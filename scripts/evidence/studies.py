@@ -159,6 +159,34 @@ def _clip() -> Study:
     )
 
 
+def _clip_six_heads() -> Study:
+    return replace(
+        _quantised_short(),
+        question="At 49 tokens bypass mode's clip does harm beside fp8 weights and cache (clip), at 13 it "
+        "does not (quantised_short). The two tasks differ in the length of answers, and in the model: six "
+        "heads of 32 there, four of 48 here. Is it the model? Answers of 13 tokens, the model with six heads.",
+        expectation="The clip ends within 0.1 of no correction: it is the length that does harm.",
+        found="Not run yet.",
+        task=Task("short_six_heads", {"NUM_HEADS": "6"}),
+        would_change="A model that differs in more than its heads.",
+    )
+
+
+def _clip_four_heads() -> Study:
+    return replace(
+        _quantised_short(),
+        question="The fourth of four cases: answers of 49 tokens, the model with four heads. Does bypass "
+        "mode's clip do harm there, too, beside fp8 weights and cache?",
+        expectation="The clip ends more than 0.2 below no correction in each seed, as with six heads: it is "
+        "the length that does harm.",
+        found="Not run yet.",
+        common=LONG_RUN,
+        minutes=4,
+        task=Task("long_four_heads", {**LONG.settings, "NUM_HEADS": "4"}),
+        would_change="A model that differs in more than its heads.",
+    )
+
+
 def _fp8_cache() -> Study:
     own = (f"{ROLLOUT}.kv_cache_dtype=fp8",)
     caches = {"own": own, "emulated": (), "rounded": own}
@@ -511,6 +539,8 @@ STUDIES: Mapping[str, Study] = {
     "quantised": _quantised(),
     "quantised_short": _quantised_short(),
     "clip": _clip(),
+    "clip_six_heads": _clip_six_heads(),
+    "clip_four_heads": _clip_four_heads(),
     "fp8_cache": _fp8_cache(),
     "sampling_faults": _sampling_faults(),
     "decisions": _decisions(),
