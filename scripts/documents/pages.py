@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from documents import configuration, migration, tables
+from documents import configuration, migration, predictions, tables
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.render,
@@ -24,7 +24,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "the short track": partial(tables.track_table, "short"),
         "the long track": partial(tables.track_table, "long"),
         "the noise track": partial(tables.track_table, "noise"),
-        "predictions": tables.prediction_table,
+        "predictions": predictions.of_exact_track,
     },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},

@@ -5,8 +5,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from evidence.bill import rank_correlation
 from planted_faults.alarm_counts import read_sums, table_of
 
 from verl_rc.bench.exact import CONDITIONS
@@ -23,7 +21,7 @@ from verl_rc.metrics.panels import PANELS
 from verl_rc.study.bench import all_scores
 from verl_rc.study.tracks import SEEDS, TRACKS
 
-_EXACT = Path(__file__).parents[2] / "docs" / "bench" / "exact.json"
+EXACT = Path(__file__).parents[2] / "docs" / "bench" / "exact.json"
 _METRICS_HEAD = """\
 # Metrics
 
@@ -93,7 +91,7 @@ def _cell(text: str) -> str:
 
 def exact_track_table() -> str:
     """Every kept result of the exact track, in docs/leaderboard.md."""
-    kept = read_results(_EXACT)
+    kept = read_results(EXACT)
     results = sorted((Result.from_json(*entry) for entry in kept.items()), key=lambda result: result.error)
     conditions = list(CONDITIONS)
     head = [
@@ -128,7 +126,7 @@ def exact_track_table() -> str:
 
 def exact_track_origin() -> str:
     """On what the kept results were computed, in docs/leaderboard.md."""
-    kept = read_results(_EXACT).values()
+    kept = read_results(EXACT).values()
     origins = {
         (
             entry["machine"],
@@ -166,31 +164,6 @@ def track_table(name: str) -> str:
     said = f"{len(scores)} methods, {runs} runs. Machines: {'; '.join(machines) or 'none'}."
     lines += ["", *textwrap.wrap(said, 98)]
     return "".join(f"{line}\n" for line in lines)
-
-
-_PREDICTED_BY = {"k0": "fresh", "k1": "1 step", "k4": "4 steps", "k8": "8 steps"}
-"""By condition of the short track, the one of the exact track with samples as old."""
-
-
-def prediction_table() -> str:
-    """Whether the exact track orders methods as the runs of the short track do, in docs/leaderboard.md."""
-    kept = read_results(_EXACT)
-    scores = [score for score in all_scores("short") if score.method in kept]
-    results = [Result.from_json(score.method, kept[score.method]) for score in scores]
-    judged = {
-        (name, f"error, {condition}"): [-result.findings[condition].best_error for result in results]
-        for name, condition in _PREDICTED_BY.items()
-    }
-    judged["frozen", "frozen"] = [result.flows["frozen"].score for result in results]
-    lines = ["| short track | exact track | rank correlation | 90 % interval |", "|---|---|---|---|"]
-    for (name, column), expected in judged.items():
-        pairs = np.array([expected, [score.by_condition[name] for score in scores]])
-        draws = np.random.default_rng(0).integers(len(scores), size=(1000, len(scores)))
-        found = [rank_correlation(*pairs[:, draw].tolist()) for draw in draws]
-        low, high = np.quantile(found, [0.05, 0.95])
-        whole = rank_correlation(*pairs.tolist())
-        lines.append(f"| {name} | {column} | {whole:.2f} | {low:.2f} to {high:.2f} |")
-    return "".join(f"{line}\n" for line in [*lines, "", f"{len(scores)} methods."])
 
 
 def signature_causes_table() -> str:

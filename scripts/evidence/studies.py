@@ -164,7 +164,8 @@ def _clip_six_heads() -> Study:
         _quantised_short(),
         question="At 49 tokens bypass mode's clip does harm beside fp8 weights and cache (clip), at 13 it "
         "does not (quantised_short). The two tasks differ in the length of answers, and in the model: six "
-        "heads of 32 there, four of 48 here. Is it the model? Answers of 13 tokens, the model with six heads.",
+        "heads of 32 there, four of 48 here. Is it the model? Answers of 13 tokens, the model with six "
+        "heads.",
         expectation="The clip ends within 0.1 of no correction: it is the length that does harm.",
         found="Not run yet.",
         task=Task("short_six_heads", {"NUM_HEADS": "6"}),

@@ -55,13 +55,17 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
 
 def all_scores(name: str, further: Sequence[Path] = ()) -> Iterator[Score]:
     """Of every method whose runs on the track ``name`` are kept, in the project or in ``further`` files."""
-    track = TRACKS[name]
+    return scores(TRACKS[name], *all_runs(name, further))
+
+
+def all_runs(name: str, further: Sequence[Path] = ()) -> tuple[list[str], Mapping[tuple[str, int], Run]]:
+    """Methods, and runs on the track ``name`` by arm and seed: of the project, and of ``further`` files."""
     files = [KEPT / f"{name}.jsonl", *further]
     named = {(run.arm, run.seed): run for file in files for run in read_runs(file)}
     methods = [method.name for method in known_methods()]
-    runs: Mapping[tuple[str, int], Run] = {**the_same(track.study(methods), _kept_files()), **named}
     others = (arm.partition(" ")[2] for arm, _ in named if arm != CONTROL)
-    return scores(track, dict.fromkeys([*methods, *others]), runs)
+    runs = {**the_same(TRACKS[name].study(methods), _kept_files()), **named}
+    return list(dict.fromkeys([*methods, *others])), runs
 
 
 def _kept_files() -> list[Path]:
