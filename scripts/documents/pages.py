@@ -25,6 +25,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "the long track": partial(tables.track_table, "long"),
         "the noise track": partial(tables.track_table, "noise"),
         "predictions": predictions.of_exact_track,
+        "first steps": predictions.of_first_steps,
     },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},
