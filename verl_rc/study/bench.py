@@ -15,8 +15,8 @@ from verl_rc.study.runs import (
     run_and_tell,
     the_same,
 )
-from verl_rc.study.standing import Score, Standing, scores
-from verl_rc.study.tracks import CONTROL, TRACKS
+from verl_rc.study.standing import Score, Standing, require_same_start, scores
+from verl_rc.study.tracks import CONTROL, SEEDS, TRACKS
 
 KEPT = ROOT / "docs" / "bench"
 """Results of the project."""
@@ -42,8 +42,15 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
             f"{' and of '.join(sorted(other))}: move it away, or install those"
         )
     known = known_runs(own, study)
-    shared = the_same(study, _kept_files())
-    run_and_tell(study, missing(study, {**shared, **known}), RUNS, own, cores)
+    runs = {**the_same(study, _kept_files()), **known}
+
+    def require(run: Run) -> None:
+        if control := runs.get((CONTROL, SEEDS[0])):
+            require_same_start(run, control)
+
+    for run in known.values():
+        require(run)
+    run_and_tell(study, missing(study, runs), RUNS, own, cores, require)
     found = {score.method: score for score in all_scores(name, [own])}
     if method not in found:
         raise ValueError(

@@ -152,11 +152,12 @@ def run_all(
     results: Path,
     start: Start,
     cores: Sequence[int | None] = (None,),
+    require: Callable[[Run], None] = lambda run: None,
 ) -> Iterator[Run]:
     """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
 
-    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``. Raises
-    ``NotStartedError``.
+    Every run is a line of ``results`` once it has ended, and is then given to ``require``; where that raises,
+    no further run begins. The trainer writes below ``folder``. Raises ``NotStartedError``.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     free, writing = list(cores), Lock()
@@ -164,12 +165,13 @@ def run_all(
     def run(arm: str, seed: int) -> Run:
         try:
             finished_run = run_one(arm, seed)
+            with writing:  # here, so that another run that fails, or an interrupt, does not lose this one
+                _append(results, json.dumps(asdict(finished_run)))
+            require(finished_run)
         except BaseException:
             with writing:  # when all are submitted, and before this thread takes the next one
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
-        with writing:  # here, so that another run that fails, or an interrupt, does not lose this one
-            _append(results, json.dumps(asdict(finished_run)))
         return finished_run
 
     def run_one(arm: str, seed: int) -> Run:
@@ -212,7 +214,12 @@ def run_all(
 
 
 def run_and_tell(
-    study: Study, todo: Sequence[tuple[str, int]], folder: Path, results: Path, cores: Sequence[int | None]
+    study: Study,
+    todo: Sequence[tuple[str, int]],
+    folder: Path,
+    results: Path,
+    cores: Sequence[int | None],
+    require: Callable[[Run], None] = lambda run: None,
 ) -> None:
     """Run arms with seeds that this machine can run, and say on stderr what came of each; see ``run_all``."""
     impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=[*cores] != [None])
@@ -223,7 +230,7 @@ def run_and_tell(
     _tell(f"{len(todo)} runs, some {minutes:.0f} minutes on idle cores")
     if todo:
         prepare(folder, study.task)
-    for run in run_all(study, todo, folder, results, start_trainer, cores):
+    for run in run_all(study, todo, folder, results, start_trainer, cores, require):
         accuracy = run.accuracies or [float("nan")]
         _tell(f"{run.arm}, seed {run.seed}: {accuracy[0]:.3f} to {accuracy[-1]:.3f}, {run.seconds:.0f} s")
 

@@ -95,7 +95,7 @@ def _interval(values: Array, deviations: Array) -> tuple[float, float]:
 def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], Run]) -> Iterator[Score]:
     """Of those ``methods`` whose runs, by arm and seed, are all here; none before the control has its own.
 
-    Raises ``MixedResultsError`` where a run began from another model than the control.
+    Raises ``MixedResultsError``, see ``require_same_start``.
     """
     controls = [runs[CONTROL, seed] for seed in SEEDS if (CONTROL, seed) in runs]
     if len(controls) < len(SEEDS):
@@ -106,7 +106,7 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
         if all(key in runs for of_seed in keys for key in of_seed):
             found = [[runs[key] for key in of_seed] for of_seed in keys]
             for run in (run for of_seed in found for run in of_seed):
-                _require_same_start(run, controls[0])
+                require_same_start(run, controls[0])
             areas = np.array([[area(run) for run in of_seed] for of_seed in found]) / unit
             steps = [value for of_seed in found for _, value in of_seed[0].curves.get("timing_s/step", [])]
             machines = {run.machine or "not recorded" for of_seed in found for run in of_seed}
@@ -120,7 +120,8 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
             )
 
 
-def _require_same_start(run: Run, control: Run) -> None:
+def require_same_start(run: Run, control: Run) -> None:
+    """Raises ``MixedResultsError`` where ``run`` began from another model than the control."""
     if not run.accuracies or not control.accuracies:  # it failed before the first validation
         return
     own, expected = run.accuracies[0], control.accuracies[0]
