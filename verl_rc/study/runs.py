@@ -60,6 +60,8 @@ class Run:
     """Of the study's task."""
     planted: str = ""
     """What the workers did wrong."""
+    code: str = ""
+    """A hash of the user's own file that was run; empty: none."""
     machine: str = ""
     """That it ran on; empty: not recorded."""
     versions: str = ""
@@ -75,8 +77,8 @@ class Run:
     @property
     def made_by(self) -> set[str]:
         """All that decides the numbers."""
-        settings = (f"{name}={value}" for name, value in self.settings.items())
-        return {*self.overrides, *settings, *([f"PLANTED_FAULT={self.planted}"] if self.planted else [])}
+        settings = {**self.settings, "PLANTED_FAULT": self.planted, "hash of the user's file": self.code}
+        return {*self.overrides, *(f"{name}={value}" for name, value in settings.items() if value)}
 
 
 class MixedResultsError(ValueError):
@@ -90,15 +92,15 @@ class NotStartedError(RuntimeError):
 def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     """The runs in the file ``results``, by arm and seed.
 
-    Raises ``MixedResultsError`` when one of them was run with other overrides than the study has now.
+    Raises ``MixedResultsError`` when one of them was made otherwise than the study would make it now.
     """
     runs = {}
     for run in read_runs(results):
         if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
             now = would ^ run.made_by
             raise MixedResultsError(
-                f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has "
-                f"now: {', '.join(sorted(now))} differ. Move the file away to run the study anew, or take "
+                f"{results} holds '{run.arm}', seed {run.seed}, run otherwise than the study would now: "
+                f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take "
                 "the change back."
             )
         runs[run.arm, run.seed] = run
@@ -123,7 +125,8 @@ def the_same(study: Study, files: Iterable[Path]) -> dict[tuple[str, int], Run]:
 def planned(study: Study, arm: str, seed: int) -> Run:
     """A run of a study before it is run: what decides its numbers, and no result."""
     overrides = [*study.common, *study.arms[arm], f"trainer.seed={seed}"]
-    return Run(arm, seed, overrides, 0, 0.0, {}, dict(study.task.settings), study.planted.get(arm, ""))
+    planted, code = study.planted.get(arm, ""), study.code.get(arm, "")
+    return Run(arm, seed, overrides, 0, 0.0, {}, dict(study.task.settings), planted, code)
 
 
 def missing(

@@ -48,5 +48,7 @@ class Study:
     """Of how many steps one is kept, for long runs; validations are among them."""
     planted: Mapping[str, str] = field(default_factory=dict)
     """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """By arm, a hash of the user's own file that it runs, if any."""
     would_change: str = ""
     """The results, or the conditions, that would change the conclusion."""

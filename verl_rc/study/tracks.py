@@ -1,13 +1,16 @@
 """The tracks of CorrectionBench with engines: fixed conditions, under which a method trains."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from verl_rc.bench.method import LOSS_PREFIX, find_method, read_correction
 from verl_rc.config.algorithms import PolicyLossOptions
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import PRESETS
+from verl_rc.config.user_code import import_attribute
 from verl_rc.study.study import QUICKSTART, Study, Task
 from verl_rc.study.tasks import ENGINES, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
 
@@ -57,6 +60,7 @@ class Track:
             planted={
                 f"{name} {method}": self.planted[name] for name, method in pairs if name in self.planted
             },
+            code={f"{name} {method}": _hash_of_code(method) for name, method in pairs if ":" in method},
         )
 
 
@@ -101,6 +105,12 @@ TRACKS: Mapping[str, Track] = {
     ),
 }
 """By name. Conditions that a study of docs/evidence.md has, too, share its runs."""
+
+
+def _hash_of_code(method: str) -> str:
+    """Of the file of a function of the user's own; what that file imports is not looked at."""
+    function = import_attribute(method, f"the method {method!r}", "function")
+    return sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:16]
 
 
 def overrides_of(method: str) -> tuple[str, ...]:

@@ -86,6 +86,15 @@ def test_results_of_another_condition_or_version_are_not_mixed(
     own.write_text("rollout_is: token\nrollout_is_threshold: 4\n")
     with pytest.raises(ValueError, match=r"rollout_is_threshold=3, .*rollout_is_threshold=4 differ"):
         run_method("long", str(own), tmp_path, [None])
+    code = tmp_path / "bench_own_loss.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code.write_text(
+        "def mine(inputs):\n    return inputs.reduce(-inputs.advantages * inputs.log_probs), {}\n"
+    )
+    run_method("long", "bench_own_loss:mine", tmp_path, [None])
+    code.write_text("def mine(inputs):\n    return inputs.reduce(inputs.log_probs), {}\n")
+    with pytest.raises(ValueError, match=r"hash of the user's file=\w+, hash .* differ"):
+        run_method("long", "bench_own_loss:mine", tmp_path, [None])
     monkeypatch.setattr(bench, "versions", lambda: "torch 9")
     with pytest.raises(
         ValueError, match="must hold runs of the versions that are installed, torch 9; it has"
