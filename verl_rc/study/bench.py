@@ -36,13 +36,15 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
         raise ValueError(f"the track {name} must run in a checkout of verl_rc; {ROOT} is none: clone it")
     study = TRACKS[name].study([method])
     own = folder / f"{name}.jsonl"
-    if other := {run.versions for run in read_runs(own)} - {versions(), ""}:
-        raise MixedResultsError(
-            f"{own} must hold runs of the versions that are installed, {versions()}; it has runs of "
-            f"{' and of '.join(sorted(other))}: move it away, or install those"
-        )
+    of_tracks = [folder / f"{track}.jsonl" for track in TRACKS]
+    for file in of_tracks:
+        if other := {run.versions for run in read_runs(file)} - {versions(), ""}:
+            raise MixedResultsError(
+                f"{file} must hold runs of the versions that are installed, {versions()}; it has runs of "
+                f"{' and of '.join(sorted(other))}: move it away, or install those"
+            )
     known = known_runs(own, study)
-    runs = {**the_same(study, _kept_files()), **known}
+    runs = {**the_same(study, [*_kept_files(), *of_tracks]), **known}
 
     def require(run: Run) -> None:
         if control := runs.get((CONTROL, SEEDS[0])):
@@ -51,7 +53,9 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
     for run in known.values():
         require(run)
     run_and_tell(study, missing(study, runs), RUNS, own, cores, require)
-    found = {score.method: score for score in all_scores(name, [own])}
+    methods, kept = all_runs(name, [own])
+    standing = scores(TRACKS[name], dict.fromkeys([*methods, method]), {**runs, **kept})
+    found = {score.method: score for score in standing}
     if method not in found:
         raise ValueError(
             f"{method} must have all its runs before it stands anywhere; those that were left out are still "
@@ -60,9 +64,9 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
     return Standing(name, found.pop(method), sorted(found.values(), key=lambda score: -score.mean))
 
 
-def all_scores(name: str, further: Sequence[Path] = ()) -> Iterator[Score]:
-    """Of every method whose runs on the track ``name`` are kept, in the project or in ``further`` files."""
-    return scores(TRACKS[name], *all_runs(name, further))
+def all_scores(name: str) -> Iterator[Score]:
+    """Of every method whose runs on the track ``name`` are kept in the project."""
+    return scores(TRACKS[name], *all_runs(name))
 
 
 def all_runs(name: str, further: Sequence[Path] = ()) -> tuple[list[str], Mapping[tuple[str, int], Run]]:

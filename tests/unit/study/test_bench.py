@@ -66,14 +66,14 @@ def test_a_method_that_a_study_has_run_needs_no_run(tmp_path: Path, started: lis
     assert standing.score.by_condition.keys() == TRACKS["short"].conditions.keys()
 
 
-def test_tracks_share_the_runs_of_a_condition_that_both_have(
-    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "KEPT", tmp_path)
-    run_method("short", "loss_mode=sapo", tmp_path, [None])
+def test_tracks_share_the_runs_of_a_condition_that_both_have(tmp_path: Path, started: list[str]) -> None:
+    own = tmp_path / "mine.yaml"  # its runs are in no file of the project
+    own.write_text("rollout_is: token\nrollout_is_threshold: 3\n")
+    run_method("short", str(own), tmp_path, [None])
     assert len(started) == 21
-    run_method("noise", "loss_mode=sapo", tmp_path, [None])
+    standing = run_method("noise", str(own), tmp_path, [None])
     assert len(started) == 21 + 6  # float32 and bf16: with fp8 weights it has run already
+    assert standing.score.conditions == ["fp32", "bf16", "fp8"]
 
 
 @pytest.mark.usefixtures("started")
