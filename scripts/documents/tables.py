@@ -159,9 +159,14 @@ def track_table(name: str) -> str:
             f"{score.seconds:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    machines = sorted({machine for score in scores for machine in score.machines})
-    runs = len(scores) * len(conditions) * len(SEEDS)
-    said = f"{len(scores)} methods, {runs} runs. Machines: {'; '.join(machines) or 'none'}."
+    machines, versions = (
+        sorted({made_on[place] or "not recorded" for score in scores for made_on in score.made_on})
+        for place in (0, 1)
+    )
+    said = (
+        f"{len(scores)} methods, {len(scores) * len(conditions) * len(SEEDS)} runs. Machines: "
+        f"{'; '.join(machines) or 'none'}. Versions: {'; '.join(versions) or 'none'}."
+    )
     lines += ["", *textwrap.wrap(said, 98)]
     return "".join(f"{line}\n" for line in lines)
 

@@ -51,7 +51,8 @@ class Score:
     """``[seeds, conditions]``: of ``shares``, over validation prompts."""
     seconds: float
     """Of a step under the first condition: the median."""
-    machines: Sequence[str]
+    made_on: Sequence[tuple[str, str]]
+    """Machines and versions of the packages that compute."""
 
     @property
     def mean(self) -> float:
@@ -109,14 +110,14 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
                 require_same_start(run, controls[0])
             areas = np.array([[area(run) for run in of_seed] for of_seed in found]) / unit
             steps = [value for of_seed in found for _, value in of_seed[0].curves.get("timing_s/step", [])]
-            machines = {run.machine or "not recorded" for of_seed in found for run in of_seed}
+            made_on = {(run.machine, run.versions) for of_seed in found for run in of_seed}
             yield Score(
                 method,
                 list(track.conditions),
                 areas[..., 0],
                 areas[..., 1],
                 median(steps) if steps else float("nan"),
-                sorted(machines),
+                sorted(made_on),
             )
 
 

@@ -18,7 +18,8 @@ def run(arm: str, seed: int, *accuracies: float, seconds: float = 1.0) -> Run:
         ACCURACY: [(10 * place, value) for place, value in enumerate(accuracies)],
         "timing_s/step": [(1, seconds)],
     }
-    return Run(arm, seed, ["trainer.total_training_steps=20"], 0, 60.0, curves, machine="mine")
+    overrides = ["trainer.total_training_steps=20"]
+    return Run(arm, seed, overrides, 0, 60.0, curves, machine="mine", versions="torch 2")
 
 
 def from_one_model(arm: str, seed: int, mean: float, seconds: float = 1.0) -> Run:
@@ -29,7 +30,9 @@ def from_one_model(arm: str, seed: int, mean: float, seconds: float = 1.0) -> Ru
 
 def score(*shares: list[float], name: str = "m") -> Score:
     values = np.array(shares)
-    return Score(name, ["easy", "hard"][: values.shape[1]], values, np.zeros_like(values), 1.0, ["mine"])
+    return Score(
+        name, ["easy", "hard"][: values.shape[1]], values, np.zeros_like(values), 1.0, [("mine", "")]
+    )
 
 
 def test_an_area_is_a_mean_over_steps_and_what_was_not_reached_counts_as_0() -> None:
@@ -49,7 +52,7 @@ def test_a_score_is_relative_to_the_control_of_all_seeds() -> None:
     (found,) = scores(TRACK, ["m", "unfinished"], by_key)
     assert found.by_condition == pytest.approx({"easy": 1.0, "hard": 0.4})
     assert (found.mean, found.worst, found.seconds) == (pytest.approx(0.7), "hard", 2)
-    assert found.machines == ["mine"]
+    assert found.made_on == [("mine", "torch 2")]
     assert list(scores(TRACK, ["m"], {key: run for key, run in by_key.items() if key != (CONTROL, 2)})) == []
     del by_key["hard m", 3]
     assert list(scores(TRACK, ["m"], by_key)) == []
