@@ -142,8 +142,8 @@ class Rows:
         return self.take(rows.clamp_max(len(self.weights) - 1))
 
     def of_ranks(self, ranks: int) -> list[Tensor]:
-        """Numbers of the rows of each rank."""
-        return [torch.arange(rank, len(self.weights), ranks) for rank in range(ranks)]
+        """Numbers of the rows of each rank: other responses on each, so that their means differ, too."""
+        return [*torch.arange(len(self.weights)).chunk(ranks)]
 
 
 def _binomial(count: int, share: float) -> Tensor:

@@ -262,6 +262,21 @@ def mean_over_rank(inputs):
     return -(inputs.advantages * inputs.log_probs * inputs.loss_mask).sum() / inputs.loss_mask.sum(), {}
 
 
+def weight_over_mean(train_log_probs, rollout_log_probs):
+    """Divides by the mean weight of what this rank holds."""
+    weights = (train_log_probs - rollout_log_probs).exp()
+    return weights / weights.mean()
+
+
+def weight_over_largest(train_log_probs, rollout_log_probs):
+    weights = (train_log_probs - rollout_log_probs).exp()
+    return weights / weights.max()
+
+
+def less_the_mean_advantage(inputs):
+    return inputs.reduce(-(inputs.advantages - inputs.advantages.mean()) * inputs.log_probs), {}
+
+
 def reciprocal(train_log_probs, rollout_log_probs):
     return 1 / (train_log_probs - rollout_log_probs)
 
@@ -278,11 +293,12 @@ def scalar(advantages):
     return advantages.sum()
 
 
-def test_a_loss_that_depends_on_the_number_of_ranks_is_named():
-    with pytest.raises(
-        ValueError, match=r"mean_over_rank must not depend on the number of ranks; .* by 100%"
-    ):
-        run_exact(find_method(f"{__name__}:mean_over_rank"), [PROBLEM])
+@pytest.mark.parametrize(
+    "function", ["mean_over_rank", "weight_over_mean", "weight_over_largest", "less_the_mean_advantage"]
+)
+def test_a_method_that_depends_on_the_number_of_ranks_is_named(function):
+    with pytest.raises(ValueError, match=rf"{function} must not depend on the number of ranks; .* by \d+%"):
+        run_exact(find_method(f"{__name__}:{function}"), [PROBLEM])
 
 
 def test_a_weight_that_is_not_finite_is_named_with_the_tokens():
