@@ -54,7 +54,8 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         The loss, 0-d, and the metrics as mergeable means.
 
     Raises:
-        ValueError: for an unknown name, unequal shapes, or a number outside its range.
+        ValueError: for an unknown name, unequal shapes, a number outside its range, or a function that
+            returns anything else.
     """
     response_mask = loss_mask if response_mask is None else response_mask
     inputs = PolicyLossInputs(
@@ -69,7 +70,14 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         aggregation=Aggregation.from_name(aggregation),
         selection_statistics=selection_statistics,
     )
-    return resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
+    found: object = resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
+    match found:
+        case (Tensor() as loss, dict() as metrics):
+            return loss, metrics
+    raise ValueError(
+        f"the policy loss {name!r} must return the loss and its metrics, which may be {{}}; it returns a "
+        f"{type(found).__name__}"
+    )
 
 
 def compute_entropy_loss(

@@ -297,6 +297,15 @@ def test_refuses_names_of_no_loss(name: str, message: str) -> None:
         resolve_policy_loss(name)
 
 
+def loss_alone(inputs: PolicyLossInputs) -> Tensor:
+    return inputs.reduce(-inputs.advantages * inputs.log_probs)
+
+
+def test_refuses_a_loss_without_metrics(make_batch: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"must return the loss and its metrics, .*; it returns a Tensor"):
+        compute_policy_loss(f"{__name__}:loss_alone", **make_batch().policy_loss_arguments())
+
+
 def test_refuses_tensors_of_other_shapes(make_batch: Callable[..., Any]) -> None:
     arguments = make_batch().policy_loss_arguments()
     arguments["advantages"] = arguments["advantages"][:, :1]
