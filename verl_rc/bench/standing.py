@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_rc.bench import exact, flow, policies
 from verl_rc.bench.exact import CONDITIONS, GROUP, PROMPTS, SEEDS, Finding, problems, run_exact
-from verl_rc.bench.flow import Flow, run_flow
+from verl_rc.bench.flow import OPTIMUM, STEPS, Flow, run_flow
 from verl_rc.bench.method import LOSS_PREFIX, Method, find_method, of_correction
 from verl_rc.bench.policies import Problem
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
@@ -102,12 +102,12 @@ class Standing:
 
     def lines(self) -> list[str]:
         """For the console."""
-        head = ["condition", "bias", "variance", "error", "cosine", "best error"]
-        head += [f"error/{name}" for name in self.references]
+        head = ["condition", "bias", "variance", "cosine", "error", "unscaled"]
+        head += [f"of {name}" for name in self.references]
         rows = [head]
         for name, found in self.result.findings.items():
             ratios = [found.error / other.findings[name].error for other in self.references.values()]
-            numbers = (found.bias, found.variance, found.error, found.cosine, found.best_error, *ratios)
+            numbers = (found.bias, found.variance, found.cosine, found.best_error, found.error, *ratios)
             rows.append([name, *(f"{number:.3f}" for number in numbers)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         table = [
@@ -116,8 +116,10 @@ class Standing:
         ]
         return [
             f"{self.result.name}, exact track: means over {len(SEEDS)} policies, relative to the true "
-            f"gradient. Error: of {PROMPTS} prompts with {GROUP} responses; best error: at the best step "
-            "size.",
+            f"gradient. Forwards before an update: {self.result.forwards}.",
+            f"bias, cosine: of the expected update; variance: of one prompt's, {GROUP} responses",
+            f"error: of the update of {PROMPTS} prompts at the best step size; unscaled: at its own length,",
+            f"and as a multiple of that of other weights ({', '.join(self.references)}; no bounds)",
             "",
             *table,
             "",
@@ -127,15 +129,15 @@ class Standing:
 
     def _flow(self) -> Iterator[str]:
         for name, found in self.result.flows.items():
-            end = "optimal" if found.optimal == 1 else "not optimal"
-            fallen = f", collapsed in {found.collapsed:.0%} of the policies" if found.collapsed else ""
-            yield f"flow, {name}: expected score {found.score:.3f} at the end, {end}{fallen}"
+            optimal = f"above {OPTIMUM} in {found.optimal:.0%} of the policies"
+            fallen = f", collapsed in {found.collapsed:.0%}" if found.collapsed else ""
+            yield f"{STEPS} steps, {name}: expected score {found.score:.3f} at the end, {optimal}{fallen}"
 
     def _place(self) -> str:
         better = [other.name for other in self.others if other.error < self.result.error - EQUAL]
         equal = [other.name for other in self.others if abs(other.error - self.result.error) <= EQUAL]
         places = f"place {len(better) + 1} of {len(self.others) + 1}"
-        place = f"{places}, mean of best errors {self.result.error:.3f}"
+        place = f"{places}, mean error {self.result.error:.3f}"
         above = f", behind {better[-1]}" if better else ""
         beside = f", beside {', '.join(equal[:3])}{' and others' if len(equal) > 3 else ''}" if equal else ""
         return f"{place}{above}{beside}"

@@ -36,27 +36,16 @@ def test_every_preset_and_every_loss_takes_part_once():
 def test_places_count_the_better_ones_and_equal_ones_share_theirs():
     others = [result("first", 0.1, 0.3), result("second", 0.3, 0.3), result("like", 0.4, 0.4003)]
     lines = Standing(result("mine", 0.5, 0.3), {}, [*others, result("last", 0.9, 0.9)]).lines()
-    assert lines[-1] == "place 3 of 5, mean of best errors 0.400, behind second, beside like"
-    assert (
-        "flow, fresh: expected score 0.500 at the end, not optimal, collapsed in 100% of the policies"
-        in lines
-    )
-    assert Standing(others[0], {}, others[1:]).lines()[-1] == "place 1 of 3, mean of best errors 0.200"
+    assert lines[-1] == "place 3 of 5, mean error 0.400, behind second, beside like"
+    flow = "100 steps, fresh: expected score 0.500 at the end, above 0.95 in 0% of the policies, collapsed in"
+    assert f"{flow} 100%" in lines
+    assert Standing(others[0], {}, others[1:]).lines()[-1] == "place 1 of 3, mean error 0.200"
 
 
 def test_the_table_compares_errors_with_the_references():
     lines = Standing(result("mine", 0.5), {"none": result("none", 0.1)}, []).lines()
-    assert lines[2].split() == [
-        "condition",
-        "bias",
-        "variance",
-        "error",
-        "cosine",
-        "best",
-        "error",
-        "error/none",
-    ]
-    assert lines[3].split() == ["0", "0.100", "2.000", "0.500", "0.900", "0.500", "1.000"]
+    assert lines[5].split() == ["condition", "bias", "variance", "cosine", "error", "unscaled", "of", "none"]
+    assert lines[6].split() == ["0", "0.100", "2.000", "0.900", "0.500", "0.500", "1.000"]
 
 
 def test_a_result_survives_its_json():
@@ -110,7 +99,7 @@ def test_the_command_prints_a_table_and_saves(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "of_my_own:weights", "--save", "kept"]) == 0
     printed = capsys.readouterr().out
-    assert "flow, fresh: expected score 0.99" in printed
+    assert "100 steps, fresh: expected score 0.99" in printed
     assert "\nplace 1 of 3, " in printed
     assert "of_my_own:weights" in read_results(tmp_path / "kept/exact.json")
     assert main(["bench", "decoupled_token_is", "--json"]) == 0

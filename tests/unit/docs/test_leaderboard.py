@@ -68,4 +68,4 @@ def test_a_newcomer_who_types_what_the_page_says_gets_a_table(tmp_path, monkeypa
         assert main(["bench", method]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith(f"{method}, exact track: ")
-        assert re.search(r"^place \d of 3, mean of best errors ", printed, re.MULTILINE)
+        assert re.search(r"^place \d of 3, mean error ", printed, re.MULTILINE)
