@@ -56,13 +56,19 @@ class NamedFunctions(Generic[Function]):
         return self._naming_absent_inputs(name, function)
 
     def _naming_absent_inputs(self, name: str, function: Function) -> Function:
-        """``function``, whose errors say which inputs it was not given."""
+        """``function``, whose errors say which inputs it was not given, and which there are."""
 
         @wraps(function)
         def run(inputs: "DataclassInstance") -> object:
             try:
                 return function(inputs)
             except (AttributeError, TypeError) as error:
+                if isinstance(error, AttributeError) and error.obj is inputs:
+                    names = [name for name in dir(inputs) if not name.startswith("_")]
+                    raise ValueError(
+                        f"the {self._kind} {name!r} must read what its inputs have: {', '.join(names)}; it "
+                        f"reads {error.name!r}"
+                    ) from error
                 absent = [field.name for field in fields(inputs) if getattr(inputs, field.name) is None]
                 if not absent:
                     raise

@@ -306,6 +306,15 @@ def test_refuses_a_loss_without_metrics(make_batch: Callable[..., Any]) -> None:
         compute_policy_loss(f"{__name__}:loss_alone", **make_batch().policy_loss_arguments())
 
 
+def misspelt(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Mean[Tensor]]]:
+    return inputs.reduce(inputs.logprobs), {}  # type: ignore[attr-defined]
+
+
+def test_names_the_inputs_of_a_loss_that_reads_another(make_batch: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"must read what its inputs have: .*; it reads 'logprobs'"):
+        compute_policy_loss(f"{__name__}:misspelt", **make_batch().policy_loss_arguments())
+
+
 def test_refuses_tensors_of_other_shapes(make_batch: Callable[..., Any]) -> None:
     arguments = make_batch().policy_loss_arguments()
     arguments["advantages"] = arguments["advantages"][:, :1]
