@@ -184,8 +184,8 @@ def _clip_four_heads() -> Study:
         found="At 49 tokens the clip does harm with this model, too: it ends below no correction in each "
         "seed, by 0.09 to 0.12. That is less than expected, and less than the 0.2 to 0.5 with six heads "
         "(clip). The gap is two fifths as wide as there, and the clip makes the gradient shorter by a fifth "
-        "to a third, where there it is by half or more. So it takes long answers for the harm; how much it is "
-        "goes with the gap, which at 49 tokens is wider with six heads. Why length counts was not asked.",
+        "to a third, where there it is by half or more. So it takes long answers for the harm; how much it "
+        "is goes with the gap, which at 49 tokens is wider with six heads. Why length counts was not asked.",
         common=LONG_RUN,
         minutes=4,
         task=Task("long_four_heads", {**LONG.settings, "NUM_HEADS": "4"}),
