@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,13 +44,13 @@ def read_results(file: Path) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this checkout; None: an installed package."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return git.stdout.strip() or None
+    root = Path(__file__).resolve().parents[2]
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+    # A package that is installed below somebody's own checkout is at no commit of that one.
+    return said[1] if Path(said[0]) == root else None
 
 
 def _origin() -> dict[str, Any]:

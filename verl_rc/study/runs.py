@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
+from verl_rc.bench.results import commit
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.study.machine import described, refused, versions
 from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
@@ -204,6 +205,7 @@ def run_all(
             curves=curves,
             machine=described(core),
             versions=versions(),
+            commit=commit() or "",
         )
 
     with ThreadPoolExecutor(len(cores)) as pool:

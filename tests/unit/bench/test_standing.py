@@ -1,11 +1,12 @@
 """A method beside the others: places, ties, and what is kept."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
-from verl_rc.bench import flow, standing
+from verl_rc.bench import flow, results, standing
 from verl_rc.bench.exact import Finding
 from verl_rc.bench.flow import Flow
 from verl_rc.bench.method import find_method
@@ -88,6 +89,16 @@ def test_sequence_weights_stand_before_no_correction_and_the_clip_behind():
     assert found.lines()[-1].startswith("place 1 of 3, ")
     assert (found.result.forwards, found.others[1].forwards) == (1, 0)
     assert found.others[1].worst == "8 steps"
+
+
+def test_a_package_below_the_checkout_of_another_project_is_at_no_commit(tmp_path, monkeypatch):
+    assert len(results.commit()) == 40
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@here"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=first"], check=True)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "venv" / "verl_rc" / "bench" / "results.py"))
+    (tmp_path / "venv").mkdir()
+    assert results.commit() is None
 
 
 @pytest.mark.usefixtures("_short")

@@ -57,7 +57,7 @@ def test_a_method_runs_once_and_stands_beside_those_whose_runs_are_kept(
     assert {"disabled", "decoupled_seq_is", "bypass_ppo_clip"} <= set(compared)
     kept = list(read_runs(tmp_path / "long.jsonl"))
     assert {(run.arm, run.seed) for run in kept} == {("fp8 loss_mode=topr", seed) for seed in (1, 2, 3)}
-    assert all("torch 2" in run.versions for run in kept)
+    assert all("torch 2" in run.versions and len(run.commit) == 40 for run in kept)
 
 
 def test_a_method_that_a_study_has_run_needs_no_run(tmp_path: Path, started: list[str]) -> None:
