@@ -34,9 +34,10 @@ def test_trl_s_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_an_offline_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = wandb.init(project="p", dir=str(tmp_path), settings=wandb.Settings(console="off"))
+    # Not by WANDB_MODE: W&B reads it once a process, which another test may have made it do.
+    settings = wandb.Settings(console="off")
+    run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings)
     long = {f"filler/{number}": float(number) for number in range(3_000)}  # a record of more than one block
     for step in (1, 2, 3):
         run.log({"mismatch/mismatch_k3_kl": 1e-4 * step, "nested": {"value": 2.0}, **long}, step=step)
