@@ -19,6 +19,8 @@ _PREDICTED_BY = {"k0": "fresh", "k1": "1 step", "k4": "4 steps", "k8": "8 steps"
 FIRST_STEPS = range(2, 6)
 """Those whose mean is looked at: the first one has no gradient before it."""
 SIGNALS = ("actor/grad_cosine", "rollout_corr/k3_kl", "actor/grad_norm", "critic/score/mean")
+DRAWS = 400
+"""Of the bootstrap."""
 SUGGESTED_BY = ("bypass_pg_is", "loss_mode=cispo", "loss_mode=gspo", "prefix_is")
 """Methods whose runs on the short track suggested the first signal: they do not judge it."""
 
@@ -80,6 +82,6 @@ def _correlation(methods: Sequence[Sequence[tuple[float, float]]]) -> tuple[floa
         first, second = zip(*(pair for of_method in chosen for pair in of_method), strict=True)
         return rank_correlation(first, second)
 
-    draws = np.random.default_rng(0).integers(len(methods), size=(1000, len(methods)))
+    draws = np.random.default_rng(0).integers(len(methods), size=(DRAWS, len(methods)))
     low, high = np.quantile([of([methods[k] for k in draw]) for draw in draws], [0.05, 0.95])
     return of(methods), float(low), float(high)

@@ -15,6 +15,7 @@ from statistics import mean, median
 
 import numpy as np
 from evidence.studies import CORRECTIONS
+from numpy.typing import NDArray
 
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.insight.what_if import NoRecordsError, answer, read_batch, tried_configs
@@ -72,17 +73,19 @@ def read_bills(path: Path) -> list[Bill]:
     return [Bill(**json.loads(line)) for _, line in whole_lines(path)] if path.is_file() else []
 
 
+def _ranks(sample: Sequence[float]) -> NDArray[np.float64]:
+    _, places, counts = np.unique(sample, return_inverse=True, return_counts=True)
+    ranks: NDArray[np.float64] = (counts.cumsum() - (counts - 1) / 2)[places]
+    return ranks
+
+
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's: the correlation of ranks, of equal values the mean of theirs; 0 where one side is all
     equal."""
-    ranks = np.array(
-        [
-            [values.index(value) + (values.count(value) - 1) / 2 for value in sample]
-            for sample in (first, second)
-            for values in [sorted(sample)]
-        ]
-    )
-    return float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else 0.0
+    ranks = np.array([_ranks(first), _ranks(second)])
+    ranks -= ranks.mean(axis=1, keepdims=True)
+    lengths = np.sqrt((ranks**2).sum(axis=1)).prod()
+    return float(ranks[0] @ ranks[1] / lengths) if lengths else 0.0
 
 
 def outcomes(runs: Mapping[tuple[str, int], Run]) -> dict[str, dict[str, float]]:
