@@ -1,7 +1,8 @@
 """The studies: each question, its arms and its seeds, fixed before anything is run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 
 from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
 from verl_rc.study.tasks import ENGINES, FP8_CACHE, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
@@ -54,6 +55,18 @@ def _staleness() -> Study:
     )
 
 
+def _beside(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Arms of engines of ``ENGINES`` and corrections."""
+    return {
+        f"{engine} {correction}": (f"correction={correction}", *ENGINES[engine])
+        for engine, correction in pairs
+    }
+
+
+def _with_emulated_cache(arms: Iterable[str]) -> dict[str, str]:
+    return {arm: "fp8_cache" for arm in arms if arm.split()[0] in FP8_CACHE}
+
+
 def _quantised() -> Study:
     pairs = [("fp8both", correction) for correction in FURTHER_CORRECTIONS]
     pairs += [
@@ -62,10 +75,7 @@ def _quantised() -> Study:
         if engine != "fp8both"
         for preset in ("disabled", "decoupled_token_is")
     ]
-    arms = {
-        f"{engine} {correction}": (f"correction={correction}", *ENGINES[engine])
-        for engine, correction in pairs
-    }
+    arms = _beside(pairs)
     return Study(
         question="Engines compute in bf16, with fp8 weights, with an fp8 key-value cache, or with both, and "
         "answers have 49 tokens. What does that cost, and what does correction give back? Control: an engine "
@@ -94,18 +104,14 @@ def _quantised() -> Study:
         figures=tuple(ENGINES),
         quick=("fp8both disabled", "fp8both decoupled_token_is"),
         task=LONG,
-        planted={f"{engine} {preset}": "fp8_cache" for engine, preset in pairs if engine in FP8_CACHE},
+        planted=_with_emulated_cache(arms),
         would_change="A gap that is several times wider: of longer answers, lower precision or larger "
         "models.",
     )
 
 
 def _quantised_short() -> Study:
-    corrections = ("disabled", "bypass_ppo_clip")
-    arms = {
-        f"fp8both {correction}": (f"correction={correction}", *ENGINES["fp8both"])
-        for correction in corrections
-    }
+    arms = _beside(("fp8both", correction) for correction in ("disabled", "bypass_ppo_clip"))
     return Study(
         question="The engine with fp8 weights and an fp8 cache (emulated) on the quickstart's task: answers "
         "have 13 tokens instead of 49. Does bypass mode's clip do harm there, too?",
@@ -120,18 +126,15 @@ def _quantised_short() -> Study:
         minutes=5.5,
         figures=("fp8both",),
         quick=("fp8both disabled", "fp8both bypass_ppo_clip"),
-        planted=dict.fromkeys(arms, "fp8_cache"),
+        planted=_with_emulated_cache(arms),
         would_change="A gap that is several times wider.",
     )
 
 
 def _clip() -> Study:
-    corrections = {"disabled": "correction=disabled", "clip": "correction=bypass_ppo_clip"}
-    arms = {
-        f"{engine} {name}": (correction, *ENGINES[engine])
-        for engine in ("fp8both", "fp32")
-        for name, correction in corrections.items()
-    }
+    presets = _beside(product(("fp8both", "fp32"), ("disabled", "bypass_ppo_clip")))
+    # Not renamed: runs are kept by their names, which divide them for early_warning, too.
+    arms = {name.replace("bypass_ppo_clip", "clip"): overrides for name, overrides in presets.items()}
     return Study(
         question="At 49 tokens bypass mode's clip learns far less than no correction beside fp8 weights and "
         "cache (quantised); at 13 tokens, beside the same engine and at the same rate, it does not "
@@ -153,7 +156,7 @@ def _clip() -> Study:
         figures=("fp8both", "fp32"),
         quick=("fp32 disabled", "fp32 clip"),
         task=LONG,
-        planted={arm: "fp8_cache" for arm in arms if arm.startswith("fp8both")},
+        planted=_with_emulated_cache(arms),
         would_change="A run at 49 tokens of the model that the quickstart has, beside fp8, in which the clip "
         "does no harm.",
     )
