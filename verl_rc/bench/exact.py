@@ -377,7 +377,7 @@ def examine(
             if float(difference) > TOLERANCE * float(length):
                 raise ValueError(
                     f"the update of {method.name} must not depend on the number of ranks; on two ranks it "
-                    f"differs by {float(difference / length):.0%} of its length. Divide sums by "
+                    f"differs by {float(difference / length):.1%} of its length. Divide sums by "
                     "inputs.aggregation (inputs.reduce does), not by what one micro-batch holds"
                 )
         findings.append(_compare(found, problem.true_gradient(logits)))
