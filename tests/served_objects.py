@@ -1,6 +1,7 @@
 """An object for a process that is called, and that fails, dies or hangs when asked to."""
 
 import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -21,6 +22,10 @@ class Served:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def garbage_collection(self) -> tuple[bool, int]:
+        """Whether it is on, and how many objects it leaves alone."""
+        return gc.isenabled(), gc.get_freeze_count()
 
     def doubled(self, values: Tensor) -> Tensor:
         return 2 * values

@@ -4,6 +4,7 @@ import sys
 
 from verl_rc.config.load import run_with_config
 from verl_rc.config.run import RunConfig
+from verl_rc.distributed.child_process import importing
 from verl_rc.driver.announce import say, speak_on_stdout
 
 
@@ -11,12 +12,13 @@ def train(config: RunConfig) -> None:
     """Hand a valid configuration over."""
     speak_on_stdout()
     say("loading ray and torch, starting Ray …")
-    # ray loads only once the configuration is valid
-    from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
+    with importing():
+        # ray loads only once the configuration is valid
+        from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
 
-    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
-    from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
-    from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
+        ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
+        from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
+        from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
 
     try:
         run_training(config, ray_started)

@@ -8,6 +8,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import run_with_config
 from verl_rc.config.paths import folder_problem
 from verl_rc.config.sft import SftConfig
+from verl_rc.distributed.child_process import importing
 
 
 def train(config: SftConfig) -> None:
@@ -20,7 +21,8 @@ def train(config: SftConfig) -> None:
     # Threads that spin while they wait cost tenfold when another process needs the core; read when torch
     # loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
+    with importing():
+        from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
 
     console = Console(stderr=True)
     try:

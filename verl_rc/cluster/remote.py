@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, identity_of, register_stack_dump
 from verl_rc.data.batches import Timed
-from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError, construct
+from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError, construct, importing
 from verl_rc.metrics.trace import TRACE
 
 _Answer = tuple[Any, float, float]
@@ -57,7 +57,8 @@ class _Process:
         return result, begin, time.perf_counter() - started
 
     def _prepare(self, target: str) -> None:
-        importlib.import_module(target.split(":")[0])
+        with importing():
+            importlib.import_module(target.split(":")[0])
 
     def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
         try:

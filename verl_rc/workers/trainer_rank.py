@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from verl_rc.checkpoint import get_random_state, set_random_state
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.ragged import Column, Ragged, token_values
+from verl_rc.distributed.child_process import construct
 from verl_rc.distributed.process_group import leave_trainer_group
 
 
@@ -29,9 +29,8 @@ class TrainerRank:
         torch.manual_seed(config.trainer.seed)
         self._random = dict.fromkeys(workers, get_random_state())
         for role, worker in workers.items():
-            module, name = worker.split(":")
             with self._random_numbers_of(role):
-                self._workers[role] = getattr(import_module(module), name)(config=config, **arguments)
+                self._workers[role] = construct(worker, {"config": config, **arguments})
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the role's worker, which gets the records among ``arguments`` padded."""

@@ -42,6 +42,13 @@ def test_calls_reach_the_object_and_an_error_leaves_it_alive() -> None:
         assert process.call("doubled", values).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
+def test_garbage_collection_leaves_alone_what_was_imported_and_goes_on() -> None:
+    with child() as process:
+        is_on, left_alone = process.call("garbage_collection")
+    assert is_on
+    assert left_alone > 100_000  # of torch
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
