@@ -21,6 +21,7 @@ for name, value in {
 
 from hypothesis import HealthCheck, settings  # noqa: E402  (after the environment)
 
+from verl_rc.distributed.child_process import importing  # noqa: E402
 from verl_rc.exact import LIBRARIES  # noqa: E402
 
 # a busy machine is no defect of the code under test
@@ -49,6 +50,13 @@ class WhatIsSharedStaysTogether(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return next((scope for scope, paths in SHARED.items() if file.startswith(paths)), file)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """All tests are imported here, with every library that they test."""
+    with importing():
+        return (yield)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
