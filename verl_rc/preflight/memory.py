@@ -20,7 +20,7 @@ from verl_rc.config.models import (
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
-from verl_rc.preflight.plan import BatchArithmetic, UpdateArithmetic, plan_of
+from verl_rc.preflight.plan.schedule import UpdateArithmetic, plan_arithmetic
 from verl_rc.tensor_ops.logprobs import logits_at_once
 from verl_rc.workers.experts import idle_share
 from verl_rc.workers.language_model import torch_dtype
@@ -170,37 +170,6 @@ class RoleMemory:
         return self.per_process * self.processes
 
 
-@dataclass(frozen=True)
-class _Update:
-    """The sizes that determine the activation memory of a role's update."""
-
-    shape: ModelShape
-    compute_bytes: int
-    """Bytes per number in forward and backward."""
-    tokens: int
-    """Tokens of a micro-batch on one rank."""
-    predicted_tokens: int
-    """Tokens of the micro-batch that are scored."""
-    checkpointing: bool
-    gpu_bytes: int | None
-    """Memory of the GPU; None on a CPU."""
-    logit_bytes: int
-    """Bytes per logit."""
-
-    def activations(self) -> int:
-        """Bytes of the activations at the start of a backward pass, and of a block of logits."""
-        numbers = self.tokens * self.shape.width
-        layer_bytes = numbers * _ACTIVATION_BYTES * self.compute_bytes // 2 * self.shape.layers
-        if self.checkpointing:
-            recomputed = round(numbers * self.shape.recomputed_bytes * self.compute_bytes / 2)
-            layer_bytes = numbers * self.compute_bytes * self.shape.layers + recomputed
-        most_logits = logits_at_once(self.gpu_bytes, self.logit_bytes)
-        bytes_each = (
-            4 * _LOGIT_COPIES if self.gpu_bytes is None else self.logit_bytes * _COMPILED_LOGIT_COPIES
-        )
-        return layer_bytes + min(self.predicted_tokens * self.shape.vocabulary, most_logits) * bytes_each
-
-
 def estimate_roles(
     config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
 ) -> list[RoleMemory]:
@@ -208,50 +177,33 @@ def estimate_roles(
 
     On a CPU allocators do not return memory, so a machine needs the sum of the peaks of all processes.
     """
-    model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
-    on_gpus = gpu_bytes is not None
-    roles = [_actor(config, shapes[model.path], sizes, gpu_bytes)]
+    policy, critic, sizes = config.actor_rollout_ref, config.critic, plan_arithmetic(config)
+    on_gpus, model = gpu_bytes is not None, policy.model
+    shape, fsdp = shapes[model.path], policy.actor.fsdp_config
+    actor = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
+    peak = _update_bytes(config, actor, shape, fsdp, sizes.actor, gpu_bytes)
+    roles = [
+        replace(
+            actor,
+            activations=max(peak, _bucket_bytes(policy.rollout, shape)),
+            baseline=_library_bytes(TRAINER_MIB, on_gpus),
+            knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}",
+        )
+    ]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
-        tokens = _micro_batch_tokens(sizes.critic, config.longest_sequence)
-        checkpointing = recomputes_activations(critic.model, on_gpus)
-        width = _bytes(fsdp.dtype)
-        update = _Update(shape, width, tokens, 0, checkpointing, gpu_bytes, width)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
-        roles.append(
-            replace(
-                learner,
-                activations=_beside_gathered(learner, update, shape, fsdp),
-                knob=f"critic.{_MICRO_BATCH}",
-            )
-        )
-    for role, policy in config.frozen_policies.items():
-        frozen = _learner(
-            role, shapes[policy.model_path], policy.config.fsdp_config, config.num_ranks, trained=0
+        peak = _update_bytes(config, learner, shape, fsdp, sizes.critic, gpu_bytes)
+        roles.append(replace(learner, activations=peak, knob=f"critic.{_MICRO_BATCH}"))
+    for role, frozen in config.frozen_policies.items():
+        scorer = _learner(
+            role, shapes[frozen.model_path], frozen.config.fsdp_config, config.num_ranks, trained=0
         )
         knob = f"{FSDP_SECTIONS[role]}.model_dtype=bfloat16 (the default is fp32)"
-        roles.append(replace(frozen, knob=knob))
+        roles.append(replace(scorer, knob=knob))
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
-
-
-def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, gpu_bytes: int | None) -> RoleMemory:
-    policy, on_gpus = config.actor_rollout_ref, gpu_bytes is not None
-    model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
-    tokens = _micro_batch_tokens(sizes.actor, config.longest_sequence)
-    predicted = tokens * config.data.max_response_length // config.longest_sequence
-    checkpointing = recomputes_activations(model, on_gpus)
-    width, logit_bytes = _bytes(fsdp.dtype), _bytes(model.head_dtype or fsdp.dtype)
-    update = _Update(shape, width, tokens, predicted, checkpointing, gpu_bytes, logit_bytes)
-    learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
-    largest = max(_beside_gathered(learner, update, shape, fsdp), _bucket_bytes(rollout, shape))
-    return replace(
-        learner,
-        activations=largest,
-        baseline=_library_bytes(TRAINER_MIB, on_gpus),
-        knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}",
-    )
 
 
 def _library_bytes(mebibytes: int, on_gpus: bool) -> int:
@@ -265,10 +217,29 @@ def _bucket_bytes(rollout: RolloutConfig, shape: ModelShape) -> int:
     return min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, whole)
 
 
-def _beside_gathered(learner: RoleMemory, update: _Update, shape: ModelShape, fsdp: LearnerFsdpConfig) -> int:
-    """Bytes of activations, or of the gradient of the last unit, which is reduced when whole weights are
-    gone."""
-    activations = update.activations()
+def _update_bytes(
+    config: RunConfig,
+    learner: RoleMemory,
+    shape: ModelShape,
+    fsdp: LearnerFsdpConfig,
+    update: UpdateArithmetic,
+    gpu_bytes: int | None,
+) -> int:
+    """Bytes of the activations at the start of a backward pass and of a block of logits, or of the gradient
+    of the last unit, which is reduced when whole weights are gone."""
+    is_actor, model = learner.role == "actor", config.actor_rollout_ref.model
+    tokens, width = _micro_batch_tokens(update, config.longest_sequence), _bytes(fsdp.dtype)
+    numbers = tokens * shape.width
+    activations = numbers * _ACTIVATION_BYTES * width // 2 * shape.layers
+    if recomputes_activations(model if is_actor else config.critic.model, gpu_bytes is not None):
+        recomputed = round(numbers * shape.recomputed_bytes * width / 2)
+        activations = numbers * width * shape.layers + recomputed
+    if is_actor:
+        logit_bytes = _bytes(model.head_dtype or fsdp.dtype)
+        predicted = tokens * config.data.max_response_length // config.longest_sequence
+        logits = min(predicted * shape.vocabulary, logits_at_once(gpu_bytes, logit_bytes))
+        copies = 4 * _LOGIT_COPIES if gpu_bytes is None else logit_bytes * _COMPILED_LOGIT_COPIES
+        activations += logits * copies
     if learner.processes > 1 and fsdp.use_no_sync_for_gradient_accumulation is False:
         # Of the layer before, reduced meanwhile.
         layer_bytes = (shape.parameters - shape.embedding_parameters) // shape.layers * _reduced_bytes(fsdp)
