@@ -74,7 +74,7 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
     plan = plan_of(config)
     sections = {
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
-        "Rollout correction": _correction(config, plan),
+        "Rollout correction": _table(_correction(config.algorithm.rollout_correction, plan)),
         "Advantages": _advantages(config, plan),
         "Who answers whom": _conversation(config, plan),
         "Critic": _critic(config),
@@ -94,8 +94,9 @@ def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield from _wrapped("  ", total_formula(policy, config.actor_rollout_ref.actor.kl_loss_type))
     if policy.has_task_loss:
         yield from _wrapped("  ", f"L_policy = {policy_formula(policy)}    ({policy.loss})")
-        numbers = parameter_values(config, policy)
-        if numbers:
+        options = () if policy.spec is None else policy.spec.options
+        if options:
+            numbers = ", ".join(option.in_words(config.actor_rollout_ref.actor) for option in options)
             yield from _wrapped("  ", f"with {numbers}")
     if policy.distillation is not None:
         yield from _wrapped("  ", f"L_teacher = {teacher_formula(policy, policy.distillation)}")
@@ -145,9 +146,9 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         )
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"
-    assert actor.loss_scale_factor is not None
     for mode in sorted(policy.aggregations):
-        yield "", f"{mode}: {divisors_of(mode, counted, actor.loss_scale_factor)}"
+        divisors = AGGREGATIONS[mode].divisors.format(counted=counted, factor=actor.loss_scale_factor)
+        yield "", f"{mode}: {divisors}"
 
 
 def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
@@ -233,21 +234,16 @@ def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
     return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
 
 
-def _correction(config: RunConfig, plan: Plan) -> Iterator[str]:
-    correction, policy = config.algorithm.rollout_correction, plan.policy
-    place = (
+def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
+    policy = plan.policy
+    yield (
+        "mode",
         "bypass: in the actor, micro-batch by micro-batch; current over rollout policy"
         if policy.bypass
         else "decoupled: in the actor, micro-batch by micro-batch; interpolated proximal over rollout policy"
         if policy.interpolates
-        else "decoupled: in the driver, once per step; proximal over rollout policy"
+        else "decoupled: in the driver, once per step; proximal over rollout policy",
     )
-    yield from _table([("mode", place)])
-    yield from _table(_correction_rows(correction, plan))
-
-
-def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
-    policy = plan.policy
     reported = "reported only" if correction.rollout_is is not None else "none"
     yield "weights", f"{correction.rollout_is}" if policy.weights else reported
     rules = [f"{rule} within {bound}" for rule, bound in correction.rejection_bounds().items()]
@@ -522,11 +518,6 @@ def _wrapped(start: str, text: str) -> list[str]:
     )
 
 
-def divisors_of(mode: str, counted: str, loss_scale_factor: int) -> str:
-    """The divisors of an aggregation mode in words; ``counted`` names the tokens that count."""
-    return AGGREGATIONS[mode].divisors.format(counted=counted, factor=loss_scale_factor)
-
-
 def policy_formula(plan: PolicyPlan) -> str:
     """``L_policy`` of a plan."""
     weight = "w · " if plan.weights else ""
@@ -569,9 +560,3 @@ def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> s
     formula = average.average_of(f"{weight}[{POLICY_LOSSES[plan.teacher_loss].formula}]")
     clips = f", ε_low = {distillation.clip_ratio_low:g}, ε_high = {distillation.clip_ratio_high:g}, c = 3"
     return f"{formula}, where A = −{divergence}, constant{clips if plan.teacher_loss == 'vanilla' else ''}"
-
-
-def parameter_values(config: RunConfig, plan: PolicyPlan) -> str:
-    """The numbers of the formula, each with its key."""
-    options = () if plan.spec is None else plan.spec.options
-    return ", ".join(option.in_words(config.actor_rollout_ref.actor) for option in options)

@@ -134,23 +134,18 @@ def check_driver() -> Iterator[Finding]:
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
     num_needed, num_gpus = config.num_devices, torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(num_gpus)) or "none"
+    engine_key = (
+        "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
+    )
     yield Finding.from_condition(
         num_needed <= num_gpus,
         "GPUs",
         f"{num_gpus} ({names}); {processes} on {num_needed}",
         f"{num_needed} GPUs must be there: {config.num_ranks} for trainer ranks, "
         f"{num_needed - config.num_ranks} for engines alone",
-        f"lower {_pools(config)}, pass ray_kwargs.ray_init.address=auto where a cluster runs, or "
-        "trainer.device=cpu",
+        f"lower trainer.n_gpus_per_node{engine_key}, pass ray_kwargs.ray_init.address=auto where a cluster "
+        "runs, or trainer.device=cpu",
     )
-
-
-def _pools(config: RunConfig) -> str:
-    """The keys with the number of GPUs that a run takes of a node."""
-    engine_key = (
-        "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
-    )
-    return f"trainer.n_gpus_per_node{engine_key}"
 
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:

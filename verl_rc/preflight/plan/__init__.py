@@ -10,7 +10,7 @@ from verl_rc.preflight.plan.objective import (
     plan_advantages,
     plan_policy,
 )
-from verl_rc.preflight.plan.options import UnusedOption, unused_options, warnings_of
+from verl_rc.preflight.plan.options import UnusedOption, asynchrony_warnings, unused_options, warnings_of
 from verl_rc.preflight.plan.schedule import (
     BatchArithmetic,
     Phase,
@@ -53,7 +53,7 @@ def plan_of(config: RunConfig) -> Plan:
         policy=policy,
         advantages=advantages,
         sizes=sizes,
-        phases=plan_phases(config, policy, sizes),
+        phases=tuple(plan_phases(config, policy, sizes)),
         unused=unused_options(config, policy, advantages),
-        warnings=warnings_of(config, policy, sizes),
+        warnings=(*warnings_of(config, policy, sizes), *asynchrony_warnings(config)),
     )

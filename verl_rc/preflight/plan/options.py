@@ -52,11 +52,6 @@ def unused_options(
     return (*unread, *reported)
 
 
-def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
-    """Warnings about allowed but probably unintended combinations, each with a remedy."""
-    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config))
-
-
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
     reasons: dict[str, Iterable[Unread]] = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
@@ -257,7 +252,8 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_penalty", "kl_ctrl.kl_coef=0"
 
 
-def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
+def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
+    """Warnings about allowed but probably unintended combinations, each with a remedy."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     estimator = config.algorithm.estimator
     if config.actor_rollout_ref.rollout.n == 1 and estimator is not None and estimator.compares_groups:
@@ -309,7 +305,8 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
         )
 
 
-def _asynchrony_warnings(config: RunConfig) -> Iterator[str]:
+def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
+    """The same about combinations of asynchronous training."""
     options, correction = config.async_training, config.algorithm.rollout_correction
     if options.is_synchronous:
         return

@@ -116,12 +116,8 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     )
 
 
-def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[Phase, ...]:
+def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     """The stages of a training step in their order."""
-    return tuple(_phases(config, policy, sizes))
-
-
-def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     trainer, rows = config.trainer, config.rows_per_step
     facts = []
     if config.algorithm.estimator_reads("reward_baselines"):
