@@ -82,7 +82,9 @@ def row_of(run: PlantedRun) -> dict[str, Any]:
     row["without_replays"] = named_first(replace(data, replays=(), _finite={}), fault, ended_with).as_json()
     if data.replays:
         row["with_replays"] = named_first(data, fault, ended_with).as_json()
-        row["replayed"] = [{key: _rounded(value) for key, value in replay.items()} for replay in data.replays]
+        row["replayed"] = [
+            {key: _rounded(value) for key, value in replay.as_json().items()} for replay in data.replays
+        ]
     return row
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.health.statement import Statement
-from verl_rc.insight.run_folder import RunData, read_run
+from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
-from verl_rc.insight.verdict import Verdict, judge
-from verl_rc.insight.verdict.replays import ReplayedRecord
+from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.signatures import Row
 
 REPLAYS: Mapping[str, str] = {
@@ -103,17 +102,9 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 
 
 def diagnosis_of(run: RunData) -> Diagnosis:
-    """What the metrics of a run name."""
+    """What the metrics of a run name, without the replays in its folder."""
     notes = () if run.is_own else (f"read as: {run.source}", *run.notes)
     verdict = judge(replace(run, replays=()))
     unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]
-    return Diagnosis(tuple(_of_the_gap(verdict)), notes=(*notes, *unasked), rows=verdict.rows)
-
-
-def causes_from_metrics(run: RunData) -> list[Statement]:
-    """The statements of the verdict about the gap, without the replays in the run's folder."""
-    return _of_the_gap(judge(replace(run, replays=())))
-
-
-def _of_the_gap(verdict: Verdict) -> list[Statement]:
-    return [statement for statement in verdict.statements if statement.topic == "gap"]
+    statements = tuple(statement for statement in verdict.statements if statement.topic == "gap")
+    return Diagnosis(statements, notes=(*notes, *unasked), rows=verdict.rows)

@@ -16,9 +16,8 @@ from planted_series import planted as planted_run
 
 from verl_rc.config.load import load_run_config
 from verl_rc.health import causes
-from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.run_folder import Part, ReplayedRecord, RunData
 from verl_rc.insight.verdict import gap
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord
 
 
 @pytest.mark.parametrize("arm", PLANS)

@@ -9,10 +9,9 @@ from verl_rc.config.schema import fields_of
 from verl_rc.insight.page.encode import curve_of
 from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.text import escaped, listed, number, shortened, table
-from verl_rc.insight.run_folder import RunData, SavedSample
+from verl_rc.insight.run_folder import Part, RunData, SavedSample
 from verl_rc.insight.verdict import Statement, Verdict
 from verl_rc.insight.verdict.estimates import last_part, mean_of
-from verl_rc.insight.verdict.replays import Part, replayed_records
 from verl_rc.metrics.catalog import CATALOG
 
 PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
@@ -78,7 +77,7 @@ _PARTS = {
 
 def _replays(run: RunData) -> str:
     """The parts of the gap of each record that was replayed, in nats, with their shares."""
-    records = replayed_records(run.replays)
+    records = run.replays
     if not records:
         return (
             "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"

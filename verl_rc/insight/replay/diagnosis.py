@@ -19,17 +19,17 @@ from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.process_group import trainer_device
 from verl_rc.health.statement import Statement
-from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, causes_from_metrics
+from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
 from verl_rc.insight.replay.operations import find_parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
 from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
-from verl_rc.insight.run_folder import DIAGNOSIS, RunData, read_run
+from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_run
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.healthy_gap import HEALTHY
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord, merged, parts_of, replayed_records
+from verl_rc.insight.verdict.replays import merged, parts_of
 from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
 from verl_rc.workers.language_model import torch_dtype
 
@@ -44,7 +44,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     run = read_run(request.folder, request.first_step, request.last_step)
     if not run.is_own:
         raise NothingToReplayError(f"{request.folder} is read as {run.source}: {WITH_MODEL}.")
-    statements = causes_from_metrics(run)
+    statements = diagnosis_of(run).statements
     config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
@@ -52,7 +52,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     whole = session.diagnosis(
         run,
         statements,
-        merged(_records_of_the_run(request.folder, replayed_records(run.replays)), session.replayed),
+        merged(_records_of_the_run(request.folder, run.replays), session.replayed),
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(

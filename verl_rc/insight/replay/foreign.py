@@ -25,12 +25,12 @@ from verl_rc.health.causes import PREFIX, cause_of, statement_of
 from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
-from verl_rc.insight.run_folder import RunData, read_run, token_source
+from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run, token_source
 from verl_rc.insight.run_folder.token_metrics import metrics_of
 from verl_rc.insight.run_folder.trainers.options import RECORDINGS
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.healthy_gap import HEALTHY
-from verl_rc.insight.verdict.replays import ReplayedRecord, parts_of, rms
+from verl_rc.insight.verdict.replays import parts_of, rms
 from verl_rc.metrics.bounds import BOUNDS
 
 _FIRST_STEPS = (0, 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from verl_rc.config.schema import leaves_of, without_secrets
 from verl_rc.data.token_rows import parse_line
@@ -27,6 +28,7 @@ from verl_rc.insight.run_folder.records import (
     Columns,
     Ending,
     NothingToReadError,
+    ReplayedRecord,
     RunData,
     SavedSample,
 )
@@ -40,6 +42,7 @@ from verl_rc.metrics.run_files import ENDING
 DIAGNOSIS = "diagnosis.json"
 """Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
 record."""
+_REPLAYS = TypeAdapter(list[ReplayedRecord])
 _PLAN, _ALERTS = "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
@@ -222,18 +225,15 @@ def _ending(path: Path) -> Ending | None:
     return Ending(record["status"], str(record.get("reason", "")))
 
 
-def _replays(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _replays(path: Path, notes: list[str]) -> list[ReplayedRecord]:
     text = _text(path, notes)
     if text is None:
         return []
     try:
-        replays = json.loads(text)["replayed"]
-        if not isinstance(replays, list) or not all(isinstance(replay, dict) for replay in replays):
-            raise TypeError("its records are none")
+        return _REPLAYS.validate_python(json.loads(text)["replayed"])
     except (ValueError, LookupError, TypeError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
         return []
-    return replays
 
 
 def _cut(run: RunData, first: int, last: int) -> RunData:

@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,62 @@ class Ending:
     reason: str
 
 
+@dataclass(frozen=True)
+class Part:
+    """One difference of neighbouring log-probs."""
+
+    size: float
+    """Root mean square over tokens, nats."""
+    share: float
+    """Covariance with the gap over the gap's variance."""
+
+
+@dataclass(frozen=True)
+class ReplayedRecord:
+    """What the replays of one step's record measured."""
+
+    step: int
+    version: int
+    """Weights that the tokens are said to come from."""
+    tokens: int
+    gap: float
+    """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """``trainer``, ``versions``, ``engine``, ``precision``, ``decode``, ``rest``, as far as they were
+    replayed."""
+    versions: Mapping[int, float] = field(default_factory=dict)
+    """By version of the weights, root mean square of its log-probs less the engine's, nats."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the
+    trainer).
+
+    ``engine_reproduced``: nats between the engine's log-probs and the trainer's with the mistake that gives
+    them. ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32.
+    ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
+    ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
+    of prompts came from there. ``engine_rounding``: nats between the model in the engine's precision and in
+    float32, where transformers stands for the engine of another trainer. ``operation_gap``,
+    ``operation_rounding``: relative distances of ``operation`` from the trainer's code in float32, of the
+    engine and of the trainer's code in its precision."""
+    reproduced_by: str = ""
+    """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
+    engine_reproduced_by: str = ""
+    """The mistake in the engine's inputs with which its recorded log-probs come out again."""
+    operation: str = ""
+    """The first operation at which an engine is farther from the trainer than its precision rounds."""
+
+    @property
+    def best_version(self) -> int:
+        """The weights whose log-probs are nearest to the engine's."""
+        return min(
+            self.versions, key=lambda version: (self.versions[version], -version), default=self.version
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record for machines."""
+        return asdict(self)
+
+
 @dataclass
 class RunData:
     """Everything that was found of a run."""
@@ -156,8 +212,8 @@ class RunData:
     heat_map: HeatMap | None = None
     tokens: TokenData | None = None
     """Token records; None without any."""
-    replays: Sequence[Mapping[str, Any]] = ()
-    """Records that ``verl-rc diagnose --replay`` replayed, as it wrote them."""
+    replays: Sequence[ReplayedRecord] = ()
+    """Records that ``verl-rc diagnose --replay`` replayed."""
     plan: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration by dotted key, secrets masked; empty where none is known."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from verl_rc.health.cause_table import CAUSES, OTHER_INPUTS
 from verl_rc.health.statement import Statement
-from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.run_folder import ReplayedRecord, RunData
 from verl_rc.insight.verdict.healthy_gap import larger_than_healthy
-from verl_rc.insight.verdict.replays import ReplayedRecord, judge_replays, replayed_records
+from verl_rc.insight.verdict.replays import judge_replays
 
 
 def ranked(from_metrics: Sequence[Statement], from_replays: Sequence[Statement]) -> list[Statement]:
@@ -45,7 +45,7 @@ def ranked(from_metrics: Sequence[Statement], from_replays: Sequence[Statement])
 
 def judge_with_replays(run: RunData, from_metrics: Sequence[Statement]) -> list[Statement]:
     """Rank the causes that the metrics of a run and its replays name."""
-    return with_replays(run, from_metrics, replayed_records(run.replays))
+    return with_replays(run, from_metrics, run.replays)
 
 
 def with_replays(

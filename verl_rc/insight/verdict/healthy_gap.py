@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import PREFIX, state
 from verl_rc.health.statement import Statement
-from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
 from verl_rc.insight.verdict.estimates import lasting
 from verl_rc.insight.verdict.gap_series import GAP
-from verl_rc.insight.verdict.replays import ReplayedRecord
 from verl_rc.metrics.bounds import BOUNDS
 
 HEALTHY = "healthy_gap"

@@ -7,8 +7,8 @@ by prefill, as the run's token by token), of the engine as recorded. Differences
 the share of a part is its covariance with the gap over the gap's variance, and shares add to 1.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,65 +17,10 @@ from verl_rc.data.token_record import Array
 from verl_rc.health import cause_table as table
 from verl_rc.health.causes import state
 from verl_rc.health.statement import Statement, literal
+from verl_rc.insight.run_folder import Part, ReplayedRecord
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One difference of neighbouring log-probs."""
-
-    size: float
-    """Root mean square over tokens, nats."""
-    share: float
-    """Covariance with the gap over the gap's variance."""
-
-
-@dataclass(frozen=True)
-class ReplayedRecord:
-    """What the replays of one step's record measured."""
-
-    step: int
-    version: int
-    """Weights that the tokens are said to come from."""
-    tokens: int
-    gap: float
-    """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    """``trainer``, ``versions``, ``engine``, ``precision``, ``decode``, ``rest``, as far as they were
-    replayed."""
-    versions: Mapping[int, float] = field(default_factory=dict)
-    """By version of the weights, root mean square of its log-probs less the engine's, nats."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the
-    trainer).
-
-    ``engine_reproduced``: nats between the engine's log-probs and the trainer's with the mistake that gives
-    them. ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32.
-    ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
-    ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
-    of prompts came from there. ``engine_rounding``: nats between the model in the engine's precision and in
-    float32, where transformers stands for the engine of another trainer. ``operation_gap``,
-    ``operation_rounding``: relative distances of ``operation`` from the trainer's code in float32, of the
-    engine and of the trainer's code in its precision."""
-    reproduced_by: str = ""
-    """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
-    engine_reproduced_by: str = ""
-    """The mistake in the engine's inputs with which its recorded log-probs come out again."""
-    operation: str = ""
-    """The first operation at which an engine is farther from the trainer than its precision rounds."""
-
-    @property
-    def best_version(self) -> int:
-        """The weights whose log-probs are nearest to the engine's."""
-        return min(
-            self.versions, key=lambda version: (self.versions[version], -version), default=self.version
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the record for machines."""
-        return asdict(self)
 
 
 def parts_of(chain: Sequence[tuple[str, Array]], rollout: Array) -> dict[str, Part]:
@@ -101,33 +46,6 @@ def _part(values: Array, gap: Array) -> Part:
 def rms(values: Array) -> float:
     """Root mean square; 0 of no values."""
     return float(np.sqrt(np.mean(np.square(values, dtype="float64")))) if len(values) else 0.0
-
-
-def replayed_records(entries: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
-    """Records from the output of ``as_json``; damaged entries are left out."""
-    records = []
-    for entry in entries:
-        try:
-            records.append(
-                ReplayedRecord(
-                    step=int(entry["step"]),
-                    version=int(entry["version"]),
-                    tokens=int(entry["tokens"]),
-                    gap=float(entry["gap"]),
-                    parts={
-                        name: Part(float(part["size"]), float(part["share"]))
-                        for name, part in entry["parts"].items()
-                    },
-                    versions={int(version): float(size) for version, size in entry["versions"].items()},
-                    numbers={name: float(value) for name, value in entry["numbers"].items()},
-                    reproduced_by=str(entry["reproduced_by"]),
-                    engine_reproduced_by=str(entry.get("engine_reproduced_by", "")),
-                    operation=str(entry.get("operation", "")),
-                )
-            )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    return records
 
 
 def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:

@@ -25,9 +25,8 @@ from verl_rc.insight.page.heat_map import heat_map_data
 from verl_rc.insight.page.page import as_script
 from verl_rc.insight.page.tables import alerts_panel, chosen_samples
 from verl_rc.insight.page.text import escaped, number
-from verl_rc.insight.run_folder import Alert, HeatMap, SavedSample, Series, read_run
+from verl_rc.insight.run_folder import Alert, HeatMap, Part, ReplayedRecord, SavedSample, Series, read_run
 from verl_rc.insight.verdict import judge
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
 ASSETS = Path(page_package.__file__).parent / "assets"
@@ -397,6 +396,7 @@ def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     )
     (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
     run = read_run(folder)
+    assert run.replays == [record]
     verdict = judge(run)
     assert "gap/the trainer scores other inputs or with noise" in verdict.code
     page = build_page([run], [verdict])

@@ -6,11 +6,10 @@ import pytest
 
 from verl_rc.health.cause_table import LARGER_THAN_HEALTHY, ROUNDING
 from verl_rc.health.causes import state
-from verl_rc.insight.run_folder import RunData, Series
+from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.verdict.diagnosis import ranked
 from verl_rc.insight.verdict.healthy_gap import HEALTHY, larger_than_healthy
-from verl_rc.insight.verdict.replays import ReplayedRecord
 
 STEPS = range(1, 11)
 

@@ -1,6 +1,5 @@
 """Replays into words: each bound from both sides, order of causes, and files that are damaged."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,9 @@ from verl_rc.health.cause_table import (
     STALE_CACHE,
 )
 from verl_rc.health.causes import state
+from verl_rc.insight.run_folder import Part, ReplayedRecord
 from verl_rc.insight.verdict.diagnosis import ranked
-from verl_rc.insight.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
+from verl_rc.insight.verdict.replays import judge_replays, merged
 
 HEALTHY = ReplayedRecord(
     step=5,
@@ -218,12 +218,6 @@ def test_a_trainer_with_other_inputs_comes_before_signatures_and_those_before_th
     assert [one.cause for one in ranked([state(ONE_ENGINE, {}, sentence="x")], [])] == [ONE_ENGINE.name]
 
 
-def test_what_is_written_is_read_again_and_damage_is_left_out() -> None:
-    assert replayed_records([HEALTHY.as_json()]) == [HEALTHY]
-    damaged = HEALTHY.as_json() | {"parts": {"trainer": 3}}
-    assert replayed_records([damaged, {}, HEALTHY.as_json()]) == [HEALTHY]
-
-
 def test_an_operation_beyond_rounding_is_named_with_both_distances() -> None:
     numbers = {**HEALTHY.numbers, "operation_gap": 0.12, "operation_rounding": 0.002}
     record = replace(HEALTHY, operation="model.layers.0.{x}.rotary_emb", numbers=numbers)
@@ -241,4 +235,3 @@ def test_the_operation_that_was_found_is_kept_until_the_next_replay_of_operation
     again = replace(HEALTHY, numbers={"operation_gap": 0.0, "operation_rounding": 0.0})
     assert [record.operation for record in merged([found], [HEALTHY])] == ["model.norm"]
     assert [record.operation for record in merged([found], [again])] == [""]
-    assert replayed_records([json.loads(json.dumps(found.as_json()))]) == [found]
