@@ -120,9 +120,7 @@ def with_tokens(run: RunData, source: TokenSource) -> RunData:
             "The token records hold no log-probs of the trainer, without which the gap cannot be told; "
             "verl-rc diagnose RUN --model FOLDER takes a model's for the first step."
         )
-    columns = Columns()
-    for step, metrics in run.tokens.metrics.items():
-        columns.add(step, metrics)
+    columns = Columns(run.tokens.metrics.items())
     run.series = {**columns.series(), **run.series}
     run.steps = sorted({*run.steps, *columns.steps})
     return run
@@ -162,12 +160,9 @@ def _alert(step: int, record: Record) -> Alert:
 
 
 def _with_metrics(run: RunData, path: Path) -> RunData:
-    columns = Columns()
-    if path.is_file():
-        for step, record in read_records(path, run.notes):
-            columns.add(step, dict(numbers_of(record)))
-    else:
+    if not path.is_file():
         run.notes.append(f"{path.name} is not there: no step was logged.")
+    columns = Columns((step, dict(numbers_of(record))) for step, record in read_records(path, run.notes))
     run.steps, run.series = columns.steps, columns.series()
     run.notes.extend(reading_notes(columns))
     return run

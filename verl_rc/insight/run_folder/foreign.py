@@ -5,7 +5,7 @@ Names are mapped onto the catalogue where the meaning is equal, and nowhere else
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from verl_rc.data.token_rows import parse_line
@@ -76,16 +76,16 @@ def read_foreign(path: Path) -> RunData | None:
         return _from_state(path, state)
     if path.is_dir() and prime_rl.has_metrics(path):
         return _from_prime_rl(path)
+    events = sorted(path.glob(f"*{event_files.MARK}*")) if path.is_dir() else [path]
+    if events and event_files.MARK in events[0].name:
+        run = RunData(path.name, path, EVENTS)
+        return _from_rows(run, _event_rows(events, run.notes))
     if path.is_dir():
-        if events := sorted(path.glob(f"*{event_files.MARK}*")):
-            return _from_events(path, events)
         dumps = sorted(
             (file for file in path.glob("*.jsonl") if file.stem.isdecimal()),
             key=lambda file: int(file.stem),
         )
         return _from_dumps(path, dumps) if dumps else None
-    if event_files.MARK in path.name:
-        return _from_events(path, [path])
     if (rows := wandb_files.export_rows(path)) is not None:
         return _from_rows(RunData(path.stem, path, wandb_files.EXPORT), rows)
     with path.open("rb") as file:
@@ -98,39 +98,12 @@ def read_foreign(path: Path) -> RunData | None:
     )
     run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE, trainer="verl")
     lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
-    columns = Columns()
-    for step, metrics in lines:
-        columns.add(step, _mapped(run, metrics))
-    return _finished(run, columns) if columns.steps else None
-
-
-def _finished(run: RunData, columns: Columns) -> RunData:
-    run.steps, run.series = columns.steps, columns.series()
-    run.notes = [f"Read as {run.source}.", *reading_notes(columns), *run.notes]
-    if columns.steps[0] > 1:
-        run.notes.append(
-            f"The log begins at step {columns.steps[0]}: what came before was overwritten or is in another "
-            "file."
-        )
-    run.notes.append(
-        "What this log lacks, a run of verl_rc records; `verl-rc migrate --recipe YOUR_SCRIPT.sh` translates "
-        "the recipe."
-    )
-    return run
+    return _from_rows(run, lines, row_is_step=True)
 
 
 def rejects(run: RunData) -> bool:
     """Whether tokens were rejected at some step."""
     return any(value > 0 for name in _REJECTED for value in run.get(name).values)
-
-
-def _mapped(
-    run: RunData, metrics: Mapping[str, float], name_of: Callable[[str], str] = catalogue_name
-) -> dict[str, float]:
-    """The metrics by our names; the run keeps theirs."""
-    names = {name: name_of(name) for name in metrics}
-    run.their_names |= {ours: theirs for theirs, ours in names.items() if ours != theirs}
-    return {names[name]: value for name, value in metrics.items()}
 
 
 def _file_logger_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -168,16 +141,12 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
             yield name.strip(), float(number[1])
 
 
-def _from_events(path: Path, files: list[Path]) -> RunData | None:
-    run, columns = RunData(path.name, path, EVENTS), Columns()
+def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
     for file in files:
         try:
-            for step, metrics in _by_step(event_files.read_scalars(file)):
-                columns.add(step, _mapped(run, metrics))
+            yield from _by_step(event_files.read_scalars(file))
         except event_files.DamagedFileError as error:
-            run.notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
-    columns.repeated = 0  # a step of an event file is as many records as it has metrics
-    return _finished(run, columns) if columns.steps else None
+            notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
 
 
 def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -194,24 +163,43 @@ def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, d
 
 
 def _from_offline(path: Path, file: Path) -> RunData | None:
-    run = RunData(path.stem, path, wandb_files.OFFLINE)
     try:
-        return _from_rows(run, wandb_files.offline_rows(file))
-    except event_files.DamagedFileError as error:
-        run.notes.append(f"{file.name} is damaged: {error}.")
+        return _from_rows(RunData(path.stem, path, wandb_files.OFFLINE), wandb_files.offline_rows(file))
+    except event_files.DamagedFileError:
         return None
 
 
 def _from_rows(
     run: RunData,
-    rows: Iterator[tuple[int, dict[str, float]]],
+    rows: Iterable[tuple[int, Mapping[str, float]]],
     name_of: Callable[[str], str] = catalogue_name,
+    row_is_step: bool = False,
 ) -> RunData | None:
+    """The run with the metrics of all rows by our names, and theirs beside them; None without a row.
+
+    ``row_is_step``: a step that comes twice was logged twice; else a step is as many rows as calls of log.
+    """
     columns = Columns()
     for step, metrics in rows:
-        columns.add(step, _mapped(run, metrics, name_of))
-    columns.repeated = 0  # a step is as many rows as calls of log
-    return _finished(run, columns) if columns.steps else None
+        names = {name: name_of(name) for name in metrics}
+        run.their_names |= {ours: theirs for theirs, ours in names.items() if ours != theirs}
+        columns.add(step, {names[name]: value for name, value in metrics.items()})
+    if not columns.steps:
+        return None
+    if not row_is_step:
+        columns.repeated = 0
+    run.steps, run.series = columns.steps, columns.series()
+    run.notes = [f"Read as {run.source}.", *reading_notes(columns), *run.notes]
+    if columns.steps[0] > 1:
+        run.notes.append(
+            f"The log begins at step {columns.steps[0]}: what came before was overwritten or is in another "
+            "file."
+        )
+    run.notes.append(
+        "What this log lacks, a run of verl_rc records; `verl-rc migrate --recipe YOUR_SCRIPT.sh` translates "
+        "the recipe."
+    )
+    return run
 
 
 def _from_state(path: Path, state: Path) -> RunData | None:
@@ -227,7 +215,7 @@ def _from_prime_rl(path: Path) -> RunData | None:
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
-    run, columns = RunData(path.name, path, DUMPS, trainer="verl"), Columns()
+    rows: dict[int, dict[str, float]] = {}
     samples: list[SavedSample] = []
     for file in files:
         step, scores = as_step(int(file.stem)), []
@@ -243,6 +231,6 @@ def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
                         SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
                     )
         if step is not None and scores:
-            columns.add(step, {"critic/score/mean": sum(scores) / len(scores)})
-    run.samples = samples
-    return _finished(run, columns) if columns.steps else None
+            rows[step] = {"critic/score/mean": sum(scores) / len(scores)}
+    run = RunData(path.name, path, DUMPS, samples=samples, trainer="verl")
+    return _from_rows(run, rows.items())

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,16 @@ class Columns:
     dropped it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Iterable[tuple[int, Mapping[str, float]]] = ()) -> None:
+        """``rows``: steps and metrics to begin with."""
         self.steps = array("q")
         self.repeated = 0
         """Lines whose step was there already."""
         self.restarts: list[tuple[int, int]] = []
         """(first step of the later life, last step of the life before it)."""
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        for step, metrics in rows:
+            self.add(step, metrics)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of one line."""
