@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from verl_rc.metrics.catalog import CATALOG, MetricSpec
-from verl_rc.metrics.catalog.spec import Bounds
 
 WATCHED_PREFIX = "rollout_corr/"
 ALERT_TITLE = "rollout correction is not healthy"
@@ -69,18 +68,15 @@ def judge_health(
 
     A warning is issued after ``patience`` consecutive steps outside the range (at once when only 0 is
     healthy), and not again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are checked; a
-    missing metric keeps its count. Raises ``ValueError`` when a number of steps is below 1.
+    missing metric keeps its count.
     """
-    if min(patience, quiet_steps) < 1:
-        raise ValueError(
-            f"patience and quiet_steps must be at least 1 step, got {patience} and {quiet_steps}."
-        )
     complaints, steps_outside, last_said = [], dict(history.steps_outside), dict(history.last_said)
     for name, value in metrics.items():
         spec = CATALOG.find(name) if name.startswith(WATCHED_PREFIX) else None
         if spec is None or spec.healthy is None:
             continue
-        if _is_inside(value, spec.healthy):
+        low, high = spec.healthy
+        if (low is None or value >= low) and (high is None or value <= high):  # not NaN
             steps_outside.pop(name, None)
             continue
         steps = steps_outside[name] = steps_outside.get(name, 0) + 1
@@ -90,9 +86,3 @@ def judge_health(
             last_said[name] = step
             complaints.append(HealthWarning(name, value, spec, steps))
     return complaints, HealthHistory(steps_outside, last_said, history.causes)
-
-
-def _is_inside(value: float, healthy: Bounds) -> bool:
-    """Whether ``value`` is within the bounds; False for NaN."""
-    low, high = healthy
-    return (low is None or value >= low) and (high is None or value <= high)

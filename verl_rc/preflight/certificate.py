@@ -19,7 +19,6 @@ from verl_rc.workers.environment import engine_environment, trainer_environment
 from verl_rc.workers.host import usable_cores
 
 _BATCHES = (1, 7, 64)
-_SHARED = "prefix from the cache"
 _NUM_TOKENS = 8
 """Sampled in each sequence."""
 _LONGEST = 400
@@ -137,7 +136,7 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
                 compared[name] = trainer.call("compare", rows, file)
             engine.call("sample", shared[:1], _NUM_TOKENS, file)  # fills the cache
             cached = engine.call("sample", shared, _NUM_TOKENS, file)
-            compared[f"{len(shared)} with a {_SHARED}"] = trainer.call("compare", shared, file)
+            compared[f"{len(shared)} with a prefix from the cache"] = trainer.call("compare", shared, file)
         except RemoteError as error:
             raise ValueError(str(error).strip().rpartition("\n")[2]) from error
         finally:

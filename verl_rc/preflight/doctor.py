@@ -269,8 +269,7 @@ def _score_of(pool: RewardPool, sample: RewardSample) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:

@@ -94,9 +94,3 @@ def test_the_words_say_for_how_long():
         f"{ESS} = 0.25, healthy is 0.5 to 1 (2 steps in a row)",
         f"{NONFINITE} = 0.125, healthy is 0 (this step)",
     ]
-
-
-@pytest.mark.parametrize("steps", [{"patience": 0}, {"quiet_steps": 0}])
-def test_numbers_of_steps_below_1_are_refused(steps):
-    with pytest.raises(ValueError, match="must be at least 1 step, got"):
-        judge_health({}, 1, HealthHistory(), **steps)

@@ -143,7 +143,7 @@ class Stages:
     def trainer(self) -> Report:
         """Log-probs and two updates of two of the fullest micro-batches on every rank, which add up gradients
         as in a run; peak memory against the estimate."""
-        shape, gpu_bytes = self._shape(), self._gpu_bytes()
+        shape, (_, gpu_bytes) = self._shape(), self._gpu_memory()
         shapes = dict.fromkeys(model_paths(self._config), shape)
         config, choices = choose_gradient_sums(self._config, shapes, gpu_bytes)
         estimate = estimate_roles(config, shapes, gpu_bytes)[0].model
@@ -162,16 +162,12 @@ class Stages:
             tokens, micro_batches = _full_micro_batches(config, shape.vocabulary)
             # The first call of each kind compiles kernels, on a GPU for seconds; the second one is measured.
             _all(ranks, "compute_log_probs", tokens, micro_batches)
-            start = time.perf_counter()
-            log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, micro_batches)[0][0]
-            scoring_end = time.perf_counter()
+            scores, score_seconds = _timed(lambda: _all(ranks, "compute_log_probs", tokens, micro_batches))
             sharing = config.sequence_parallel_sizes["actor"]
-            batch, share = _train_batch(tokens, log_probs, micro_batches, len(ranks) // sharing)
+            batch, share = _train_batch(tokens, scores[0][0], micro_batches, len(ranks) // sharing)
             request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
             _all(ranks, "update", batch, request)
-            update_start = time.perf_counter()
-            reports = _all(ranks, "update", batch, request)
-            update_end = time.perf_counter()
+            reports, update_seconds = _timed(lambda: _all(ranks, "update", batch, request))
             _all(ranks, "close")
         num_tokens = int(tokens.sequence_lengths.sum()) // sharing
         peaks = [
@@ -182,9 +178,9 @@ class Stages:
         ]
         report.numbers = {
             "tokens_per_rank": num_tokens,
-            "log_prob_seconds": scoring_end - start,
-            "update_seconds": update_end - update_start,
-            "update_tokens_per_second": num_tokens * len(ranks) / (update_end - update_start),
+            "log_prob_seconds": score_seconds,
+            "update_seconds": update_seconds,
+            "update_tokens_per_second": num_tokens * len(ranks) / update_seconds,
             "peak_bytes": max(peaks) * _GIB if peaks else None,
             "estimated_bytes": estimate,
         }
@@ -192,8 +188,8 @@ class Stages:
             Finding(
                 "ok",
                 "trainer",
-                f"{num_tokens} tokens a rank: log-probs in {scoring_end - start:.2f} s, an update in "
-                f"{update_end - update_start:.2f} s",
+                f"{num_tokens} tokens a rank: log-probs in {score_seconds:.2f} s, an update in "
+                f"{update_seconds:.2f} s",
             )
         )
         if not peaks:
@@ -219,19 +215,21 @@ class Stages:
             devices, self._device
         )
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as processes:
-            start = time.perf_counter()
             options = engine_options(config, self._device)
-            engine = ChildProcess(options.worker, environment, options=options)
+            engine, start_seconds = _timed(lambda: ChildProcess(options.worker, environment, options=options))
             processes.append(engine)
-            report.numbers["start_seconds"] = time.perf_counter() - start
             offers = choose_offering_ranks(
                 [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
             )
             rounds = [self._sleep_load_and_sample(ranks, engine, offers, version) for version in (1, 2)]
             load = self._time_process(engine)
             _all(ranks, "close")
-        report.numbers["rounds"], report.numbers["full_load"] = [numbers for numbers, _ in rounds], load
-        report.findings.append(Finding("ok", "engine", f"started in {report.numbers['start_seconds']:.1f} s"))
+        report.numbers = {
+            "start_seconds": start_seconds,
+            "rounds": [numbers for numbers, _ in rounds],
+            "full_load": load,
+        }
+        report.findings.append(Finding("ok", "engine", f"started in {start_seconds:.1f} s"))
         whole, computing = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
         report.findings.append(
             Finding(
@@ -260,9 +258,9 @@ class Stages:
     def _sleep_load_and_sample(
         self, ranks: Sequence[ChildProcess], engine: ChildProcess, offers: Sequence[bool], version: int
     ) -> tuple[dict[str, Any], LogProbGap]:
-        numbers: dict[str, Any] = {"free_bytes_awake": self._free_bytes()}
+        numbers: dict[str, Any] = {"free_bytes_awake": self._gpu_memory()[0]}
         numbers["sleeps"], numbers["sleep_seconds"] = _timed(lambda: engine.call("sleep"))
-        numbers["free_bytes_asleep"] = self._free_bytes()
+        numbers["free_bytes_asleep"] = self._gpu_memory()[0]
 
         def load() -> None:
             engine.call("wake_up", ["weights"])
@@ -322,11 +320,9 @@ class Stages:
         model = self._config.actor_rollout_ref.model
         return ModelShape.from_model_folder(model.path, model.trust_remote_code)
 
-    def _gpu_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(0)[1] if self._device == "cuda" else None
-
-    def _free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(0)[0] if self._device == "cuda" else None
+    def _gpu_memory(self) -> tuple[int | None, int | None]:
+        """Bytes that are free, and all; None on a CPU."""
+        return torch.cuda.mem_get_info(0) if self._device == "cuda" else (None, None)
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, usable_cores() // self._num_ranks)
