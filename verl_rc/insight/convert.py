@@ -1,5 +1,6 @@
 """``verl-rc convert``: token files of any trainer as one file of token records."""
 
+from itertools import chain
 from pathlib import Path
 
 from verl_rc.data.token_lines import TokenLines
@@ -20,20 +21,15 @@ def convert(path: Path, output: Path) -> list[str]:
     source = token_source(path)
     if source is None:
         raise NothingToReadError(f"{path} must hold token files of a trainer that is known; it holds none.")
-    lines, rows = None, 0
-    try:
-        for record in source.records():
-            if lines is None:
-                facts = {name: value for name, value in record.facts.items() if name not in _OF_A_STEP}
-                lines = TokenLines(output, source.trainer, **facts)
+    records = source.records()
+    first = next(records, None)
+    if first is None:
+        raise NothingToReadError(f"{path} must hold token records that can be read. {' '.join(source.notes)}")
+    facts = {name: value for name, value in first.facts.items() if name not in _OF_A_STEP}
+    rows = 0
+    with TokenLines(output, source.trainer, **facts) as lines:
+        for record in chain([first], records):
             for row in rows_of(record):
                 lines.write(**row)
                 rows += 1
-    except BaseException:
-        if lines is not None:
-            lines.close(keep=False)
-        raise
-    if lines is None:
-        raise NothingToReadError(f"{path} must hold token records that can be read. {' '.join(source.notes)}")
-    lines.close()
     return [f"read as {source.trainer}: {rows:,} rows", *source.notes, f"written: {output}"]
