@@ -15,7 +15,6 @@ from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
-    as_step,
     numbers_of,
     read_records,
     reading_notes,
@@ -156,7 +155,7 @@ def _alert(step: int, record: Record) -> Alert:
     evidence = record.get("evidence")
     numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
     title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
-    return Alert(step, title, text, cause, as_step(record.get("since_step")), numbers)
+    return Alert(step, title, text, cause, numbers)
 
 
 def _with_metrics(run: RunData, path: Path) -> RunData:

@@ -31,11 +31,6 @@ class Broken:
     checked: int
     """Of how many."""
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """How many rows, of how many."""
-        return len(self.rows), self.checked
-
 
 Invariants = Mapping[str, Broken]
 """By name."""

@@ -32,13 +32,17 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float]
 
+    @classmethod
+    def from_steps(cls, values: Mapping[int, float]) -> "Series":
+        """Of the value of each step, steps ascending."""
+        return cls(list(values), list(values.values()))
+
     def __len__(self) -> int:
         return len(self.steps)
 
     def finite(self) -> "Series":
         """The steps at which the value is a finite number."""
-        pairs = [pair for pair in zip(self.steps, self.values, strict=True) if is_usable(pair[1])]
-        return Series([step for step, _ in pairs], [value for _, value in pairs])
+        return Series.from_steps({step: value for step, value in self.by_step().items() if is_usable(value)})
 
     def between(self, first: int, last: int) -> "Series":
         """The steps from ``first`` to ``last``, both included."""
@@ -110,7 +114,6 @@ class Alert:
     text: str
     cause: str = ""
     """Short name of what it is about, where a cause is known."""
-    since_step: int | None = None
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 

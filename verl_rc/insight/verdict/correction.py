@@ -5,7 +5,7 @@ import math
 
 from verl_rc.health.statement import Statement, literal, say
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import last_mean, last_part, lasting, mapped, mean_of
+from verl_rc.insight.verdict.estimates import last_mean, last_part, lasting, mean_of
 from verl_rc.metrics.catalog import describe
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -27,12 +27,8 @@ def judge_correction(run: RunData) -> list[Statement]:
 def half_life(run: RunData) -> Series:
     """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2
     / (2 k3) tokens."""
-    k3 = run.get("rollout_corr/k3_kl")
-    points = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
-    return mapped(
-        Series([step for step, _ in points], [value for _, value in points]),
-        lambda value: math.log(2) / (2 * value),
-    )
+    k3 = run.get("rollout_corr/k3_kl").by_step()
+    return Series.from_steps({step: math.log(2) / (2 * value) for step, value in k3.items() if value > 0})
 
 
 def _level(run: RunData) -> str:

@@ -3,6 +3,7 @@ depends on chance."""
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -129,14 +130,10 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line | None:
     """The line through points; None for fewer than three, or where x or y does not vary."""
     if len(x) < 3:
         return None
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    xx = math.fsum((a - mean_x) ** 2 for a in x)
-    yy = math.fsum((b - mean_y) ** 2 for b in y)
-    xy = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    if xx <= 0 or yy <= 0:
+    try:
+        return Line(*statistics.linear_regression(x, y), statistics.correlation(x, y) ** 2)
+    except statistics.StatisticsError:
         return None
-    slope = xy / xx
-    return Line(slope, mean_y - slope * mean_x, xy**2 / (xx * yy))
 
 
 def mapped(series: Series, function: Callable[[float], float]) -> Series:

@@ -26,7 +26,6 @@ from verl_rc.insight.verdict.estimates import (
     fit_line,
     last_part,
     lasting,
-    mapped,
     mean_of,
 )
 from verl_rc.insight.verdict.gap_series import (
@@ -138,15 +137,13 @@ def _not_finite(run: RunData) -> list[Statement]:
     statements = []
     for name, meaning in _FAULTS_OF_NUMBERS.items():
         series = run.get(name)
-        touched = [
-            (step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0
-        ]
+        touched = {step: value for step, value in series.by_step().items() if value > 0}
         if touched:
             statements.append(
                 state(
                     table.OVERFLOW,
                     {
-                        "share": max(value for _, value in touched),
+                        "share": max(touched.values()),
                         "count": len(touched),
                         "steps": len(series),
                     },
@@ -154,7 +151,7 @@ def _not_finite(run: RunData) -> list[Statement]:
                     + meaning
                     + " ({count:.0f} of {steps:.0f} steps)",
                     confidence="named" if len(touched) > 1 else "likely",
-                    steps=(touched[0][0], touched[-1][0]),
+                    steps=(min(touched), max(touched)),
                 )
             )
     return statements
@@ -326,11 +323,11 @@ def _missed_update(run: RunData) -> list[Statement]:
     jumped = {step for step, size in sizes.by_step().items() if size > BOUNDS.above_floor * usual_size}
     first, usual = at_the_start(noise), statistics.median(noise.values)
     bound = BOUNDS.far_above_floor * first
-    jumps = [
-        (step, value)
-        for step, value in zip(noise.steps, noise.values, strict=True)
+    jumps = {
+        step: value
+        for step, value in noise.by_step().items()
         if value > bound and (step in jumped or not len(sizes))
-    ]
+    }
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
     return [
@@ -338,13 +335,13 @@ def _missed_update(run: RunData) -> list[Statement]:
             table.MISSED_UPDATE,
             {
                 "first": first,
-                "peak": max(value for _, value in jumps),
+                "peak": max(jumps.values()),
                 "count": len(jumps),
                 "steps": len(noise),
-                "step": jumps[0][0],
+                "step": min(jumps),
             },
             confidence="likely",
-            steps=(jumps[0][0], jumps[-1][0]),
+            steps=(min(jumps), max(jumps)),
         )
     ]
 
@@ -358,16 +355,15 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     if not run.settings.get(f"{_CORRECTION}.bypass_mode"):
         return []
     noise = run.get(f"{PREFIX}logit_noise").by_step()
-    moved = mapped(run.get(K3), lambda k3: nats_of_k3(2 * k3))
-    shared = [(step, size) for step, size in zip(moved.steps, moved.values, strict=True) if step in noise]
-    drifts = Series(
-        [step for step, _ in shared],
-        [size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in shared],
+    k3_by_step = run.get(K3).by_step()
+    moved = {step: nats_of_k3(2 * k3) for step, k3 in k3_by_step.items() if step in noise}
+    drifts = Series.from_steps(
+        {step: size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in moved.items()}
     )
     count, first, last = lasting(drifts, lambda size: size > BOUNDS.drift)
     if first < 0:
         return []
-    within = [(size, noise[step]) for step, size in shared if first <= step <= last]
+    within = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
         state(
@@ -376,7 +372,7 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
                 "drift": statistics.median(size for size, _ in within),
                 "noise": statistics.median(s for _, s in within),
                 "count": count,
-                "steps": len(shared),
+                "steps": len(moved),
             },
             confidence="named",
             steps=(first, last),
@@ -421,7 +417,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
         step: (size, rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0))))
         for step, size in gap.by_step().items()
     }
-    beyond = Series(list(pairs), [size - most for size, most in pairs.values()])
+    beyond = Series.from_steps({step: size - most for step, (size, most) in pairs.items()})
     count, first, last = lasting(beyond, lambda nats: nats > 0)
     if first < 0:
         return []

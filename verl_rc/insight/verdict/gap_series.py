@@ -18,9 +18,12 @@ def token_count(run: RunData) -> Series:
         run.get(name).by_step()
         for name in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
     )
-    steps = [step for step in totals if responses.get(step, 0.0) > 0 and step in prompts]
-    return Series(
-        steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps]
+    return Series.from_steps(
+        {
+            step: total * responses[step] / (responses[step] + prompts[step])
+            for step, total in totals.items()
+            if responses.get(step, 0.0) > 0 and step in prompts
+        }
     )
 
 
@@ -28,8 +31,8 @@ def missing_mass(run: RunData) -> Series:
     """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what
     was reported."""
     k3 = run.get(K3).by_step()
-    pairs = [(step, k1 - k3[step]) for step, k1 in run.get(K1).by_step().items() if step in k3]
-    return Series([step for step, _ in pairs], [value for _, value in pairs])
+    k1 = run.get(K1).by_step()
+    return Series.from_steps({step: value - k3[step] for step, value in k1.items() if step in k3})
 
 
 def z_of_mean_ratio(run: RunData) -> Series:
@@ -44,14 +47,13 @@ def z_of_mean_ratio(run: RunData) -> Series:
     k1, k3, chi2, counts = (
         series.by_step() for series in (run.get(K1), run.get(K3), run.get(CHI2), token_count(run))
     )
-    steps, values = [], []
+    values = {}
     for step in sorted(k1.keys() & k3.keys() & chi2.keys() & counts.keys()):
         mean_ratio = 1 - k1[step] + k3[step]
         variance = chi2[step] + 1 - mean_ratio**2
         if variance > 0 and counts[step] > 1:
-            steps.append(step)
-            values.append((mean_ratio - 1) / math.sqrt(variance / counts[step]))
-    return Series(steps, values)
+            values[step] = (mean_ratio - 1) / math.sqrt(variance / counts[step])
+    return Series.from_steps(values)
 
 
 def gap_size(run: RunData) -> Series:

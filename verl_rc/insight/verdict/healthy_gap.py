@@ -30,7 +30,7 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
     largest, steps = first.gap, (first.step, first.step)
     if first.gap <= BOUNDS.above_floor * healthy:
         sizes = _sizes(run, first)
-        later = Series(list(sizes), list(sizes.values()))
+        later = Series.from_steps(sizes)
         _, begin, end = lasting(later, lambda size: size > BOUNDS.above_floor * healthy)
         if begin < 0:
             return []

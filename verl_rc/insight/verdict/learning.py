@@ -54,11 +54,11 @@ def _not_finite(run: RunData) -> list[Statement]:
         step
         for name in ("actor/grad_norm", "actor/pg_loss", "critic/grad_norm")
         if name in run.series
-        for step, value in zip(run.series[name].steps, run.series[name].values, strict=True)
+        for step, value in run.series[name].by_step().items()
         if not math.isfinite(value)
     ]
-    skipped = run.get("actor/nonfinite_gradients")
-    bad += [step for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0]
+    skipped = run.get("actor/nonfinite_gradients").by_step()
+    bad += [step for step, value in skipped.items() if value > 0]
     if not bad:
         return []
     return [

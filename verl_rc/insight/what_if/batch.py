@@ -47,8 +47,6 @@ class RecordedBatch:
     """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient
     itself."""
     has_gradients: bool = True
-    steps: Sequence[int] = ()
-    """Of the records."""
     step_of_row: Sequence[int] = ()
     """``[B]``."""
     clip: RatioOptions | None = None
@@ -150,7 +148,6 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         gradients=gradients,
         directions=padded("direction", torch.int64),
         has_gradients=has_gradients,
-        steps=[record.step for record in records],
         step_of_row=[record.step for record, _ in rows],
     )
 

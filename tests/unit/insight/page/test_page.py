@@ -347,7 +347,7 @@ def test_alerts_show_their_cause_and_its_numbers():
     assert '<th scope="col">cause</th>' not in alerts_panel(run)
     run.alerts = [
         *run.alerts,
-        Alert(4, "gap: temperature", "cooler", "temperature", 2, {"temperature_slope": -0.111}),
+        Alert(4, "gap: temperature", "cooler", "temperature", {"temperature_slope": -0.111}),
     ]
     panel = alerts_panel(run)
     assert "<td>temperature</td><td>temperature_slope -0.111</td>" in panel
