@@ -6,6 +6,8 @@ Names are mapped onto the catalogue where the meaning is equal, and nowhere else
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from verl_rc.data.token_rows import parse_line
@@ -144,22 +146,11 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
 def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
     for file in files:
         try:
-            yield from _by_step(event_files.read_scalars(file))
+            for step, scalars in groupby(event_files.read_scalars(file), itemgetter(0)):
+                if as_step(step) is not None:
+                    yield step, {tag: value for _, tag, value in scalars}
         except event_files.DamagedFileError as error:
             notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
-
-
-def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
-    current = -1
-    metrics: dict[str, float] = {}
-    for step, tag, value in scalars:
-        if step != current and metrics:
-            yield current, metrics
-            metrics = {}
-        if as_step(step) is not None:
-            current, metrics[tag] = step, value
-    if metrics:
-        yield current, metrics
 
 
 def _from_offline(path: Path, file: Path) -> RunData | None:

@@ -1,9 +1,10 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from verl_rc.data.token_rows import parse_line
@@ -97,15 +98,10 @@ def reading_notes(columns: Columns) -> list[str]:
         "once."
         for first, last in columns.restarts[-3:]
     ]
-    usual = _usual_distance(steps)
+    # A log of every tenth step has no gaps.
+    usual = median_high([b - a for a, b in pairwise(steps)] or [1])
     gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
     if gaps:
         ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
         notes.append(f"{len(gaps)} gap(s) in the steps: {ranges}{', …' if len(gaps) > 5 else ''}.")
     return notes
-
-
-def _usual_distance(steps: Sequence[int]) -> int:
-    """The median distance of two steps: a log of every tenth step has no gaps."""
-    distances = sorted(b - a for a, b in pairwise(steps))
-    return distances[len(distances) // 2] if distances else 1

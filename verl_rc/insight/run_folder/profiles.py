@@ -5,7 +5,7 @@ Sums over rows that were drawn at random; bands are bootstrapped over rows, for 
 independent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +108,6 @@ class ProfileSums:
         before = (
             (turns - starts_turn)[np.minimum(record.starts, max(len(turns) - 1, 0))] if len(turns) else turns
         )
-        ages = (
-            int(record.facts.get("current_version", record.step - 1)) - tokens["version"]
-            if "version" in tokens
-            else None
-        )
         buckets = {
             "position": _digitize(positions, _POSITIONS),
             "length": _digitize(record.lengths[row_numbers], _LENGTHS),
@@ -125,8 +120,9 @@ class ProfileSums:
         if "token_class" in tokens:
             classes = tokens["token_class"].astype("int64")
             buckets["class"] = (len(TOKEN_CLASSES), np.clip(classes, 0, len(TOKEN_CLASSES) - 1))
-        if ages is not None:
-            buckets["age"] = _digitize(ages, _AGES)
+        if "version" in tokens:
+            current_version = int(record.facts.get("current_version", record.step - 1))
+            buckets["age"] = _digitize(current_version - tokens["version"], _AGES)
         return buckets
 
     def _source_numbers(self, record: TokenRecord) -> Array:
@@ -165,7 +161,7 @@ class ProfileSums:
         )
         return Profiles(tuple(profiles), self._rows, tokens, self._has_noise, floor)
 
-    def _profile(self, title: str, labels: Sequence[str], parts: Sequence[Array]) -> Profile:
+    def _profile(self, title: str, labels: Iterable[str], parts: Sequence[Array]) -> Profile:
         sums = np.concatenate(parts, axis=1)  # [3, rows, buckets]
         squares, below, tokens = sums[0], sums[1 if self._has_noise else 2], sums[2].sum(axis=0)
         size = _root(squares.sum(axis=0), below.sum(axis=0))
@@ -212,11 +208,7 @@ def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:
     )
 
 
-def _labels(edges: Sequence[float], whole: bool = True) -> list[str]:
-    return list(_label_parts(edges, whole))
-
-
-def _label_parts(edges: Sequence[float], whole: bool) -> Iterator[str]:
+def _labels(edges: Sequence[float], whole: bool = True) -> Iterator[str]:
     ends: list[Any] = [*edges[1:], None]
     for low, high in zip(edges, ends, strict=True):
         if high is None:

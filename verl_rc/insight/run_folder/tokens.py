@@ -31,7 +31,7 @@ class _Reading:
     profiles: ProfileSums = field(default_factory=ProfileSums)
     worst: list[WorstToken] = field(default_factory=list)
     candidates: list[tuple[float, int, int]] = field(default_factory=list)
-    """Squares, step and number of each row."""
+    """Squares (-1 where not known), step and number of each row."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     invariants: dict[int, Invariants] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class _Reading:
         self.profiles.add(record)
         if (tokens := ComparedTokens.from_record(record)) is not None:
             self.bend.add(tokens)
-        squares = _squares(record)
-        self.candidates += [(value, record.step, index) for index, value in enumerate(squares.tolist())]
+        squares = np.nan_to_num(_squares(record), nan=-1.0, posinf=np.inf).tolist()
+        self.candidates += [(value, record.step, index) for index, value in enumerate(squares)]
         self.worst = sorted([*self.worst, *_worst_of(record)], key=_distance, reverse=True)[:WORST_TOKENS]
 
 
@@ -72,7 +72,7 @@ def read_tokens(
         len(reading.candidates),
         reading.worst,
         reading.profiles.profiles(),
-        _pieces(source.pieces, notes),
+        {} if source.pieces is None else _pieces(source.pieces, notes),
         reading.metrics,
         reading.facts,
         reading.invariants,
@@ -114,9 +114,8 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
 
 
 def _class_of(record: TokenRecord, place: int) -> int | None:
-    classes = record.tokens.get("token_class")
-    has_class = classes is not None and 0 <= classes[place] < len(TOKEN_CLASSES)
-    return int(classes[place]) if classes is not None and has_class else None
+    classes = record.tokens.get("token_class", ())
+    return int(classes[place]) if len(classes) and 0 <= classes[place] < len(TOKEN_CLASSES) else None
 
 
 def _distance(token: WorstToken) -> float:
@@ -128,11 +127,7 @@ def _shown_keys(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
     """Step and number of rows: those of the newest record, half of the places at most, then others by their
     gap."""
     newest = max(reading.metrics)
-
-    def by_gap(candidate: tuple[float, int, int]) -> tuple[float, int]:
-        return (-1.0 if math.isnan(candidate[0]) else candidate[0], candidate[1])
-
-    ordered = sorted(reading.candidates, key=by_gap, reverse=True)
+    ordered = sorted(reading.candidates, key=lambda entry: entry[:2], reverse=True)
     first = [entry for entry in ordered if entry[1] == newest][: max(most_rows // 2, 1)]
     first_keys = {entry[1:] for entry in first}
     further = [entry for entry in ordered if entry[1:] not in first_keys][: most_rows - len(first)]
@@ -164,10 +159,8 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
     return [rows[key] for key in keys if key in rows]
 
 
-def _pieces(path: Path | None, notes: list[str]) -> dict[int, str]:
+def _pieces(path: Path, notes: list[str]) -> dict[int, str]:
     pieces: dict[int, str] = {}
-    if path is None:
-        return pieces
     for _, record in read_records(path, notes, max_complaints=1):
         texts = record.get("pieces")
         for entry in texts if isinstance(texts, list) else ():
