@@ -76,15 +76,14 @@ def diagnose_with_model(request: DiagnosisRequest) -> Diagnosis:
     try:
         record = _first_record(run, request)
         policies = _policies(record.facts, request, notes)
-        scores = _scores(record, request.model, policies, request.rows, notes)
-        replayed = _replayed(scores, policies)
+        replayed, filled = _replay(record, request.model, policies, request.rows, notes)
         _check_model(replayed, request.model, policies)
     except _NotAskedError as error:
         return replace(diagnosis, notes=(f"not replayed: {error}", *diagnosis.notes))
     notes += _in_words(replayed, policies)
     statements = diagnosis.statements
     if _is_reproduced(replayed, "trainer"):
-        statements = _with_filled(statements, scores.filled, policies)
+        statements = _with_filled(statements, filled, policies)
     return replace(
         diagnosis,
         statements=tuple(with_replays(run, statements, [replayed])),
@@ -186,58 +185,69 @@ class _Model:
             yield log_probs, log_probs.gather(-1, ids[0, -len(response) :, None])[:, 0]
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Log-probs of the replayed rows by the model: float32 ``[tokens]``, nats."""
-
-    filled: TokenRecord
-    """The rows, and what their files lack of the trainer's distributions by the model in float32."""
-    recorded: Array | None
-    """Those of the trainer in its files."""
-    exact: Array
-    """In float32, as ``trainer``."""
-    trainer: Array
-    """In the trainer's precision."""
-    engine: Array
-    """In the engine's precision, at the temperature of the log-probs that it reports."""
-    exact_engine: Array
-    """In float32, as ``engine``."""
-    mistaken: Mapping[str, Array]
-    """As ``trainer``, by the mistake in the prompts."""
-
-
-def _scores(
+def _replay(
     record: TokenRecord, folder: Path, policies: _Policies, most_rows: int, notes: list[str]
-) -> _Scores:
-    models = {"float32": _Model(folder, "float32")}
-    for dtype in (policies.trainer_dtype, policies.engine_dtype):
-        if dtype not in models:
-            models[dtype] = _Model(folder, dtype)
-    exact, trainer = models["float32"], models[policies.trainer_dtype]
-    rows = _scorable(record, exact.vocabulary, most_rows, notes)
+) -> tuple[ReplayedRecord, TokenRecord]:
+    """What was measured, as of a run of verl_rc; and the replayed rows, with what their files lack of the
+    trainer's distributions by the model in float32."""
+    dtypes = ("float32", policies.trainer_dtype, policies.engine_dtype)
+    models = {dtype: _Model(folder, dtype) for dtype in dict.fromkeys(dtypes)}
+    exact_model = models["float32"]
+    rows = _scorable(record, exact_model.vocabulary, most_rows, notes)
     prompts, responses = ([row[name].tolist() for row in rows] for name in (PROMPTS, "response_ids"))
-    fields = exact.fields(prompts, responses, policies.temperature)
+    fields = exact_model.fields(prompts, responses, policies.temperature)
     filled = [{**computed, **row} for computed, row in zip(fields, rows, strict=True)]
-    scores = {("float32", policies.temperature): _column(fields, "old_log_prob")}
+    filled_record = record_of_rows(record.facts, record.step, filled)
 
-    def scored(dtype: str, temperature: float) -> Array:
+    # Log-probs of the rows, one behind the other, by precision and temperature.
+    of_trainer = (policies.trainer_dtype, policies.temperature)
+    of_engine = (policies.engine_dtype, policies.engine_temperature)
+    scores = {("float32", policies.temperature): _column(fields, "old_log_prob")}
+    for dtype, temperature in (of_trainer, of_engine, ("float32", policies.engine_temperature)):
         if (dtype, temperature) not in scores:
             scores[dtype, temperature] = models[dtype].log_probs(prompts, responses, temperature)
-        return scores[dtype, temperature]
-
+    trainer, engine = scores[of_trainer], scores[of_engine]
     longest = max(map(len, record.prompts or prompts))
-    return _Scores(
-        record_of_rows(record.facts, record.step, filled),
-        _column(rows, "old_log_prob") if "old_log_prob" in record.tokens else None,
-        scored("float32", policies.temperature),
-        scored(policies.trainer_dtype, policies.temperature),
-        scored(policies.engine_dtype, policies.engine_temperature),
-        scored("float32", policies.engine_temperature),
-        {
-            mistake: trainer.log_probs(wrong, responses, policies.temperature)
-            for mistake, wrong in wrong_prompts(prompts, longest, exact.padding)
+    mistaken = {
+        mistake: models[policies.trainer_dtype].log_probs(wrong, responses, policies.temperature)
+        for mistake, wrong in wrong_prompts(prompts, longest, exact_model.padding)
+    }
+    rollout = filled_record.tokens["rollout_log_prob"]
+    counted = filled_record.tokens["response_mask"] & np.isfinite(rollout)
+    recorded = _column(rows, "old_log_prob") if "old_log_prob" in record.tokens else None
+    if recorded is not None:
+        counted &= np.isfinite(recorded)
+
+    def distance(first: Array, second: Array) -> float:
+        return rms((first.astype("float64") - second)[counted])
+
+    chain = [("precision", trainer), ("rest", engine)]
+    if recorded is not None:
+        chain.insert(0, ("trainer", recorded))
+    parts = parts_of([(name, values[counted]) for name, values in chain], rollout[counted])
+    # Raw log-probs are at another temperature than those that mistakes are scored at.
+    reported = rollout if policies.engine_temperature == policies.temperature else None
+    mistakes = Mistakes.from_scores(distance, trainer, mistaken, recorded, reported)
+    rounding = distance(trainer, scores["float32", policies.temperature])
+    engine_rounding = distance(engine, scores["float32", policies.engine_temperature])
+    replayed = ReplayedRecord(
+        record.step,
+        version=0,
+        tokens=int(counted.sum()),
+        gap=distance(chain[0][1], rollout),
+        parts=parts,
+        versions={0: distance(trainer, rollout)},
+        numbers={
+            "precision": parts["precision"].size,
+            "noise": BOUNDS.far_above_floor * rounding,
+            "engine_rounding": engine_rounding,
+            HEALTHY: math.hypot(rounding, engine_rounding),
+            **mistakes.numbers,
         },
+        reproduced_by=mistakes.of_trainer,
+        engine_reproduced_by=mistakes.of_engine,
     )
+    return replayed, filled_record
 
 
 def _scorable(record: TokenRecord, vocabulary: int, most: int, notes: list[str]) -> list[dict[str, Any]]:
@@ -263,44 +273,6 @@ def _scorable(record: TokenRecord, vocabulary: int, most: int, notes: list[str])
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Array:
     column: Array = np.concatenate([row[name] for row in rows])
     return column
-
-
-def _replayed(scores: _Scores, policies: _Policies) -> ReplayedRecord:
-    """What was measured, as of a run of verl_rc."""
-    recorded, rollout = scores.recorded, scores.filled.tokens["rollout_log_prob"]
-    counted = scores.filled.tokens["response_mask"] & np.isfinite(rollout)
-    if recorded is not None:
-        counted &= np.isfinite(recorded)
-
-    def distance(first: Array, second: Array) -> float:
-        return rms((first.astype("float64") - second)[counted])
-
-    chain = [("precision", scores.trainer), ("rest", scores.engine)]
-    if recorded is not None:
-        chain.insert(0, ("trainer", recorded))
-    parts = parts_of([(name, values[counted]) for name, values in chain], rollout[counted])
-    # Raw log-probs are at another temperature than those that mistakes are scored at.
-    engine = rollout if policies.engine_temperature == policies.temperature else None
-    mistakes = Mistakes.from_scores(distance, scores.trainer, scores.mistaken, recorded, engine)
-    rounding = distance(scores.trainer, scores.exact)
-    engine_rounding = distance(scores.engine, scores.exact_engine)
-    return ReplayedRecord(
-        scores.filled.step,
-        version=0,
-        tokens=int(counted.sum()),
-        gap=distance(chain[0][1], rollout),
-        parts=parts,
-        versions={0: distance(scores.trainer, rollout)},
-        numbers={
-            "precision": parts["precision"].size,
-            "noise": BOUNDS.far_above_floor * rounding,
-            "engine_rounding": engine_rounding,
-            HEALTHY: math.hypot(rounding, engine_rounding),
-            **mistakes.numbers,
-        },
-        reproduced_by=mistakes.of_trainer,
-        engine_reproduced_by=mistakes.of_engine,
-    )
 
 
 def _check_model(replayed: ReplayedRecord, folder: Path, policies: _Policies) -> None:
