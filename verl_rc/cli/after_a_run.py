@@ -70,13 +70,17 @@ def _plot(options: Options) -> None:
 
 
 def _report(options: Options) -> None:
-    from verl_rc.insight.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.page import Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
 
-    page = PageOptions(not options.no_text, options.max_megabytes)
-    steps = step_range(options)
-    report = write_report(
-        Request(tuple(options.paths), options.output, newest_steps=options.last, options=page, **steps)
+    request = Request(
+        tuple(options.paths),
+        options.output,
+        newest_steps=options.last,
+        with_text=not options.no_text,
+        max_megabytes=options.max_megabytes,
+        **step_range(options),
     )
+    report = write_report(request)
     verdicts = list(zip(report.runs, report.verdicts, strict=True))
     if options.json:
         runs = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in verdicts]

@@ -38,16 +38,6 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class PageOptions:
-    """What a page may hold."""
-
-    with_text: bool = True
-    """False: no prompts and responses."""
-    max_megabytes: float = 8.0
-    """Samples and points of curves are left out until the page fits."""
-
-
-@dataclass(frozen=True)
 class _Detail:
     """How much of everything."""
 
@@ -68,21 +58,25 @@ _LESS = (
 
 
 def build_page(
-    runs: Sequence[RunData], verdicts: Sequence[Verdict], options: PageOptions = PageOptions()
+    runs: Sequence[RunData], verdicts: Sequence[Verdict], with_text: bool = True, max_megabytes: float = 8.0
 ) -> str:
-    """The page of one run, or of several compared, at most as large as asked for where that can be
-    reached."""
+    """The page of one run, or of several compared.
+
+    Args:
+        runs: one, or those that are compared.
+        verdicts: of each run.
+        with_text: False: no prompts and responses.
+        max_megabytes: samples and points of curves are left out until the page fits, where it can.
+    """
     page = ""
     for number, detail in enumerate(_LESS):
-        if not options.with_text:
+        if not with_text:
             detail = replace(detail, samples=0, with_text=False)
         left_out = (
-            []
-            if number == 0
-            else [f"To fit {options.max_megabytes:g} MB the page leaves out {_missing(detail)}."]
+            [] if number == 0 else [f"To fit {max_megabytes:g} MB the page leaves out {_missing(detail)}."]
         )
         page = _build(runs, verdicts, detail, left_out)
-        if len(page.encode("utf-8", "replace")) <= options.max_megabytes * _MIB:
+        if len(page.encode("utf-8", "replace")) <= max_megabytes * _MIB:
             break
     return page
 

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_rc.insight.page.comparison import MOST_RUNS
-from verl_rc.insight.page.page import PageOptions, build_page
+from verl_rc.insight.page.page import build_page
 from verl_rc.insight.run_folder import NothingToReadError, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.verdict import Verdict, judge
@@ -24,7 +24,9 @@ class Request:
     last_step: int = LARGEST_STEP
     newest_steps: int | None = None
     """Only so many steps up to the newest."""
-    options: PageOptions = field(default_factory=PageOptions)
+    with_text: bool = True
+    max_megabytes: float = 8.0
+    """As ``build_page`` takes them."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ def write_report(request: Request) -> Report:
     runs = tuple(_with_distinct_names([_read(path, request) for path in request.paths]))
     verdicts = tuple(judge(run) for run in runs)
     path = request.output or _default_path(request.paths[0])
-    page = build_page(runs, verdicts, request.options).encode("utf-8", "replace")
+    text = build_page(runs, verdicts, request.with_text, request.max_megabytes)
     partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial_file.write_bytes(page)
+        partial_file.write_bytes(text.encode("utf-8", "replace"))
         partial_file.replace(path)  # a reader never sees half a page
     finally:
         partial_file.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from planted_series import SETTINGS, healthy, planted, wave, write_run
 
 from verl_rc.insight import page as page_package
-from verl_rc.insight.page import PageOptions, Request, build_page, write_report
+from verl_rc.insight.page import Request, build_page, write_report
 from verl_rc.insight.page.charts import PANELS
 from verl_rc.insight.page.encode import curve_of, packed
 from verl_rc.insight.page.heat_map import heat_map_data
@@ -64,7 +64,7 @@ class Elements(HTMLParser):
 
 
 def page_of(run, **options) -> str:
-    return build_page([run], [judge(run)], PageOptions(**options))
+    return build_page([run], [judge(run)], **options)
 
 
 def data_of(page: str) -> dict:

@@ -14,7 +14,7 @@ import pytest
 from planted_series import healthy, planted, write_run
 from recorded_tokens import PIECES_OF_DIGITS, token_record, write_tokens
 
-from verl_rc.insight.page import PageOptions, build_page
+from verl_rc.insight.page import build_page
 from verl_rc.insight.page.tokens import rows_that_fit, tokens_panel
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.run_folder.foreign import read_foreign
@@ -30,7 +30,7 @@ def run_with(folder: Path, *records: Any, pieces: dict[int, str] | None = None) 
 
 
 def page_of(run: RunData, **options: Any) -> str:
-    return build_page([run], [judge(run)], PageOptions(**options))
+    return build_page([run], [judge(run)], **options)
 
 
 def data_of(page: str) -> dict[str, Any]:
