@@ -56,21 +56,15 @@ def statement_of(
     configuration."""
     seen = [evidence for step in examples if (evidence := cause.seen_in(step)) is not None]
     evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
-    confidence = "named" if cause.is_specific else "likely"
-    return state(cause, evidence | _derived(evidence, temperature), steps=steps, confidence=confidence)
-
-
-def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """The kept mass, and the temperature T' with the slope 1 - T / T'."""
-    derived = {"temperature": temperature}
+    evidence["temperature"] = temperature
     if "missing_mass" in evidence:
-        derived["kept"] = 1 - evidence["missing_mass"]
-        derived["z"] = abs(
-            evidence["missing_mass_z"]
-        )  # the sentence says on which side of 1 the mean ratio is
-    if "temperature_slope" in evidence:
-        derived["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
-    return derived
+        evidence["kept"] = 1 - evidence["missing_mass"]
+        # The sentence says on which side of 1 the mean ratio is.
+        evidence["z"] = abs(evidence["missing_mass_z"])
+    if "temperature_slope" in evidence:  # 1 - T / T', T' the other temperature
+        evidence["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
+    confidence = "named" if cause.is_specific else "likely"
+    return state(cause, evidence, steps=steps, confidence=confidence)
 
 
 @dataclass(frozen=True)

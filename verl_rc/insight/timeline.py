@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -199,9 +199,8 @@ def _rank(process: str) -> tuple[int, str, int]:
     return place, _role(process), int(match[1]) if match else 0
 
 
-def _range(numbers: Iterable[int]) -> str:
-    present = list(numbers)
-    return f"{min(present)}" if len(present) == 1 else f"{min(present)} to {max(present)}"
+def _range(numbers: Collection[int]) -> str:
+    return f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
 def write_perfetto(timeline: Timeline, folder: Path) -> Path:

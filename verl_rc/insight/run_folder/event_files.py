@@ -43,13 +43,9 @@ def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def _scalars(event: bytes) -> Iterator[tuple[int, str, float]]:
-    step, summaries = 0, []
-    for number, value in fields_of(event):
-        if number == _EVENT_STEP and isinstance(value, int):
-            step = value
-        elif number == _EVENT_SUMMARY and isinstance(value, bytes):
-            summaries.append(value)
-    for summary in summaries:
+    fields = dict(fields_of(event))
+    step, summary = fields.get(_EVENT_STEP, 0), fields.get(_EVENT_SUMMARY)
+    if isinstance(step, int) and isinstance(summary, bytes):
         for number, entry in fields_of(summary):
             if number == _SUMMARY_VALUE and isinstance(entry, bytes):
                 tag, scalar = _tag_and_value(entry)
