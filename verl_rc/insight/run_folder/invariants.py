@@ -38,12 +38,13 @@ Invariants = Mapping[str, Broken]
 
 def broken_invariants(record: TokenRecord) -> Invariants:
     """By name what was checked; left out where a field or a fact is not known."""
+    tokens = ComparedTokens.from_record(record)
     checked = {
         "stop": _without_stop(record),
         "equal": _equal(record),
         "vocabulary": _outside(record),
-        "shifted": _shifted(record),
-        "floor": _floored(record),
+        "shifted": None if tokens is None else _shifted(tokens),
+        "floor": None if tokens is None else _floored(tokens),
         "mask": _outside_mask(record),
     }
     return {name: broken for name, broken in checked.items() if broken is not None}
@@ -110,13 +111,10 @@ def _outside(record: TokenRecord) -> Broken | None:
     return Broken(_numbers(record, np.unique(rows)), len(record.lengths))
 
 
-def _shifted(record: TokenRecord) -> Broken | None:
+def _shifted(tokens: ComparedTokens) -> Broken:
     """Rows whose log-probs agree with those of the tokens beside their own, and not with their own."""
-    tokens = ComparedTokens.from_record(record)
-    if tokens is None:
-        return None
     rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
-    is_shifted = is_long = np.zeros(len(record.lengths), bool)
+    is_shifted = is_long = np.zeros(len(tokens.record.lengths), bool)
     for lag in BOUNDS.lags:
         other = np.clip(place + lag, 0, len(place) - 1)
         is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
@@ -134,19 +132,16 @@ def _shifted(record: TokenRecord) -> Broken | None:
         is_shifted = is_shifted | (
             has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
         )
-    return Broken(_numbers(record, np.flatnonzero(is_shifted)), int(is_long.sum()))
+    return Broken(_numbers(tokens.record, np.flatnonzero(is_shifted)), int(is_long.sum()))
 
 
-def _floored(record: TokenRecord) -> Broken | None:
+def _floored(tokens: ComparedTokens) -> Broken:
     """Rows with the engine's lowest log-prob, where it reports this very number for tokens that the trainer
     tells apart, and they make most of the gap.
 
     Equal tokens behind equal prefixes have one log-prob on both sides; others have the same float by chance.
     """
-    tokens = ComparedTokens.from_record(record)
-    if tokens is None:
-        return None
-    rollout = record.tokens["rollout_log_prob"]
+    rollout = tokens.record.tokens["rollout_log_prob"]
     lowest = rollout[tokens.valid].min()
     at_floor = tokens.valid & (rollout == lowest)
     different = np.unique(np.round(tokens.train[at_floor] / BOUNDS.reproduced))
@@ -154,7 +149,7 @@ def _floored(record: TokenRecord) -> Broken | None:
     is_floor = len(different) >= _FEWEST_AT_FLOOR
     is_floor = is_floor and squares[at_floor].sum() > squares.sum() / 2
     rows = np.unique(tokens.rows[at_floor]) if is_floor else np.zeros(0, int)
-    return Broken(_numbers(record, rows), len(np.unique(tokens.rows[tokens.valid])))
+    return Broken(_numbers(tokens.record, rows), len(np.unique(tokens.rows[tokens.valid])))
 
 
 def _outside_mask(record: TokenRecord) -> Broken:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord, noise_scale
+from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 
 _POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
 _LENGTHS = (0, 16, 64, 256, 1024, 4096, 16384)
@@ -73,24 +74,20 @@ class ProfileSums:
         self._floor = np.zeros(3)
         self._rows = 0
 
-    def add(self, record: TokenRecord) -> None:
-        """Take in the random rows of a record that has log-probs of both sides."""
-        logs = record.log_ratio()
+    def add(self, tokens: ComparedTokens) -> None:
+        """Take in the compared tokens of a record."""
+        record, counted = tokens.record, tokens.valid
         is_random = record.rows["chosen_by"] == "random"
-        if logs is None or not is_random.any():
-            return
-        row_numbers = np.repeat(np.arange(len(is_random)), record.lengths)
-        counted = is_random[row_numbers] & record.tokens["response_mask"] & np.isfinite(logs)
         noise = noise_scale(record.tokens)
         self._has_noise = self._has_noise and noise is not None
-        squares = np.where(counted, np.square(np.where(counted, logs, 0.0)), 0.0)
+        squares = np.square(tokens.logs)
         gradients = (
             np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
         )
         values = np.stack([squares, np.where(counted, gradients, 0.0), counted.astype("float64")])
         place = np.cumsum(is_random) - 1
-        for name, (buckets, bucket_of_token) in self._buckets(record, row_numbers).items():
-            key = (place[row_numbers] * buckets + bucket_of_token)[counted]
+        for name, (buckets, bucket_of_token) in self._buckets(tokens).items():
+            key = (place[tokens.rows] * buckets + bucket_of_token)[counted]
             size = int(is_random.sum()) * buckets
             sums = np.stack([np.bincount(key, part[counted], size) for part in values])
             self._sums.setdefault(name, []).append(sums.reshape(3, -1, buckets))
@@ -98,23 +95,21 @@ class ProfileSums:
             self._floor += values.sum(axis=1)
         self._rows += int(is_random.sum())
 
-    def _buckets(self, record: TokenRecord, row_numbers: Array) -> Mapping[str, tuple[int, Array]]:
+    def _buckets(self, compared: ComparedTokens) -> Mapping[str, tuple[int, Array]]:
         """Number of buckets, and the bucket of every token, by property."""
+        record, row_numbers, positions = compared.record, compared.rows, compared.positions
         tokens, mask = record.tokens, record.tokens["response_mask"]
-        positions = np.arange(len(row_numbers)) - record.starts[row_numbers]
         starts_turn = mask & ~np.concatenate([[False], mask[:-1]])
         starts_turn |= mask & (positions == 0)
         turns = np.cumsum(starts_turn)
-        before = (
-            (turns - starts_turn)[np.minimum(record.starts, max(len(turns) - 1, 0))] if len(turns) else turns
-        )
+        before = (turns - starts_turn)[np.minimum(record.starts, len(turns) - 1)]
         buckets = {
             "position": _digitize(positions, _POSITIONS),
             "length": _digitize(record.lengths[row_numbers], _LENGTHS),
             "probability": _digitize(
                 np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES
             ),
-            "turn": _digitize(turns - before[row_numbers] if len(turns) else turns, _TURNS),
+            "turn": _digitize(turns - before[row_numbers], _TURNS),
             "source": (_MOST_SOURCES, self._source_numbers(record)[row_numbers]),
         }
         if "token_class" in tokens:

@@ -3,7 +3,6 @@ them."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,6 @@ MOST_ROWS = 200
 WORST_TOKENS = 50
 
 
-@dataclass
-class _Reading:
-    """What the first pass over the records collects."""
-
-    profiles: ProfileSums = field(default_factory=ProfileSums)
-    worst: list[WorstToken] = field(default_factory=list)
-    candidates: list[tuple[float, int, int]] = field(default_factory=list)
-    """Squares (-1 where not known), step and number of each row."""
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    invariants: dict[int, Invariants] = field(default_factory=dict)
-    bend: BendSums = field(default_factory=BendSums)
-
-    def add(self, record: TokenRecord) -> None:
-        self.metrics[record.step], self.facts = metrics_of(record), record.facts
-        self.invariants[record.step] = broken_invariants(record)
-        self.profiles.add(record)
-        if (tokens := ComparedTokens.from_record(record)) is not None:
-            self.bend.add(tokens)
-        squares = np.nan_to_num(_squares(record), nan=-1.0, posinf=np.inf).tolist()
-        self.candidates += [(value, record.step, index) for index, value in enumerate(squares)]
-        self.worst = sorted([*self.worst, *_worst_of(record)], key=_distance, reverse=True)[:WORST_TOKENS]
-
-
 def read_tokens(
     source: TokenSource,
     notes: list[str],
@@ -57,26 +32,36 @@ def read_tokens(
 ) -> TokenData | None:
     """Read the records of a run; None where none can be read. A step that cannot be read is left out and
     named."""
-    reading = _Reading()
+    profiles, bend = ProfileSums(), BendSums()
+    worst: list[WorstToken] = []
+    candidates: list[tuple[float, int, int]] = []  # squares (-1 where not known), step, number of each row
+    metrics: dict[int, dict[str, float]] = {}
+    facts: Mapping[str, Any] = {}
+    invariants: dict[int, Invariants] = {}
     for record in source.records(first_step, last_step):
-        reading.add(record)
+        metrics[record.step], facts = metrics_of(record), record.facts
+        invariants[record.step] = broken_invariants(record)
+        if (tokens := ComparedTokens.from_record(record)) is not None:
+            profiles.add(tokens)
+            bend.add(tokens)
+        squares = np.nan_to_num(_squares(record), nan=-1.0, posinf=np.inf).tolist()
+        candidates += [(value, record.step, index) for index, value in enumerate(squares)]
+        worst = sorted([*worst, *_worst_of(record)], key=_distance, reverse=True)[:WORST_TOKENS]
     notes.extend(source.notes)
-    if not reading.metrics:
+    if not metrics:
         return None
-    notes.append(
-        f"Token records of {len(reading.metrics)} steps were read, {len(reading.candidates):,} rows."
-    )
+    notes.append(f"Token records of {len(metrics)} steps were read, {len(candidates):,} rows.")
     return TokenData(
-        list(reading.metrics),
-        _rows(source, _shown_keys(reading, most_rows)),
-        len(reading.candidates),
-        reading.worst,
-        reading.profiles.profiles(),
+        list(metrics),
+        _rows(source, _shown_keys(candidates, most_rows)),
+        len(candidates),
+        worst,
+        profiles.profiles(),
         {} if source.pieces is None else _pieces(source.pieces, notes),
-        reading.metrics,
-        reading.facts,
-        reading.invariants,
-        reading.bend.bend(),
+        metrics,
+        facts,
+        invariants,
+        bend.bend(),
     )
 
 
@@ -123,11 +108,11 @@ def _distance(token: WorstToken) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def _shown_keys(reading: _Reading, most_rows: int) -> list[tuple[int, int]]:
+def _shown_keys(candidates: Sequence[tuple[float, int, int]], most_rows: int) -> list[tuple[int, int]]:
     """Step and number of rows: those of the newest record, half of the places at most, then others by their
     gap."""
-    newest = max(reading.metrics)
-    ordered = sorted(reading.candidates, key=lambda entry: entry[:2], reverse=True)
+    newest = max((step for _, step, _ in candidates), default=0)
+    ordered = sorted(candidates, key=lambda entry: entry[:2], reverse=True)
     first = [entry for entry in ordered if entry[1] == newest][: max(most_rows // 2, 1)]
     first_keys = {entry[1:] for entry in first}
     further = [entry for entry in ordered if entry[1:] not in first_keys][: most_rows - len(first)]
