@@ -18,19 +18,14 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
     """Slope of l over log pi behind equal prefixes, in standard errors too, and the share of the spread of l
     that it explains; how much l varies behind a prefix, of the mean of l^2. Empty where ids are not known, or
     too few tokens share a prefix."""
-    record = tokens.record
-    if record.prompts is None or "response_ids" not in record.tokens:
-        return {}
-    prompts = prompt_numbers(record.prompts)
-    products, squares = np.zeros((2, len(record.lengths)))
+    products, squares = np.zeros((2, len(tokens.record.lengths)))
     spread, square, count, freedom = 0.0, 0.0, 0, 0
-    for places, classes in _shared(tokens, prompts):
-        rows = tokens.rows[places]
+    for places, classes, prompts in _shared(tokens):
         square += float(np.sum(tokens.logs[places] ** 2))
         count += len(places)
         logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
-        products += np.bincount(prompts[rows], logs * train, len(record.lengths))
-        squares += np.bincount(prompts[rows], train**2, len(record.lengths))
+        products += np.bincount(prompts, logs * train, len(products))
+        squares += np.bincount(prompts, train**2, len(squares))
         spread += float(logs @ logs)
         freedom += len(classes) - len(np.unique(classes))
     quotient = summed(products, squares)
@@ -48,21 +43,19 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
 def behind_prefixes(tokens: ComparedTokens, *columns: Array) -> tuple[Array, ...]:
     """Of each column ``[tokens]`` the values less the mean behind their prefix, where others share it; last
     the number of each one's prompt."""
-    record = tokens.record
     parts = [(*(np.zeros(0) for _ in columns), np.zeros(0, int))]
-    if record.prompts is not None and "response_ids" in record.tokens:
-        prompts = prompt_numbers(record.prompts)
-        parts += [
-            (*(_centred(values[places], classes) for values in columns), prompts[tokens.rows[places]])
-            for places, classes in _shared(tokens, prompts)
-        ]
+    for places, classes, prompts in _shared(tokens):
+        parts.append((*(_centred(values[places], classes) for values in columns), prompts))
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _shared(tokens: ComparedTokens, prompts: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield for each position the compared tokens whose prefix others share, and a number of each one's
-    prefix."""
+def _shared(tokens: ComparedTokens) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield for each position the compared tokens whose prefix others share, and the numbers of each one's
+    prefix and prompt; nothing where ids are not known."""
     record = tokens.record
+    if record.prompts is None or "response_ids" not in record.tokens:
+        return
+    prompts = prompt_numbers(record.prompts)
     ids, starts = record.tokens["response_ids"], record.starts
     classes, rows = prompts, np.arange(len(record.lengths))
     position = 0
@@ -74,7 +67,8 @@ def _shared(tokens: ComparedTokens, prompts: Array) -> Iterator[tuple[Array, Arr
         places = starts[rows] + position
         # Again: those that share the prefix may be worst rows, which are not compared.
         is_compared = tokens.valid[places]
-        yield _of_shared(places[is_compared], classes[is_compared])
+        compared, prefixes = _of_shared(places[is_compared], classes[is_compared])
+        yield compared, prefixes, prompts[tokens.rows[compared]]
         classes = classes * (1 << 32) + ids[places]
         position += 1
 

@@ -4,7 +4,7 @@ import math
 
 from verl_rc.health.causes import KEPT_SETS, state
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
-from verl_rc.health.statement import Confidence, Statement, literal
+from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import lasting
@@ -29,9 +29,15 @@ def missing_mass(run: RunData) -> list[Statement]:
                 "steps": len(z),
                 "ratio": _mean_ratio(run, first, last),
             }
+            side = "below 1" if sign < 0 else "above 1"
+            sentence = (
+                "The tokens were not drawn from what the engine reports: the mean ratio is "
+                f"{side if math.isnan(evidence['ratio']) else '{ratio:.4f} instead of 1'}"
+                ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+            )
             if sign < 0 and not run.has(KEPT_SETS):
-                return [_below_one(run, evidence, (first, last))]
-            return [_not_drawn_from_it(evidence, (first, last), "below" if sign < 0 else "above")]
+                return [_below_one(run, evidence, sentence, (first, last))]
+            return [state(RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=(first, last))]
     return []
 
 
@@ -41,36 +47,23 @@ def _mean_ratio(run: RunData, first: int, last: int) -> float:
     return math.fsum(ratios) / len(ratios) if ratios else math.nan
 
 
-def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+def _below_one(run: RunData, evidence: dict[str, float], sentence: str, steps: tuple[int, int]) -> Statement:
     filters = _filters(run)
     evidence["kept"] = evidence["ratio"]
     known = not math.isnan(evidence["ratio"])
-    template = "The tokens were not drawn from what the engine reports: the mean ratio is " + (
-        "{ratio:.4f} instead of 1" if known else "below 1"
-    )
-    template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
     if filters:
-        template += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
-        template += ": it keeps {kept:.1%} of the mass" if known else ""
+        sentence += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
+        sentence += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
-        template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    cause = FILTER if filters else FILTER_OR_RAW
-    confidence: Confidence = "named" if filters else "likely"
+        sentence += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
     return state(
-        cause,
+        FILTER if filters else FILTER_OR_RAW,
         evidence,
-        sentence=template,
-        confidence=confidence,
+        sentence,
+        confidence="named" if filters else "likely",
         steps=steps,
         next_test=FILTER_OR_RAW.next_test,
     )
-
-
-def _not_drawn_from_it(evidence: dict[str, float], steps: tuple[int, int], side: str) -> Statement:
-    ratio = f"{side} 1" if math.isnan(evidence["ratio"]) else "{ratio:.4f} instead of 1"
-    sentence = f"The tokens were not drawn from what the engine reports: the mean ratio is {ratio}"
-    sentence += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-    return state(RAW_OR_OTHER_TOKENS, evidence, sentence=sentence, confidence="likely", steps=steps)
 
 
 def _filters(run: RunData) -> list[str]:
