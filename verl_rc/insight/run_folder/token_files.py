@@ -75,8 +75,8 @@ class Layout:
     """What its files do not hold, and which of its options would record it; one sentence each."""
     holds_many_steps: bool = False
     """Whether a file is a shard of rows of any steps, and its number no step."""
-    is_duplicate: Callable[[Row, set[Any]], bool] = lambda row, seen: False
-    """Whether a row was seen in another file of the step."""
+    identity: str = ""
+    """Field of a row whose value tells that several files of the step have it; None: no other has."""
 
     def files(self, folder: Path) -> Files:
         """Token files of this trainer by step, ascending."""
@@ -99,20 +99,16 @@ class Layout:
             return TokenSource(self.trainer, list(records), records.__getitem__, notes)
 
         def read(step: int) -> TokenRecord:
-            identities: set[Any] = set()
             try:
-                rows = [
-                    row
-                    for file in sample[step]
-                    for row in self.rows(step, file, reader)
-                    if not self.is_duplicate(row, identities)
-                ]
+                rows = [row for file in sample[step] for row in self.rows(step, file, reader)]
             except DamagedRecordError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 reason = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
                 raise DamagedRecordError(f"its fields are not those of {self.trainer}: {reason}") from error
-            return record_of_rows(facts, step, rows)
+            identified = {row[self.identity]: row for row in rows if row.get(self.identity) is not None}
+            others = [row for row in rows if row.get(self.identity) is None]
+            return record_of_rows(facts, step, [*identified.values(), *others])
 
         return TokenSource(self.trainer, list(sample), read, notes)
 

@@ -39,19 +39,11 @@ def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
         }
 
 
-def _is_duplicate(row: Row, identities: set[Any]) -> bool:
-    number = row.get(_NUMBER)
-    if number is None or number not in identities:
-        identities.add(number)
-        return False
-    return True
-
-
 LAYOUT = Layout(
     "miles",
     ("train_data/*_*.pt",),
     r"/train_data/(\d+)_\d+\.pt$",
     _rows,
     lacks=("miles's dumps hold no sum of squares, no engine, no group and no version of the weights.",),
-    is_duplicate=_is_duplicate,
+    identity=_NUMBER,
 )

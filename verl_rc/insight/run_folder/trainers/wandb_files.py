@@ -91,8 +91,10 @@ def export_rows(path: Path) -> Rows | None:
         return None
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            rows: list[Mapping[str, Any]] = list(csv.DictReader(file))
-        rows = [{name: _number(cell) for name, cell in row.items() if name is not None} for row in rows]
+            rows: list[Mapping[str, Any]] = [
+                {name: _number(cell) for name, cell in row.items() if name is not None}
+                for row in csv.DictReader(file)
+            ]
     else:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
