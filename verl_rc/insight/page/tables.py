@@ -26,9 +26,8 @@ _ABSENT = "(absent)"
 def verdict_panel(verdict: Verdict) -> str:
     """The first thing on the page."""
     items = "".join(_statement(statement) for statement in verdict.statements)
-    first = ""
-    if verdict.do_first:
-        first = f"<h3>Do this first</h3><pre>{escaped(chr(10).join(verdict.do_first))}</pre>"
+    overrides = escaped("\n".join(verdict.do_first))
+    first = f"<h3>Do this first</h3><pre>{overrides}</pre>" if overrides else ""
     return (
         f'<p class="headline {verdict.level}">{escaped(verdict.headline)}</p><p>{escaped(verdict.progress)}</p>'  # noqa: E501
         f'<ul class="verdict">{items}</ul>{first}'

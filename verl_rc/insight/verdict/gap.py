@@ -77,15 +77,16 @@ def judge_gap(run: RunData) -> list[Statement]:
     if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
         faults += signature_causes(run) if has_signatures(run) else missing_mass(run)
     if not faults:
-        over_time = (
+        rules = (
             _lost_in_rounding,
             _staleness,
             _weights_never_arrive,
             _one_version_late,
             _staleness_at_one_age,
             _missed_update,
+            _drift_within_the_step,
+            _large_from_the_start,
         )
-        rules = (*over_time, _drift_within_the_step, _large_from_the_start)
         faults = next((statements for rule in rules if (statements := rule(run))), [])
     return faults or [_with_limits(_size_of_gap(run), run)]
 
@@ -109,19 +110,11 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
     temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
     if not isinstance(temperature, int | float) or temperature == 1.0 or not mode.startswith("raw"):
         return []
-    cause = RAW_LOG_PROBS
-    further = {"confidence": "named", "next_test": cause.next_test, "row": cause.row}
-    return [
-        say(
-            "gap",
-            cause.name,
-            "fault",
-            f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
-            "those of temperature 1",
-            {},
-            **further,
-        )
-    ]
+    sentence = (
+        f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
+        "those of temperature 1"
+    )
+    return [state(RAW_LOG_PROBS, {}, sentence, confidence="named")]
 
 
 def _with_limits(statement: Statement, run: RunData) -> Statement:
@@ -248,33 +241,31 @@ def _synchronous_override(run: RunData) -> tuple[str, ...]:
 
 
 def _weights_never_arrive(run: RunData) -> list[Statement]:
-    """Row 18: the gap is a straight line in what the policy has moved since the start."""
-    return next(
-        (statements for gap, _ in measures_of_gap(run) if (statements := _kept_weights(run, gap))), []
-    )
+    """Row 18: the gap, by one of its measures, is a straight line in what the policy has moved since the
+    start.
 
-
-def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
-    """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean
-    |log-ratio| less so."""
-    last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
-    if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
-        return []
-    if (
-        line.r_squared <= LINEAR
-        or line.slope < PINNED_SLOPE
-        or last.value < BOUNDS.above_floor * gap.values[0]
-    ):
-        return []
-    return [
-        state(
-            table.WEIGHTS_NEVER_ARRIVE,
-            {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared},
-            confidence="named",
-            steps=(gap.steps[0], gap.steps[-1]),
-            overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
-        )
-    ]
+    Old weights make sqrt(k3) large at once and then slow, the mean |log-ratio| less so.
+    """
+    for gap, _ in measures_of_gap(run):
+        last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
+        if (
+            len(gap) >= FEWEST_FOR_TREND
+            and last is not None
+            and last.value >= BOUNDS.above_floor * gap.values[0]
+            and line is not None
+            and line.r_squared > LINEAR
+            and line.slope >= PINNED_SLOPE
+        ):
+            return [
+                state(
+                    table.WEIGHTS_NEVER_ARRIVE,
+                    {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared},
+                    confidence="named",
+                    steps=(gap.steps[0], gap.steps[-1]),
+                    overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
+                )
+            ]
+    return []
 
 
 def _one_version_late(run: RunData) -> list[Statement]:

@@ -28,12 +28,11 @@ def judge_speed(run: RunData) -> list[Statement]:
         evidence["tokens"] = tokens.value
         template += ", {tokens:,.0f} tokens per second and device"
     idle = last_mean(run, "perf/overhead_fraction")
+    if idle is not None:
+        evidence["idle"] = idle.value
     if idle is None or idle.value <= IDLE:
-        if idle is not None:
-            evidence["idle"] = idle.value
-            template += ", {idle:.0%} idle"
+        template += "" if idle is None else ", {idle:.0%} idle"
         return [say("speed", "busy", "good", template, evidence, steps=seconds.steps)]
-    evidence["idle"] = idle.value
     return [
         say(
             "speed",

@@ -106,12 +106,11 @@ def judge(run: RunData) -> Verdict:
             *judge_correction(run),
             *judge_speed(run),
         )
-    do_first = tuple(_do_first(statements))
     return Verdict(
         _headline(statements),
         _progress(run),
         statements,
-        do_first,
+        tuple(_do_first(statements)),
         checked(run),
         not_visible(run),
         (*invariant_rows(run), *(rows_asked(run) if has_signatures(run) else ())),
@@ -119,19 +118,15 @@ def judge(run: RunData) -> Verdict:
 
 
 def _headline(statements: tuple[Statement, ...]) -> str:
-    faults = [statement for statement in statements if statement.level == "fault"]
-    notices = [statement for statement in statements if statement.level == "notice"]
-    if faults:
-        return f"Something is wrong: {_causes(faults)}."
-    if notices:
-        return f"Worth a look: {_causes(notices)}."
+    for level, lead in (("fault", "Something is wrong"), ("notice", "Worth a look")):
+        causes = [
+            f"{statement.topic}: {statement.cause}" for statement in statements if statement.level == level
+        ]
+        if causes:
+            return f"{lead}: {'; '.join(causes[:3])}."
     if not any(statement.level == "good" for statement in statements):
         return "Nothing can be told."
     return "Nothing is wrong, as far as metrics tell."
-
-
-def _causes(statements: list[Statement]) -> str:
-    return "; ".join(f"{statement.topic}: {statement.cause}" for statement in statements[:3])
 
 
 def _progress(run: RunData) -> str:
