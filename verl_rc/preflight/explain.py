@@ -14,7 +14,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.ahead import Row, prediction, publications, rule_of_ages
 from verl_rc.ppo.step_time import MeasuredStep
-from verl_rc.preflight.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, plan_of
+from verl_rc.preflight.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, inputs_of_update, plan_of
 
 PLAN_FILE = "plan.txt"
 _WIDTH = 118
@@ -305,9 +305,10 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.reward_kl:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
         reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
+    inputs = ", ".join(inputs_of_update(plan.policy, advantages))
     rows += [
         ("reward", reward),
-        ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does"),
+        ("read", f"{inputs} decide the actor's update; nothing else does"),
     ]
     yield from _table(rows)
 

@@ -348,7 +348,7 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and
     checkpoint copies."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
-    extra = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
+    extra = _copied_bytes(config, roles) + (_offloaded_bytes(config, roles) if on_gpu else 0)
     # Roles of a rank compute one after the other, in memory that the one before has freed.
     transient = [role.gathered + role.activations for role in roles if role.role in config.fsdp_configs]
     reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
@@ -366,9 +366,7 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
     return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
 
 
-def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
-    if not on_gpu:
-        return 0
+def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
     configs = config.fsdp_configs
     return sum(
         role.processes

@@ -7,6 +7,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.preflight.plan.objective import (
     AdvantagePlan,
     PolicyPlan,
+    inputs_of_update,
     plan_advantages,
     plan_policy,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "PolicyPlan",
     "UpdateArithmetic",
+    "inputs_of_update",
     "plan_of",
 ]
 
@@ -48,7 +50,7 @@ class Plan:
 def plan_of(config: RunConfig) -> Plan:
     """The plan of a valid configuration; reads no file, starts nothing."""
     policy, sizes = plan_policy(config), plan_arithmetic(config)
-    advantages = plan_advantages(config, policy)
+    advantages = plan_advantages(config)
     return Plan(
         policy=policy,
         advantages=advantages,

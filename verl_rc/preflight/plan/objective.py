@@ -1,7 +1,7 @@
 """The terms of the objective, and the inputs of the advantages."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
@@ -113,8 +113,6 @@ class AdvantagePlan:
     """Fully rejected rows are excluded from the group's baseline."""
     reward_kl: bool
     """Advantages carry a KL penalty against the reference policy."""
-    inputs: tuple[str, ...]
-    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``Samples`` that change the actor's update."""
 
     @property
     def compares_groups(self) -> bool:
@@ -126,10 +124,10 @@ class AdvantagePlan:
         return self.spec is None or option in self.spec.options
 
 
-def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
-    """How advantages are computed under ``config``, and all inputs of the actor's update."""
+def plan_advantages(config: RunConfig) -> AdvantagePlan:
+    """How advantages are computed under ``config``."""
     algorithm, spec = config.algorithm, config.algorithm.estimator
-    plan = AdvantagePlan(
+    return AdvantagePlan(
         estimator=algorithm.adv_estimator if spec is None or spec.same_as is None else spec.same_as,
         spec=spec,
         uses_values=config.needs_critic if spec is None else "values" in spec.inputs,
@@ -137,42 +135,31 @@ def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
         reward_kl=algorithm.use_kl_in_reward
         and algorithm.kl_ctrl.kl_coef != 0
         and not algorithm.estimator_reads("component_scores"),
-        inputs=(),
     )
-    return replace(plan, inputs=tuple(dict.fromkeys(_inputs(plan, policy))))
 
 
-def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
-    inputs = () if plan.spec is None or not policy.has_task_loss else plan.spec.inputs
+def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[str]:
+    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``Samples`` that change the actor's update."""
+    own_inputs = () if advantages.spec is None else advantages.spec.inputs
+    inputs = own_inputs if policy.has_task_loss else ()
     yield "response_mask"
     if policy.has_task_loss:
-        yield from _task_inputs(plan, inputs)
+        yield "component_scores" if "component_scores" in inputs else "scores"
+        yield from (name for name in ("reward_baselines", "sum_pi_squared") if name in inputs)
+        if advantages.compares_groups:
+            yield "group_ids"
+        if advantages.uses_values:
+            yield "critic_values"
+    of_teacher = policy.teacher_loss is not None and POLICY_LOSSES[policy.teacher_loss].reads_old_log_probs
+    of_task = policy.spec is None or policy.spec.reads_old_log_probs or advantages.reward_kl
+    reads_old = of_teacher or (policy.has_task_loss and of_task) or "old_log_probs" in inputs
     corrects = policy.weights or policy.rejects
-    if corrects or (policy.in_actor and _reads_old(plan, policy, inputs)):
+    if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"
-    if not policy.in_actor and (corrects or _reads_old(plan, policy, inputs)):
+    if not policy.in_actor and (corrects or reads_old):
         yield "proximal_log_probs"
-    if (policy.has_task_loss and plan.reward_kl) or policy.kl_loss_coef:
+    if (policy.has_task_loss and advantages.reward_kl) or policy.kl_loss_coef:
         yield "reference_log_probs"
     if policy.distillation is not None:
         of_words = policy.distillation.loss_mode == "forward_kl_topk"
         yield from ("teacher_top_ids", "teacher_top_log_probs") if of_words else ("teacher_log_probs",)
-
-
-def _reads_old(plan: AdvantagePlan, policy: PolicyPlan, inputs: Collection[str]) -> bool:
-    """Whether a loss or the advantages look at the policy before the update."""
-    of_teacher = policy.teacher_loss is not None and POLICY_LOSSES[policy.teacher_loss].reads_old_log_probs
-    of_task = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl
-    return of_teacher or (policy.has_task_loss and of_task) or "old_log_probs" in inputs
-
-
-def _task_inputs(plan: AdvantagePlan, inputs: Collection[str]) -> Iterator[str]:
-    yield "component_scores" if "component_scores" in inputs else "scores"
-    if "reward_baselines" in inputs:
-        yield "reward_baselines"
-    if "sum_pi_squared" in inputs:
-        yield "sum_pi_squared"
-    if plan.compares_groups:
-        yield "group_ids"
-    if plan.uses_values:
-        yield "critic_values"

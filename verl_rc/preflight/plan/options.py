@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from verl_rc.config.algorithms import LOSS_OPTIONS
+from verl_rc.config.algorithms import LOSS_OPTIONS, EstimatorOption
 from verl_rc.config.async_training import SECTION, unread_keys
 from verl_rc.config.models import torch_name
 from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
@@ -18,6 +18,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
+_ESTIMATOR_KEYS: Sequence[EstimatorOption] = ("gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit")
 
 _NO_TASK = "use_task_rewards=False: the teacher alone is trained on"
 _LOSS_KEYS = sorted(option.key for option in LOSS_OPTIONS if not option.is_required)
@@ -121,13 +122,10 @@ def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
 def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
     algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
     if not config.distillation.has_task_loss:
-        yield True, ("gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit"), _NO_TASK
+        yield True, _ESTIMATOR_KEYS, _NO_TASK
         yield True, ("use_kl_in_reward", "kl_penalty", "kl_ctrl.*"), _NO_TASK
         return
-    yield not advantages.reads("gamma"), ("gamma",), estimator
-    yield not advantages.reads("lam"), ("lam",), estimator
-    yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
-    yield not advantages.reads("turn_credit"), ("turn_credit",), estimator
+    yield True, [key for key in _ESTIMATOR_KEYS if not advantages.reads(key)], estimator
     has_turns = config.actor_rollout_ref.rollout.converses
     yield advantages.reads("turn_credit") and not has_turns, ("turn_credit",), "samples have one turn"
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"

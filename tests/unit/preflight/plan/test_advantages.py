@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.config.run import RunConfig
-from verl_rc.preflight.plan.objective import plan_advantages, plan_policy
+from verl_rc.preflight.plan.objective import inputs_of_update, plan_advantages, plan_policy
 
 ALGORITHM, ACTOR = "algorithm", "actor_rollout_ref.actor"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
@@ -111,7 +111,7 @@ def other_values(name: str, values: Tensor) -> Tensor:
 
 
 def inputs_of(config: RunConfig) -> set[str]:
-    return set(plan_advantages(config, plan_policy(config)).inputs)
+    return set(inputs_of_update(plan_policy(config), plan_advantages(config)))
 
 
 @pytest.mark.parametrize("name", list(MATRIX))
@@ -124,7 +124,7 @@ def test_the_inputs_decide_the_update_and_nothing_else_does(name: str) -> None:
 
 def test_of_an_estimator_of_the_users_own_everything_is_assumed() -> None:
     config = config_of({f"{ALGORITHM}.adv_estimator": "mine:advantages", f"{ALGORITHM}.gamma": 0.9})
-    plan = plan_advantages(config, plan_policy(config))
+    plan = plan_advantages(config)
     assert plan.spec is None
     assert plan.compares_groups
     assert all(plan.reads(option) for option in get_args(EstimatorOption))
