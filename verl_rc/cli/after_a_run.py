@@ -119,6 +119,7 @@ def _what_if(options: Options) -> None:
     from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
     from verl_rc.insight.what_if import (  # noqa: PLC0415  (torch)
         answer,
+        bias_updates,
         clip_of,
         read_batch,
         tried_configs,
@@ -127,21 +128,18 @@ def _what_if(options: Options) -> None:
 
     configs = tried_configs(options.presets, options.fields)
     run = read_run(options.folder)
-    verdict, steps = judge(run), options.steps or ()
-    clip = clip_of(run.settings)
+    steps, gradients = options.steps or (), None
     if options.gradients:
         quieten_libraries()
         from verl_rc.insight.replay.gradients import ParameterGradients  # noqa: PLC0415  (transformers)
 
         gradients = ParameterGradients(options.folder, *steps)
-        batch = replace(gradients.batch, clip=clip)
-        configs = configs if options.presets else with_turns(configs, batch)
-        result = answer(batch, configs, verdict, updates=gradients)
+    batch = read_batch(options.folder, *steps) if gradients is None else gradients.batch
+    batch = replace(batch, clip=clip_of(run.settings))
+    configs = configs if options.presets else with_turns(configs, batch)
+    result = answer(batch, configs, judge(run), updates=gradients or bias_updates)
+    if gradients is not None:
         result = replace(result, notes=(*result.notes, gradients.cost))
-    else:
-        batch = replace(read_batch(options.folder, *steps), clip=clip)
-        configs = configs if options.presets else with_turns(configs, batch)
-        result = answer(batch, configs, verdict)
     if not run.is_own:
         result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
     write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())

@@ -3,7 +3,7 @@ would take."""
 
 from verl_rc.insight.what_if.answer import Answer, answer, tried_configs, with_turns
 from verl_rc.insight.what_if.batch import NoRecordsError, RecordedBatch, clip_of, read_batch
-from verl_rc.insight.what_if.estimate import Estimate, Interval, Updates, estimate_presets
+from verl_rc.insight.what_if.estimate import Estimate, Interval, Updates, bias_updates, estimate_presets
 
 __all__ = [
     "Answer",
@@ -13,6 +13,7 @@ __all__ = [
     "RecordedBatch",
     "Updates",
     "answer",
+    "bias_updates",
     "clip_of",
     "estimate_presets",
     "read_batch",

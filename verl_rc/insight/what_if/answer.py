@@ -8,7 +8,6 @@ from typing import Any
 from verl_rc.config.algorithms import POLICY_LOSSES, RatioOptions
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, fields_from_text
 from verl_rc.health.cause_table import CAUSES
-from verl_rc.health.statement import Statement
 from verl_rc.insight.verdict import Verdict
 from verl_rc.insight.what_if.batch import RecordedBatch
 from verl_rc.insight.what_if.estimate import (
@@ -142,18 +141,17 @@ def answer(
     _require_turns(batch, presets)
     estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
     notes = list(_notes(batch, updates is bias_updates))
-    faults = () if verdict is None else tuple(filter(_is_beyond_correction, verdict.statements))
+    faults = [
+        statement
+        for statement in (() if verdict is None else verdict.statements)
+        if (statement.topic, statement.level) == ("gap", "fault")
+        and not CAUSES[statement.cause].is_repairable
+    ]
     if faults:
         reasons = [f"{fault.cause}: no preset repairs this. {fault.next_test}".strip() for fault in faults]
         return Answer(estimates, None, tuple(reasons), tuple(notes))
     recommended, reasons = recommend(estimates)
     return Answer(estimates, recommended, tuple(reasons), tuple(notes))
-
-
-def _is_beyond_correction(statement: Statement) -> bool:
-    """Whether a fault of the gap has a cause that no correction repairs."""
-    is_fault = statement.topic == "gap" and statement.level == "fault"
-    return is_fault and not CAUSES[statement.cause].is_repairable
 
 
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
