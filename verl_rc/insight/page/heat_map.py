@@ -25,10 +25,9 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
     cells = bytes(
         round(math.log1p(max(count, 0.0)) * scale) for column in heat_map.counts for count in column
     )
-    rows = len(heat_map.edges) - 1
     return {
         "columns": len(heat_map.steps),
-        "rows": rows,
+        "rows": len(heat_map.edges) - 1,
         "steps": packed(float(step) for step in heat_map.steps),
         "edges": packed(heat_map.edges),
         "cells": base64.b64encode(cells).decode("ascii"),

@@ -113,8 +113,8 @@ class _Session:
         self, run: RunData, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]
     ) -> Diagnosis:
         """The causes that metrics ``statements`` and those that replays name."""
-        causes = with_replays(run, statements, earlier)
-        return Diagnosis(tuple(causes), tuple(earlier), self.seconds, tuple(self.notes))
+        causes = tuple(with_replays(run, statements, earlier))
+        return Diagnosis(causes, tuple(earlier), self.seconds, tuple(self.notes))
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
@@ -152,10 +152,17 @@ class _Session:
             for version, values in scores.items()
             if version <= rows.version
         }
-        mistaken = (mistakes.of_trainer, mistakes.of_engine)
-        return ReplayedRecord(
-            rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken
-        ), scores
+        record = ReplayedRecord(
+            rows.step,
+            rows.version,
+            tokens=int(rows.counted.sum()),
+            gap=gap,
+            versions=sizes,
+            numbers=numbers,
+            reproduced_by=mistakes.of_trainer,
+            engine_reproduced_by=mistakes.of_engine,
+        )
+        return record, scores
 
     def _precision(self, rows: RecordedRows, clean: Tensor) -> dict[str, float]:
         """R2: what the engine's dtype makes beside the trainer's, and the healthy gap: each rounds on its

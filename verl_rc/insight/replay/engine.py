@@ -28,10 +28,9 @@ class ReplayEngine:
         """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row
         at a time."""
         options = options_of_run(config, model_folder, caches)
-        environment = environment_of_engine(config)
         self._engine = ChildProcess(
             "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
-            environment,
+            environment_of_engine(config),
             options=_plain_options(options) if plain else options,
         )
 

@@ -73,11 +73,20 @@ def read_foreign(path: Path) -> RunData | None:
     """Read a log of another trainer; None when the path holds none that is known."""
     offline, state = wandb_files.is_offline(path), trl.newest_state(path)
     if offline is not None:
-        return _from_offline(path, offline)
+        try:
+            return _from_rows(
+                RunData(path.stem, path, wandb_files.OFFLINE), wandb_files.offline_rows(offline)
+            )
+        except event_files.DamagedFileError:
+            return None
     if state is not None:
-        return _from_state(path, state)
+        run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
+        return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
     if path.is_dir() and prime_rl.has_metrics(path):
-        return _from_prime_rl(path)
+        trainer = prime_rl.LAYOUT.trainer
+        run = RunData(path.name, path, f"{trainer} run", trainer=trainer)
+        records = read_records(path / prime_rl.METRICS, run.notes)
+        return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in records))
     events = sorted(path.glob(f"*{event_files.MARK}*")) if path.is_dir() else [path]
     if events and event_files.MARK in events[0].name:
         run = RunData(path.name, path, EVENTS)
@@ -153,13 +162,6 @@ def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, 
             notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
 
 
-def _from_offline(path: Path, file: Path) -> RunData | None:
-    try:
-        return _from_rows(RunData(path.stem, path, wandb_files.OFFLINE), wandb_files.offline_rows(file))
-    except event_files.DamagedFileError:
-        return None
-
-
 def _from_rows(
     run: RunData,
     rows: Iterable[tuple[int, Mapping[str, float]]],
@@ -191,17 +193,6 @@ def _from_rows(
         "the recipe."
     )
     return run
-
-
-def _from_state(path: Path, state: Path) -> RunData | None:
-    run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
-    return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
-
-
-def _from_prime_rl(path: Path) -> RunData | None:
-    run = RunData(path.name, path, f"{prime_rl.LAYOUT.trainer} run", trainer=prime_rl.LAYOUT.trainer)
-    rows = read_records(path / prime_rl.METRICS, run.notes)
-    return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in rows))
 
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:

@@ -43,13 +43,8 @@ def ranked(from_metrics: Sequence[Statement], from_replays: Sequence[Statement])
     return [*faults, *remainder[:place], *looks, *remainder[place:]]
 
 
-def judge_with_replays(run: RunData, from_metrics: Sequence[Statement]) -> list[Statement]:
-    """Rank the causes that the metrics of a run and its replays name."""
-    return with_replays(run, from_metrics, run.replays)
-
-
 def with_replays(
     run: RunData, from_metrics: Sequence[Statement], records: Sequence[ReplayedRecord]
 ) -> list[Statement]:
-    """As ``judge_with_replays``, with these replays."""
+    """Rank the causes that the metrics of a run and these replays name."""
     return ranked(from_metrics, [*judge_replays(records), *larger_than_healthy(run, records)])

@@ -30,8 +30,7 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
     largest, steps = first.gap, (first.step, first.step)
     if first.gap <= BOUNDS.above_floor * healthy:
         sizes = _sizes(run, first)
-        later = Series.from_steps(sizes)
-        _, begin, end = lasting(later, lambda size: size > BOUNDS.above_floor * healthy)
+        _, begin, end = lasting(Series.from_steps(sizes), lambda size: size > BOUNDS.above_floor * healthy)
         if begin < 0:
             return []
         largest, steps = max(sizes[step] for step in sizes if begin <= step <= end), (begin, end)

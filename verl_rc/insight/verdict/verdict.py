@@ -8,7 +8,7 @@ from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
-from verl_rc.insight.verdict.diagnosis import judge_with_replays
+from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
 from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
@@ -102,7 +102,7 @@ def judge(run: RunData) -> Verdict:
     else:
         statements = (
             *judge_learning(run),
-            *judge_with_replays(run, judge_gap(run)),
+            *with_replays(run, judge_gap(run), run.replays),
             *judge_correction(run),
             *judge_speed(run),
         )
