@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ from verl_rc.metrics.run_files import ENDING
 DIAGNOSIS = "diagnosis.json"
 """Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
 record."""
-_REPLAYS = TypeAdapter(list[ReplayedRecord])
 _PLAN, _ALERTS = "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
@@ -127,7 +127,7 @@ def with_tokens(run: RunData, source: TokenSource) -> RunData:
 
 def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     run = RunData(folder.resolve().name, folder, OWN_RUN)
-    run.settings = _settings(folder / CONFIG, run.notes)
+    run.settings = _parsed(folder / CONFIG, run.notes, _settings, {})
     run.plan = _text(folder / _PLAN, run.notes)
     run.total_steps = _total_steps(run)
     run = _with_metrics(run, folder / METRICS)
@@ -142,7 +142,7 @@ def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     )
     run.tokens = None if source is None else read_tokens(source, run.notes)
     run.ending = _ending(folder / ENDING)
-    run.replays = _replays(folder / DIAGNOSIS, run.notes)
+    run.replays = _parsed(folder / DIAGNOSIS, run.notes, _replays, [])
     if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
             "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
@@ -190,19 +190,28 @@ def _text(path: Path, notes: list[str]) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The configuration by dotted key, without secrets."""
+def _parsed(path: Path, notes: list[str], parse: Callable[[str], Any], otherwise: Any) -> Any:
+    """What ``parse`` makes of a text; ``otherwise`` where there is none, or where it is damaged."""
     text = _text(path, notes)
     if text is None:
-        return {}
+        return otherwise
     try:
-        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        if not isinstance(tree, dict):
-            raise TypeError("it must be a mapping")
-        return dict(leaves_of(without_secrets(tree)))
-    except (yaml.YAMLError, TypeError, AttributeError, RecursionError) as error:
+        return parse(text)
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
-        return {}
+        return otherwise
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """The configuration by dotted key, without secrets."""
+    tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if not isinstance(tree, dict):
+        raise TypeError("it must be a mapping")
+    return dict(leaves_of(without_secrets(tree)))
+
+
+def _replays(text: str) -> list[ReplayedRecord]:
+    return TypeAdapter(list[ReplayedRecord]).validate_python(json.loads(text)["replayed"])
 
 
 def _total_steps(run: RunData) -> int | None:
@@ -217,17 +226,6 @@ def _ending(path: Path) -> Ending | None:
     if record is None or not isinstance(record.get("status"), int):
         return None
     return Ending(record["status"], str(record.get("reason", "")))
-
-
-def _replays(path: Path, notes: list[str]) -> list[ReplayedRecord]:
-    text = _text(path, notes)
-    if text is None:
-        return []
-    try:
-        return _REPLAYS.validate_python(json.loads(text)["replayed"])
-    except (ValueError, LookupError, TypeError) as error:
-        notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
-        return []
 
 
 def _cut(run: RunData, first: int, last: int) -> RunData:

@@ -80,7 +80,11 @@ class Columns:
         """Take the metrics of one line."""
         if self.steps and step < self.steps[-1]:
             self.restarts.append((step, self.steps[-1]))
-            self._drop_from(step)
+            del self.steps[bisect_left(self.steps, step) :]
+            for steps, values in self._columns.values():
+                count = bisect_left(steps, step)
+                del steps[count:]
+                del values[count:]
         if self.steps and step == self.steps[-1]:
             self.repeated += 1
         else:
@@ -96,13 +100,6 @@ class Columns:
     def series(self) -> dict[str, Series]:
         """What was collected, by name."""
         return {name: Series(steps, values) for name, (steps, values) in self._columns.items() if steps}
-
-    def _drop_from(self, step: int) -> None:
-        del self.steps[bisect_left(self.steps, step) :]
-        for steps, values in self._columns.values():
-            count = bisect_left(steps, step)
-            del steps[count:]
-            del values[count:]
 
 
 @dataclass(frozen=True)
