@@ -58,7 +58,9 @@ def bills_of(folder: Path, runs: Mapping[tuple[str, int], Run]) -> Iterator[Bill
         except (NoRecordsError, OSError):
             continue
         result = answer(batch, configs)
-        errors = {estimate.name: float(f"{estimate.error.value:.4g}") for estimate in result.estimates}
+        errors = {
+            estimate.name: float(f"{estimate.columns['error'].value:.4g}") for estimate in result.estimates
+        }
         yield Bill(arm, seed, len(batch.mask), errors, result.recommended)
 
 

@@ -120,8 +120,8 @@ def expected(prompts: dict[str, Tensor], name: str) -> dict[str, float]:
 
 
 def said(one: Estimate) -> dict[str, float]:
-    columns = {name: one.columns[name].value for name in ("norm", "cosine", "cosine_to_reference")}
-    return {**columns, "bias": one.bias.value, "noise": one.noise.value}
+    names = ("norm", "cosine", "cosine_to_reference", "bias", "noise")
+    return {name: one.columns[name].value for name in names}
 
 
 def test_numbers_of_presets_are_those_of_a_loop_over_tokens(run: Path, model_folder: Path) -> None:

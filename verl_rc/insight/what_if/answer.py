@@ -27,7 +27,18 @@ _SMALLEST_BATCH = 0.5
 _LEVELS: Sequence[str | None] = (None, "token", "prefix", "turn", "sequence", "geometric")
 BY_TURN = "rollout_is=turn"
 """The name of weights by turn, which no preset has."""
-_SHOWN = ("effective_batch", "ess_rows", "clipped", "rejected_tokens", "rejected_rows", "norm", "cosine")
+_SHOWN = (
+    "effective_batch",
+    "ess_rows",
+    "clipped",
+    "rejected_tokens",
+    "rejected_rows",
+    "norm",
+    "cosine",
+    "bias",
+    "noise",
+    "error",
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +54,11 @@ class Answer:
 
     def lines(self) -> list[str]:
         """The table and the reasons, for the console."""
-        head = ["preset", *_SHOWN, "bias", "noise", "error", "forwards"]
+        head = ["preset", *_SHOWN, "forwards"]
         rows = [
             [
                 estimate.name,
                 *(_words(estimate.columns[name]) for name in _SHOWN),
-                _words(estimate.bias),
-                _words(estimate.noise),
-                _words(estimate.error),
                 str(extra_forwards(estimate.config)),
             ]
             for estimate in self.estimates
@@ -75,11 +83,6 @@ class Answer:
             "draws": DRAWS,
             "presets": {
                 estimate.name: {name: _numbers(column) for name, column in estimate.columns.items()}
-                | {
-                    "bias": _numbers(estimate.bias),
-                    "noise": _numbers(estimate.noise),
-                    "error": _numbers(estimate.error),
-                }
                 | {"forwards": extra_forwards(estimate.config)}
                 for estimate in self.estimates
             },
@@ -162,7 +165,7 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
     ]
     if not candidates:
         return None, ["Weights and rejection leave less than half of the batch with every one of them."]
-    best = min(candidates, key=lambda estimate: estimate.error.value)
+    best = min(candidates, key=lambda estimate: estimate.columns["error"].value)
     reasons = []
     for estimate in sorted(estimates, key=_complexity):
         if estimate not in candidates:
@@ -173,10 +176,10 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
         elif _is_mostly_above(estimate, best):
             reasons.append(
                 f"{estimate.name}: its update is further from the reference (error "
-                f"{estimate.error.value:.3g}, {best.name} {best.error.value:.3g})."
+                f"{estimate.columns['error'].value:.3g}, {best.name} {best.columns['error'].value:.3g})."
             )
         else:
-            smallest = f"the smallest ({best.error.value:.3g}) in most draws"
+            smallest = f"the smallest ({best.columns['error'].value:.3g}) in most draws"
             reasons.append(f"{estimate.name}: the simplest whose error is not above {smallest}.")
             return estimate.name, reasons
     raise AssertionError("the best one is not above itself")

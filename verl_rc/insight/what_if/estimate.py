@@ -51,15 +51,13 @@ class Estimate:
     name: str
     config: RolloutCorrectionConfig
     columns: Mapping[str, Interval]
-    """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction."""
-    bias: Interval
-    """Distance of the expected update from the reference's, relative to its length; below 0: its square was,
-    by chance."""
-    noise: Interval
-    """Standard deviation of the update of a batch, relative to the length of the reference's expected one."""
-    error: Interval
-    """Mean squared error of the update of a batch, bias and noise, relative to the mean square of one
-    prompt's reference."""
+    """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction. And
+
+    ``bias``: distance of the expected update from the reference's, relative to its length; below 0: its
+    square was, by chance. ``noise``: standard deviation of the update of a batch, relative to the length of
+    the reference's expected one. ``error``: mean squared error of the update of a batch, bias and noise,
+    relative to the mean square of one prompt's reference.
+    """
     error_draws: Tensor
     """float64 ``[1 + draws]``."""
 
@@ -177,7 +175,6 @@ def estimate_presets(
         if updates is not bias_updates:
             intervals |= _of_whole_updates(preset_update, plain, pull, weights)
         effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
-        intervals["effective_batch"] = Interval.from_draws(effective)
         deviation = preset_update - pull
         squared_bias = _mean_product(deviation, weights)
         noise = prompts_per_block * (
@@ -188,12 +185,9 @@ def estimate_presets(
         # Without a signal the update is all noise.
         bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)
         spread = torch.where(signal > 0, (noise / per_update / signal).sqrt(), torch.nan)
-        bias_interval, noise_interval, error_interval = (
-            Interval.from_draws(values) for values in (bias, spread, error)
-        )
-        estimates.append(
-            Estimate(name, config, intervals, bias_interval, noise_interval, error_interval, error)
-        )
+        further = {"effective_batch": effective, "bias": bias, "noise": spread, "error": error}
+        intervals |= {column: Interval.from_draws(values) for column, values in further.items()}
+        estimates.append(Estimate(name, config, intervals, error))
     return estimates
 
 

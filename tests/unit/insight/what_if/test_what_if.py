@@ -92,7 +92,7 @@ def test_the_recommended_preset_is_right_on_enumerated_policies(rows: int, batch
         assert said.recommended is not None
         errors = {name: true_error(problem, name, batch_size) for name in CONFIGS}
         best = min(errors, key=lambda name: errors[name])
-        interval = next(one.error for one in said.estimates if one.name == best)
+        interval = next(one.columns["error"] for one in said.estimates if one.name == best)
         right += errors[said.recommended] <= max(errors[best], interval.high)
     assert right >= 18
 
@@ -102,11 +102,17 @@ def test_errors_and_biases_are_those_of_the_enumeration() -> None:
     batch = sampled(problem, 12_000, 0)
     for one in estimate_presets(batch, CONFIGS, batch_size=64, draws=200):
         found = exactness.examine(problem, METHODS[one.name], exactness.outcome_advantages(problem))
-        spread = one.bias.high - one.bias.low  # of 90 %: 3.3 standard errors
-        assert abs(one.bias.value - found.bias) <= max(1.3 * spread, 0.02), (one.name, one.bias, found.bias)
-        assert one.bias.value == pytest.approx(found.bias, abs=0.2), one.name
-        assert one.error.value == pytest.approx(true_error(problem, one.name, 64), rel=0.35), one.name
-        assert one.noise.value == pytest.approx(math.sqrt(found.variance / 64), rel=0.1), one.name
+        spread = one.columns["bias"].high - one.columns["bias"].low  # of 90 %: 3.3 standard errors
+        assert abs(one.columns["bias"].value - found.bias) <= max(1.3 * spread, 0.02), (
+            one.name,
+            one.columns["bias"],
+            found.bias,
+        )
+        assert one.columns["bias"].value == pytest.approx(found.bias, abs=0.2), one.name
+        assert one.columns["error"].value == pytest.approx(true_error(problem, one.name, 64), rel=0.35), (
+            one.name
+        )
+        assert one.columns["noise"].value == pytest.approx(math.sqrt(found.variance / 64), rel=0.1), one.name
 
 
 def test_intervals_cover_the_true_share_of_rejected_tokens() -> None:
