@@ -111,11 +111,7 @@ class ParameterGradients:
 
 def _distinct(pulls: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Those that differ, and the place of each among them: presets often do the same on a batch."""
-    distinct: list[Tensor] = []
-    places = []
-    for pull in pulls:
-        same = [place for place, known in enumerate(distinct) if torch.equal(known, pull)]
-        if not same:
-            distinct.append(pull)
-        places.append(same[0] if same else len(distinct) - 1)
-    return distinct, places
+    contents = [pull.numpy().tobytes() for pull in pulls]
+    distinct = dict(zip(contents, pulls, strict=True))
+    places = {content: place for place, content in enumerate(distinct)}
+    return list(distinct.values()), [places[content] for content in contents]

@@ -136,14 +136,10 @@ def chosen(rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int
     """The records that say most: of those whose weights are on the disk the first, the newest, and those with
     the largest gap."""
     usable = [record for record in rows if {record.version, record.trainer_version} <= set(kept_versions)]
-    if len(usable) <= most:
-        return usable
 
     def gap(record: RecordedRows) -> float:
         return record.rms(record.train, record.rollout) if record.train is not None else 0.0
 
-    picked = {usable[0].step, usable[-1].step}
-    for record in sorted(usable, key=gap, reverse=True):
-        if len(picked) < most:
-            picked.add(record.step)
-    return [record for record in usable if record.step in picked]
+    by_worth = [*usable[:1], *usable[-1:], *sorted(usable, key=gap, reverse=True)]
+    steps = list(dict.fromkeys(record.step for record in by_worth))[:most]
+    return [record for record in usable if record.step in steps]

@@ -374,9 +374,8 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
-    noise, rounding = run.get(f"{PREFIX}logit_noise"), _rounding_of(run)
-    if not len(noise):
-        noise = run.get(f"{PREFIX}logit_noise_least")
+    name = "logit_noise" if run.has(f"{PREFIX}logit_noise") else "logit_noise_least"
+    noise, rounding = run.get(f"{PREFIX}{name}"), _rounding_of(run)
     if len(noise) < _FEWEST_AT_START or rounding is None or _oldest(run) > 0:
         return []
     first = min(noise.values[:_FEWEST_AT_START])
