@@ -141,9 +141,7 @@ def _worst_table(data: TokenData) -> str:
 
 
 def _piece(data: TokenData, token: WorstToken) -> str:
-    if token.token is None:
-        return "▪"
-    return data.pieces.get(token.token, "▪")[:200]
+    return "▪" if token.token is None else data.pieces.get(token.token, "▪")[:200]
 
 
 def profiles_html(profiles: Profiles) -> str:

@@ -38,7 +38,6 @@ from verl_rc.insight.run_folder.trainers import LAYOUTS
 from verl_rc.insight.run_folder.trainers.options import RECORDINGS
 from verl_rc.metrics.run_files import ENDING
 
-"""Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
 DIAGNOSIS = "diagnosis.json"
 """Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
 record."""

@@ -7,7 +7,7 @@ independent.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
@@ -204,11 +204,7 @@ def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:
 
 
 def _labels(edges: Sequence[float], whole: bool = True) -> Iterator[str]:
-    ends: list[Any] = [*edges[1:], None]
-    for low, high in zip(edges, ends, strict=True):
-        if high is None:
-            yield f"{low:g} and more"
-        elif whole:
-            yield f"{low:g}" if high == low + 1 else f"{low:g} to {high - 1:g}"
-        else:
-            yield f"{low:g} to {high:g}"
+    for low, high in pairwise(edges):
+        last = high - 1 if whole else high
+        yield f"{low:g}" if last == low else f"{low:g} to {last:g}"
+    yield f"{edges[-1]:g} and more"

@@ -169,8 +169,9 @@ def own_source(path: Path) -> TokenSource | None:
         DamagedRecordError: the path is a single file of JSON lines that is none.
     """
     if path.is_file():
+        has_facts = path.suffix == ".parquet" or VERSION_FACT in (_first_line(path) or {})
         try:
-            return _single_file(path) if _has_facts(path) else None
+            return _single_file(path) if has_facts else None
         except DamagedRecordError as error:
             raise DamagedRecordError(f"{path} must be a token record, but {error}") from error
     folders = (path, path / FOLDER)
@@ -211,17 +212,14 @@ def _facts_or_none(path: Path) -> dict[str, Any] | None:
             from verl_rc.data.token_parquet import read_facts  # noqa: PLC0415  (pyarrow)
 
             return read_facts(path)
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return required_facts(parse_line(file.readline()))
+        return required_facts(_first_line(path))
     except DamagedRecordError:
         return None
 
 
-def _has_facts(path: Path) -> bool:
-    if path.suffix == ".parquet":
-        return True
+def _first_line(path: Path) -> dict[str, Any] | None:
     with path.open(encoding="utf-8", errors="replace") as file:
-        return VERSION_FACT in (parse_line(file.readline(1 << 20)) or {})
+        return parse_line(file.readline(1 << 20))
 
 
 def _parquet(path: Path) -> TokenRecord:

@@ -58,9 +58,7 @@ def z_of_mean_ratio(run: RunData) -> Series:
 
 def gap_size(run: RunData) -> Series:
     """sqrt(k3) by step, or the mean |log-ratio| where k3 was not logged; nats per token."""
-    if run.has(K3):
-        return mapped(run.get(K3), nats_of_k3)
-    return run.get(GAP)
+    return mapped(run.get(K3), nats_of_k3) if run.has(K3) else run.get(GAP)
 
 
 def nats_of_k3(k3: float) -> float:
