@@ -9,8 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_rc.config.adapter_checks import adapter_problem
-from verl_rc.config.checks import attention_problem, quantization_problem
+from verl_rc.config.device_checks import check_device
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import RemoteError
@@ -75,13 +74,8 @@ def plan_placement(config: RunConfig) -> Placement:
     total = ray.cluster_resources()
     device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
     _check_nodes(config, device)
-    problems = (
-        quantization_problem(rollout, device),
-        attention_problem(config, device),
-        adapter_problem(config, device),
-    )
-    if any(problems):
-        raise ConfigError("\n".join(filter(None, problems)))
+    if problems := list(check_device(config, device)):
+        raise ConfigError("\n".join(problems))
     if device == "cpu":
         _check_cores(config)
     if config.actor_rollout_ref.exact:

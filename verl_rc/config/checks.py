@@ -3,14 +3,19 @@
 import math
 from collections.abc import Callable, Iterator
 
-from verl_rc.config.adapter_checks import check_adapters
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
+from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import FrozenPolicyConfig, LearnerFsdpConfig, torch_name
+from verl_rc.config.models import (
+    ENGINE_ADAPTER_RANKS,
+    FrozenPolicyConfig,
+    LearnerFsdpConfig,
+    torch_name,
+)
 from verl_rc.config.rollout import (
     OWNED_ENGINE_ARGUMENTS,
     EnvironmentConfig,
@@ -18,13 +23,6 @@ from verl_rc.config.rollout import (
     RolloutConfig,
 )
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
-
-_UNUSABLE_QUANTIZATIONS = {
-    "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
-    "fp8_per_tensor": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
-    "int8_per_channel_weight_only": "it changes nothing but experts, for which there is no kernel there",
-    "experts_int8": "it changes nothing but experts, for which there is no kernel there",
-}
 
 
 def check_run(config: RunConfig) -> None:
@@ -409,21 +407,31 @@ def _environment(config: RunConfig) -> Iterator[str]:
 
 
 def _engine(config: RunConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    devices = config.num_engine_devices
-    if devices % rollout.tensor_model_parallel_size:
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    size, of_a_node = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
+    # An engine lies on one node, on a shared one beside whole ranks.
+    fits = of_a_node % size == 0 if config.actor_rollout_ref.hybrid_engine else of_a_node >= size
+    if config.num_engine_devices % size:
         yield (
-            f"engine devices (rollout.nnodes x rollout.n_gpus_per_node = {devices}) must be a multiple of "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size, got "
-            f"{rollout.tensor_model_parallel_size}. Pass "
+            "engine devices (rollout.nnodes x rollout.n_gpus_per_node = "
+            f"{config.num_engine_devices}) must be a multiple of "
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size, got {size}. Pass "
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
         )
-    elif problem := _engines_of_a_node(config):
-        yield problem
-    if problem := quantization_problem(rollout, config.trainer.device):
-        yield problem
-    if problem := attention_problem(config, config.trainer.device):
-        yield problem
+    elif not fits:
+        largest = max(count for count in range(1, min(size, of_a_node) + 1) if of_a_node % count == 0)
+        yield (
+            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
+            f"divide the {of_a_node} engine devices of a node (rollout.n_gpus_per_node, or "
+            f"trainer.n_gpus_per_node). Pass {largest}."
+        )
+    if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
+        yield (
+            f"actor_rollout_ref.model.lora.merge=False needs actor_rollout_ref.model.lora_rank of at most "
+            f"{ENGINE_ADAPTER_RANKS[-1]}, for which vLLM has room, got {model.lora_rank}; lower it, or pass "
+            "merge=True."
+        )
+    yield from check_device(config, config.trainer.device)
     if rollout.val_kwargs.n > 1 and (
         rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False
     ):
@@ -431,55 +439,6 @@ def _engine(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be "
             "equal: pass val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
         )
-
-
-def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
-    """Say why the engines' quantization cannot be used on ``device``, or None; of ``auto`` nothing is known
-    yet."""
-    reason = _UNUSABLE_QUANTIZATIONS.get(rollout.quantization or "")
-    if device != "cpu" or reason is None:
-        return None
-    return f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
-
-
-_LONGEST_FLOAT32_ROW = 2048
-
-
-def attention_problem(config: RunConfig, device: str) -> str | None:
-    """Say why attention would not fit into a GPU's memory, or None; of ``auto`` nothing is known yet.
-
-    No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28
-    heads.
-    """
-    precise = [
-        f"{FSDP_SECTIONS[role]}.dtype"
-        for role, fsdp in config.fsdp_configs.items()
-        if torch_name(fsdp.dtype) == "float32"
-    ]
-    if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
-        return None
-    return (
-        f"on a GPU attention in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because "
-        "all attention scores of one are kept; data.max_prompt_length + data.max_response_length is "
-        f"{config.longest_sequence:,}. Pass {' and '.join(f'{key}=bfloat16' for key in precise)}, or lower "
-        "the lengths."
-    )
-
-
-def _engines_of_a_node(config: RunConfig) -> str | None:
-    """Say why the engines do not fit on nodes, or None: an engine lies on one node, on shared ones beside
-    whole ranks."""
-    rollout = config.actor_rollout_ref.rollout
-    size, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
-    fits = devices % size == 0 if config.actor_rollout_ref.hybrid_engine else devices >= size
-    if fits:
-        return None
-    largest = max(count for count in range(1, min(size, devices) + 1) if devices % count == 0)
-    return (
-        f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
-        f"divide the {devices} engine devices of a node (rollout.n_gpus_per_node, or "
-        f"trainer.n_gpus_per_node). Pass {largest}."
-    )
 
 
 def _resuming(config: RunConfig) -> Iterator[str]:
@@ -575,7 +534,6 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _experts,
     _survival,
-    check_adapters,
     _engine_arguments,
     _multi_turn,
     _environment,

@@ -3,7 +3,7 @@
 import pytest
 from sound_run import sound_run
 
-from verl_rc.config.adapter_checks import adapter_problem
+from verl_rc.config.device_checks import check_device
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
@@ -40,10 +40,11 @@ def test_what_does_not_fit_is_refused_in_one_sentence(overrides: list[str], mess
 def test_what_is_merged_has_no_such_limits() -> None:
     config = load(f"{M}.lora_rank=513", f"{R}.dtype=float32", "trainer.device=cuda")
     assert config.actor_rollout_ref.model.adapter_rank == 0
-    assert adapter_problem(config, "cuda") is None
+    assert not [*check_device(config, "cuda")]
 
 
 def test_a_machine_that_auto_has_found_to_have_gpus_is_judged_too() -> None:
     config = load(f"{M}.lora_rank=8", APART, f"{R}.dtype=float32", "trainer.device=auto")
-    assert adapter_problem(config, "cpu") is None
-    assert "no kernel for adapters in float32" in (adapter_problem(config, "cuda") or "")
+    assert not [*check_device(config, "cpu")]
+    (problem,) = check_device(config, "cuda")
+    assert "no kernel for adapters in float32" in problem
