@@ -1,6 +1,7 @@
 """``ConfigError``, and helpers for its messages: shortened values, lists of names, the nearest known key."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 _SHOWN_CHARACTERS = 200
@@ -38,9 +39,10 @@ def nearest_key(name: str, known: Sequence[str]) -> str:
     whole = [key for key in known if key.endswith(f".{name}")]
     if len(whole) == 1:
         return whole[0]
-    close = _close_names(name, known)
-    if close:
-        return " or ".join(key for key, letters in close.items() if letters == min(close.values()))
+    letters = {key: _different_letters(key, name) for key in known if abs(len(key) - len(name)) <= _TYPO}
+    fewest = min(letters.values(), default=math.inf)
+    if fewest <= _TYPO:
+        return " or ".join(key for key, number in letters.items() if number == fewest)
     *sections, leaf = name.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, name, key).ratio())
@@ -48,19 +50,7 @@ def nearest_key(name: str, known: Sequence[str]) -> str:
     return " or ".join(ordered[: 2 if same_leaf and not has_section else 1])
 
 
-def _close_names(name: str, known: Sequence[str]) -> dict[str, int]:
-    """The known names within ``_TYPO`` inserted and deleted letters of ``name``, and that number of
-    letters."""
-    matcher = difflib.SequenceMatcher(None, "", name, autojunk=False)
-    distances = {}
-    for key in known:
-        matcher.set_seq1(key)
-        letters = len(key) + len(name)
-        most_alike = 1 - _TYPO / letters
-        if (
-            matcher.real_quick_ratio() >= most_alike
-            and matcher.quick_ratio() >= most_alike
-            and matcher.ratio() >= most_alike
-        ):
-            distances[key] = round((1 - matcher.ratio()) * letters)
-    return distances
+def _different_letters(key: str, name: str) -> int:
+    """How many letters must be inserted and deleted to make one name of the other."""
+    matcher = difflib.SequenceMatcher(None, key, name, autojunk=False)
+    return round((1 - matcher.ratio()) * (len(key) + len(name)))
