@@ -1,4 +1,4 @@
-"""The sink protocol, and the two sinks without dependencies: the console, and JSON lines in the run's
+"""What a sink is, and the two sinks without dependencies: the console, and JSON lines in the run's
 folder."""
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,28 +29,23 @@ class AlertCause:
     """Medians of the metrics that name it, without their prefix."""
 
 
-class MetricSink(Protocol):
-    """Shows or stores the output of a run. A sink ignores kinds of output that it cannot show."""
+class MetricSink:
+    """Shows or stores the output of a run. A sink leaves out the kinds that it cannot show."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the reduced metrics of one step."""
-        ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Take a table, such as validation samples; every row has one cell a column."""
-        ...
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
         """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
-        ...
 
     def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Send an alert to the user; ``text`` may have several lines."""
-        ...
 
     def close(self) -> None:
         """Flush and close the sink; nothing may be logged afterwards."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,22 +59,18 @@ class FinalReport:
     """The page as HTML."""
 
 
-class ExperimentSink(MetricSink, Protocol):
+class ExperimentSink(MetricSink):
     """A sink that keeps a run of its own, which goes on until the report is written."""
 
-    @property
-    def run_id(self) -> str:
-        """The id of that run, stored in checkpoints."""
-        ...
+    run_id: str
+    """The id of that run, stored in checkpoints."""
 
     def publish(self, report: FinalReport) -> None:
         """Keep the report with the run; raises ``RuntimeError`` or ``OSError`` when that fails."""
-        ...
 
     def finish(self, exit_status: int) -> None:
         """End the run, as failed unless ``exit_status`` is 0; nothing may be logged or published
         afterwards."""
-        ...
 
 
 _WATCHED: tuple[tuple[str, str, str], ...] = (
@@ -95,7 +86,7 @@ _HEADLINE_PREFIX = "val-core/"
 _NUM_STEPS_FOR_ETA = 20
 
 
-class ConsoleSink:
+class ConsoleSink(MetricSink):
     """Writes to standard output. Tables and histograms are left to the other sinks."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -117,12 +108,6 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._advance_progress_bar(step)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Show nothing."""
-
-    def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Show nothing."""
 
     def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Write a line for each line of ``text``."""
@@ -177,7 +162,7 @@ _FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl")
 _REPLACED = ".replaced.jsonl"
 
 
-class JsonlSink:
+class JsonlSink(MetricSink):
     """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed
     line by line.
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch.utils.tensorboard as torch_tensorboard
 
-from verl_rc.metrics.sinks.local import AlertCause, Cell
+from verl_rc.metrics.sinks.local import AlertCause, Cell, MetricSink
 
 
-class TensorBoardSink:
+class TensorBoardSink(MetricSink):
     """Writes to ``<run_dir>/tensorboard``."""
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:

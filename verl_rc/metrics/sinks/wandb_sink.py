@@ -8,7 +8,7 @@ from typing import Any
 import wandb
 
 from verl_rc.config.paths import why_unwritable
-from verl_rc.metrics.sinks.local import AlertCause, Cell, FinalReport
+from verl_rc.metrics.sinks.local import AlertCause, Cell, ExperimentSink, FinalReport
 
 _LONGEST = 64
 """Characters of a tag that W&B accepts."""
@@ -81,7 +81,7 @@ _HEADLINE_PREFIX = "val-core/"
 _BEST_PREFIX = "best/"
 
 
-class WandbSink:
+class WandbSink(ExperimentSink):
     """One W&B run. Its files lie in ``<run_dir>/wandb``; upload an offline run with ``wandb sync``."""
 
     def __init__(
@@ -106,11 +106,7 @@ class WandbSink:
             mode=_mode(),
             settings=wandb.Settings(console="off", quiet=True),
         )
-
-    @property
-    def run_id(self) -> str:
-        """The W&B run id, which a checkpoint stores so that a resumed run continues this one."""
-        return str(self._run.id)
+        self.run_id = str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of one step; the summary keeps the best value and step of every headline validation
