@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ def summarise_samples(samples: Iterable[ValidationSample], samples_per_prompt: i
     for group in by_prompt.values():
         for name, value in _prompt_statistics(group, samples_per_prompt, with_vote):
             collected[name].append(value)
-    return {name: _mean(values) for name, values in collected.items()}
+    return {name: fmean(values) for name, values in collected.items()}
 
 
 def draw_sizes(samples_per_prompt: int) -> list[int]:
@@ -110,7 +111,7 @@ def _prompt_statistics(
 ) -> Iterator[tuple[str, float]]:
     values = [sample.value for sample in group]
     answers = [sample.answer for sample in group]
-    yield f"mean@{samples_per_prompt}", _mean(values)
+    yield f"mean@{samples_per_prompt}", fmean(values)
     if samples_per_prompt == 1:
         return
     yield f"std@{samples_per_prompt}", unbiased_std(values)
@@ -123,13 +124,9 @@ def _prompt_statistics(
             yield f"{name}@{draws}/std", moments.std
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def unbiased_std(values: Sequence[float]) -> float:
     """Standard deviation with Bessel's correction; 0 for a single value."""
-    mean = _mean(values)
+    mean = fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
 

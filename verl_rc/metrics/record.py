@@ -71,7 +71,10 @@ def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
 
 def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None:
     if reduction is Reduction.MEAN:
-        return _merged_mean([_as_mean(record.value) for record in group])
+        means = [one.value if isinstance(one.value, Mean) else Mean(one.value, 1.0) for one in group]
+        parts = [mean for mean in means if mean.count > 0]  # an empty micro-batch may report NaN
+        count = math.fsum(mean.count for mean in parts)
+        return _exact_sum([mean.total for mean in parts]) / count if parts else None
     values = [record.value for record in group if not isinstance(record.value, Mean)]
     match reduction:
         case Reduction.SUM:
@@ -81,18 +84,6 @@ def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None
         case Reduction.MIN | Reduction.MAX:
             extreme = min if reduction is Reduction.MIN else max
             return math.nan if any(math.isnan(value) for value in values) else extreme(values)
-
-
-def _as_mean(value: float | Mean[float]) -> Mean[float]:
-    return value if isinstance(value, Mean) else Mean(value, 1.0)
-
-
-def _merged_mean(means: Sequence[Mean[float]]) -> float | None:
-    # An empty micro-batch may report NaN.
-    parts = [mean for mean in means if mean.count > 0]
-    if not parts:
-        return None
-    return _exact_sum([mean.total for mean in parts]) / math.fsum(mean.count for mean in parts)
 
 
 def _exact_sum(values: Sequence[float]) -> float:

@@ -67,12 +67,6 @@ class MetricSpec:
         """Whether the name has placeholders."""
         return "{" in self.name
 
-    @property
-    def literal_length(self) -> int:
-        """Characters outside placeholders; of several matching patterns, the one with most is the most
-        specific."""
-        return len(_PLACEHOLDER.sub("", self.name))
-
     def matches(self, name: str) -> bool:
         """Whether ``name`` is this metric, or matches this pattern."""
         return self._regex.fullmatch(name) is not None
@@ -107,7 +101,8 @@ class Catalog:
                 raise ValueError(f"metric '{spec.name}' must have one definition, got two.")
             self._by_name[spec.name] = spec
         patterns = (spec for spec in self._by_name.values() if spec.is_pattern)
-        self._patterns = sorted(patterns, key=lambda spec: spec.literal_length, reverse=True)
+        # Of several that match, the one with most characters outside placeholders is the most specific.
+        self._patterns = sorted(patterns, key=lambda spec: -len(_PLACEHOLDER.sub("", spec.name)))
 
     def __iter__(self) -> Iterator[MetricSpec]:
         return iter(self._by_name.values())
