@@ -288,26 +288,43 @@ def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | Frozen
     return passes
 
 
-def _sequence_parallel(config: RunConfig) -> Iterator[str]:
-    policy, ranks = config.actor_rollout_ref, config.num_ranks
+def _sharding(config: RunConfig) -> Iterator[str]:
+    ranks, policy = config.num_ranks, config.actor_rollout_ref
     packs = {"critic": ("critic.model", config.critic.model.use_remove_padding)}
-    for role, size in config.sequence_parallel_sizes.items():
-        key = f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size"
-        if ranks % size:
-            fitting = max(divisor for divisor in range(1, min(size, ranks) + 1) if ranks % divisor == 0)
+    for role, fsdp in config.fsdp_configs.items():
+        section, sharing = FSDP_SECTIONS[role], fsdp.ulysses_sequence_parallel_size
+        if ranks % sharing:
             yield (
-                f"{key}={size} must divide the {ranks} trainer ranks (trainer.nnodes x "
-                f"trainer.n_gpus_per_node): groups of so many share each micro-batch. Pass {fitting}."
+                f"{section}.ulysses_sequence_parallel_size={sharing} must divide the {ranks} trainer ranks "
+                "(trainer.nnodes x trainer.n_gpus_per_node): groups of so many share each micro-batch. Pass "
+                f"{_largest_divisor(ranks, sharing)}."
             )
-        section, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
-        if size > 1 and not packed:
+        model, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
+        if sharing > 1 and not packed:
             yield (
-                f"{key}={size} divides packed tokens, but {section}.use_remove_padding=False was given; drop "
-                "one of them."
+                f"{section}.ulysses_sequence_parallel_size={sharing} divides packed tokens, but "
+                f"{model}.use_remove_padding=False was given; drop one of them."
+            )
+        # Groups of ranks that share a copy of the weights have one size.
+        if fsdp.fsdp_size == 0 or ranks % fsdp.ranks_per_copy(ranks):
+            yield (
+                f"{section}.fsdp_size must divide the {ranks} trainer ranks (trainer.nnodes x "
+                f"trainer.n_gpus_per_node), got {fsdp.fsdp_size}. Pass "
+                f"{_largest_divisor(ranks, fsdp.fsdp_size)}, or -1 for all ranks."
+            )
+        if isinstance(fsdp, LearnerFsdpConfig) and torch_name(fsdp.model_dtype) == "float16":
+            yield (
+                f"{section}.model_dtype must be float32 or bfloat16, got {fsdp.model_dtype}: the optimizer's "
+                f"small updates are lost in float16. Pass float32, and {section}.dtype=float16 for forward "
+                "and backward in float16."
             )
 
 
-def _sampling(config: RunConfig) -> Iterator[str]:
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(part for part in range(1, max(1, at_most) + 1) if number % part == 0)
+
+
+def _rollout(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     key, limit = "actor_rollout_ref.rollout", rollout.max_kept_tokens
     if limit is not None and not rollout.has_filter:
@@ -326,20 +343,12 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"{key}.max_kept_tokens={limit} must be at least top_k={rollout.top_k}: larger sets than it are "
             "left out of the loss. Drop it."
         )
-
-
-def _survival(config: RunConfig) -> Iterator[str]:
-    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.sync_proof.survival_freq and rollout.quantization not in (None, "fp8_per_channel"):
         yield (
             f"{key}.sync_proof.survival_freq={rollout.sync_proof.survival_freq} needs "
             f"{key}.quantization=null or fp8_per_channel, whose rounding is known here, got "
             f"{rollout.quantization}; pass 0."
         )
-
-
-def _experts(config: RunConfig) -> Iterator[str]:
-    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.enable_rollout_routing_replay and not rollout.enable_prefix_caching:
         yield (
             f"{key}.enable_rollout_routing_replay=True needs {key}.enable_prefix_caching=True, got False: "
@@ -365,9 +374,9 @@ def _engine_arguments(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _multi_turn(config: RunConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    turns, key = rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
+def _conversations(config: RunConfig) -> Iterator[str]:
+    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    turns, environment, key = rollout.multi_turn, rollout.environment, f"{section}.multi_turn"
     if not turns.enable and turns != MultiTurnConfig():
         options = ", ".join(sorted(turns.model_fields_set - {"enable"}))
         yield (
@@ -379,31 +388,19 @@ def _multi_turn(config: RunConfig) -> Iterator[str]:
             f"{key}.enable=True needs a tool: pass {key}.tools=[calculator], or module:attribute of one of "
             f"your own, or a file of verl's as {key}.tool_config_path."
         )
-    if turns.enable and rollout.ignore_eos:
+    if environment.name is None and environment != EnvironmentConfig():
+        options = ", ".join(sorted(environment.model_fields_set))
         yield (
-            f"{key}.enable=True needs turns that end, but actor_rollout_ref.rollout.ignore_eos=True was "
-            "given; drop it."
+            f"{section}.environment has no effect without {section}.environment.name, but {options} was "
+            "given; name one, or drop them."
         )
-
-
-def _environment(config: RunConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    environment, key = rollout.environment, "actor_rollout_ref.rollout.environment"
-    if environment.name is None:
-        if environment != EnvironmentConfig():
-            options = ", ".join(sorted(environment.model_fields_set))
-            yield f"{key} has no effect without {key}.name, but {options} was given; name one, or drop them."
-        return
-    if rollout.multi_turn.enable:
-        yield (
-            f"{key}.name={environment.name} and actor_rollout_ref.rollout.multi_turn.enable=True both answer "
-            "the policy's turns; drop one of them."
-        )
-    if rollout.ignore_eos:
-        yield (
-            f"{key}.name={environment.name} needs turns that end, but "
-            "actor_rollout_ref.rollout.ignore_eos=True was given; drop it."
-        )
+    speakers = [f"{key}.enable=True"] if turns.enable else []
+    if environment.name is not None:
+        speakers.append(f"{section}.environment.name={environment.name}")
+    if len(speakers) > 1:
+        yield f"{' and '.join(speakers)} both answer the policy's turns; drop one of them."
+    if speakers and rollout.ignore_eos:
+        yield (f"{speakers[-1]} needs turns that end, but {section}.ignore_eos=True was given; drop it.")
 
 
 def _engine(config: RunConfig) -> Iterator[str]:
@@ -419,11 +416,10 @@ def _engine(config: RunConfig) -> Iterator[str]:
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
         )
     elif not fits:
-        largest = max(count for count in range(1, min(size, of_a_node) + 1) if of_a_node % count == 0)
         yield (
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
             f"divide the {of_a_node} engine devices of a node (rollout.n_gpus_per_node, or "
-            f"trainer.n_gpus_per_node). Pass {largest}."
+            f"trainer.n_gpus_per_node). Pass {_largest_divisor(of_a_node, size)}."
         )
     if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
         yield (
@@ -453,29 +449,6 @@ def _resuming(config: RunConfig) -> Iterator[str]:
             f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
             f"trainer.resume_mode={trainer.resume_mode}; pass trainer.resume_mode=resume_path, or drop it."
         )
-
-
-def _shard_groups(config: RunConfig) -> Iterator[str]:
-    """Groups of ranks that share a copy of the weights have one size."""
-    for role, fsdp in config.fsdp_configs.items():
-        size, ranks = fsdp.fsdp_size, config.num_ranks
-        if size == 0 or (size < ranks and ranks % size):
-            fits = max(count for count in range(1, max(1, size) + 1) if ranks % count == 0)
-            yield (
-                f"{FSDP_SECTIONS[role]}.fsdp_size must divide the {ranks} trainer ranks (trainer.nnodes x "
-                f"trainer.n_gpus_per_node), got {size}. Pass {fits}, or -1 for all ranks."
-            )
-
-
-def _half_precision(config: RunConfig) -> Iterator[str]:
-    """Small updates of weights are lost in float16."""
-    for role, fsdp in config.fsdp_configs.items():
-        if isinstance(fsdp, LearnerFsdpConfig) and torch_name(fsdp.model_dtype) == "float16":
-            yield (
-                f"{FSDP_SECTIONS[role]}.model_dtype must be float32 or bfloat16, got {fsdp.model_dtype}: the "
-                "optimizer's small updates are lost in float16. Pass float32, and "
-                f"{FSDP_SECTIONS[role]}.dtype=float16 for forward and backward in float16."
-            )
 
 
 def _devices(config: RunConfig) -> Iterator[str]:
@@ -530,17 +503,12 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _dynamic_sampling,
     _overlong_penalty,
     _token_budgets,
-    _sequence_parallel,
-    _sampling,
-    _experts,
-    _survival,
+    _sharding,
+    _rollout,
     _engine_arguments,
-    _multi_turn,
-    _environment,
+    _conversations,
     _engine,
     _devices,
-    _shard_groups,
-    _half_precision,
     check_async_training,
     check_exact_mode,
     check_distillation,
