@@ -2,9 +2,9 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
@@ -19,6 +19,7 @@ from verl_rc.config.models import (
 )
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import (
+    OneOrMore,
     StrictModel,
     UserPath,
     default_at,
@@ -98,7 +99,10 @@ class TrainerConfig(StrictModel):
     """Project in W&B."""
     experiment_name: str = "default"
     """Run name in W&B."""
-    logger: list[Literal["console", "file", "wandb", "tensorboard"]] = ["console", "wandb"]
+    logger: Annotated[list[Literal["console", "file", "wandb", "tensorboard"]], OneOrMore] = [
+        "console",
+        "wandb",
+    ]
     """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
@@ -156,11 +160,6 @@ class TrainerConfig(StrictModel):
     hang_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit for any other answer of a process. After it, the stacks of the processes without an answer
     are written to the run's folder, all processes are killed and the run ends."""
-
-    @field_validator("logger", mode="before")
-    @classmethod
-    def _one_name_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class RayInitConfig(StrictModel):

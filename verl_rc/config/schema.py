@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from verl_rc.config.errors import shortened
@@ -53,6 +53,14 @@ def _usable_path(text: str) -> str:
 
 UserPath = Annotated[str, AfterValidator(_usable_path)]
 """A path, or a model's hub id; ``~`` is the home folder of the user who starts the run."""
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+OneOrMore = BeforeValidator(_as_list)
+"""Beside the type of a list of texts, of which one may stand alone."""
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from verl_rc.config.schema import StrictModel, UserPath
+from verl_rc.config.schema import OneOrMore, StrictModel, UserPath
 
 
 class SftModelConfig(StrictModel):
@@ -21,9 +21,9 @@ class SftModelConfig(StrictModel):
 class SftDataConfig(StrictModel):
     """``data.*``: worked examples."""
 
-    train_files: list[UserPath] = Field(min_length=1)
+    train_files: Annotated[list[UserPath], OneOrMore] = Field(min_length=1)
     """Files of training examples (one path, or a list)."""
-    val_files: list[UserPath] = Field(min_length=1)
+    val_files: Annotated[list[UserPath], OneOrMore] = Field(min_length=1)
     """Files of held-out examples (one path, or a list): validation loss and accuracy."""
     messages_key: str = "messages"
     """Column with chat messages, the last one the assistant's answer."""
@@ -35,11 +35,6 @@ class SftDataConfig(StrictModel):
     """Tokens of one forward pass; a step's examples are packed into as many passes as they need."""
     val_max_samples: int = Field(256, ge=1)
     """Held-out examples used in each validation, the first of the files."""
-
-    @field_validator("train_files", "val_files", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class SftOptimConfig(StrictModel):

@@ -1,11 +1,11 @@
 """Configuration of the task: prompts and rewards."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from verl_rc.config.schema import StrictModel, UserPath, follows
+from verl_rc.config.schema import OneOrMore, StrictModel, UserPath, follows
 
 
 class CustomDatasetConfig(StrictModel):
@@ -21,12 +21,12 @@ class CustomDatasetConfig(StrictModel):
 class DataConfig(StrictModel):
     """``data.*``: prompts for training and validation."""
 
-    train_files: list[UserPath]
+    train_files: Annotated[list[UserPath], OneOrMore]
     """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
     train_weights: list[float] | None = None
     """Shares of the training files in every batch, one positive number per file, in any unit; null: files are
     concatenated and every row is used once per epoch. An epoch has the same number of prompts either way."""
-    val_files: list[UserPath]
+    val_files: Annotated[list[UserPath], OneOrMore]
     """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
     """A class of your own that reads ``train_files`` and ``val_files``."""
@@ -66,11 +66,6 @@ class DataConfig(StrictModel):
     def prompts_per_draw(self) -> int:
         """Prompts that are drawn and sampled at once."""
         return self.gen_batch_size
-
-    @field_validator("train_files", "val_files", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class CustomRewardFunctionConfig(StrictModel):
