@@ -292,14 +292,11 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     def settings(self) -> CorrectionSettings:
         """The options as typed values."""
-        weights = None
-        if self.rollout_is is not None:
-            weights = WeightSettings(
-                self.rollout_is, self.weight_threshold(), self.rollout_is_batch_normalize
-            )
-        veto = self.rollout_token_veto_threshold
+        level, veto = self.rollout_is, self.rollout_token_veto_threshold
         return CorrectionSettings(
-            weights=weights,
+            weights=None
+            if level is None
+            else WeightSettings(level, self.weight_threshold(), self.rollout_is_batch_normalize),
             rules=tuple(
                 BoundedRule.from_threshold(REJECTION_RULES[n], bound)
                 for n, bound in self.rejection_bounds().items()
@@ -326,16 +323,11 @@ class RolloutCorrectionConfig(PresetConstructors):
         """The truncation bound, or the band, of the weights."""
         return parse_threshold(self.rollout_is_threshold, f"{_SECTION}.rollout_is_threshold")
 
-    def rejection_rules(self) -> list[RejectionRule]:
-        """The rules of ``rollout_rs`` in the order given."""
-        return [] if self.rollout_rs is None else parse_rules(str(self.rollout_rs), f"{_SECTION}.rollout_rs")
-
     def rejection_bounds(self) -> dict[str, Threshold]:
         """Every rejection rule with its bounds, in the order given. Raises ``ValueError`` for invalid
         thresholds."""
         key = f"{_SECTION}.rollout_rs"
-        rules = self.rejection_rules()
-        if not rules:
+        if self.rollout_rs is None:
             if self.rollout_rs_threshold is not None:
                 raise ValueError(
                     f"{key}_threshold={self.rollout_rs_threshold} bounds nothing: {key} is null; name its "
@@ -347,6 +339,7 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{key}={self.rollout_rs} needs {key}_threshold, got null; pass one bound, or one for each "
                 "rule"
             )
+        rules = parse_rules(str(self.rollout_rs), key)
         specs = [
             parse_threshold(spec, f"{key}_threshold") for spec in threshold_specs(self.rollout_rs_threshold)
         ]
