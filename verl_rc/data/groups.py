@@ -6,8 +6,9 @@ after an environment's answer, an update of the weights, a lost engine and a res
 on from the tokens so far.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -222,44 +223,31 @@ def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[G
 
     Raises ``ValueError`` when tokens are left over or missing.
     """
-    tokens, log_probs = _Reader(packed["token_ids"]), _Reader(packed["log_probs"])
+    turns = [turn for plain in packed["groups"] for sample in plain["samples"] for turn in sample["turns"]]
+    lengths = [length for length, version, *_ in turns if version is not None]
+    token_ids = _split(packed["token_ids"], [length for length, *_ in turns])
+    log_probs = _split(packed["log_probs"], lengths)
+    starts = accumulate(lengths, initial=0)
     columns = {
         name: RaggedColumn(offsets.numpy(), values.numpy())
         for name, (offsets, values) in packed.get("columns", {}).items()
     }
 
     def turn(length: int, version: int | None, restarts: bool = False) -> Part | Answer:
-        token_ids = tokens.take(length)
         if version is None:
-            return Answer(token_ids, restarts)
-        place = slice(log_probs.position, log_probs.position + length)
-        of_part = {name: column[place] for name, column in columns.items()}
-        return Part(token_ids, log_probs.take(length), version, of_part)
+            return Answer(next(token_ids), restarts)
+        start = next(starts)
+        of_part = {name: column[start : start + length] for name, column in columns.items()}
+        return Part(next(token_ids), next(log_probs), version, of_part)
 
-    groups = [_group(plain, row_of(plain["row_index"]), turn) for plain in packed["groups"]]
-    if tokens.left or log_probs.left:
-        raise ValueError(
-            f"saved groups must use up all saved tokens, {tokens.left} and {log_probs.left} log-probs are "
-            "left over."
-        )
-    return groups
+    return [_group(plain, row_of(plain["row_index"]), turn) for plain in packed["groups"]]
 
 
-class _Reader:
-    """Takes a flat tensor apart from its beginning."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self.position = values, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._values) - self.position
-
-    def take(self, count: int) -> Tensor:
-        if count > self.left:
-            raise ValueError(f"saved groups need {count} more tokens, {self.left} are left.")
-        self.position += count
-        return self._values[self.position - count : self.position].clone()
+def _split(values: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+    """Copies of the parts of a flat tensor, one behind the other."""
+    if len(values) != sum(lengths):
+        raise ValueError(f"saved groups must have {sum(lengths)} tokens, got {len(values)}.")
+    return map(torch.clone, torch.split(values, lengths))
 
 
 def _plain_group(group: Group) -> dict[str, Any]:

@@ -43,18 +43,14 @@ def record_of_rows(facts: Mapping[str, Any], step: int, rows: Sequence[Row]) -> 
         if FIELDS[name].is_of_tokens
     }
     columns = {
-        name: np.array([of_row[name] for of_row in arrays], _dtype(name))
-        for name in names
-        if not FIELDS[name].is_of_tokens
+        name: np.array([of_row[name] for of_row in arrays], object if field.dtype == "str" else field.dtype)
+        for name, field in FIELDS.items()
+        if name in names and not field.is_of_tokens
     }
     prompts = [of_row[PROMPTS] for of_row in arrays] if all(PROMPTS in of_row for of_row in arrays) else None
     lengths = np.array([len(of_row["response_mask"]) for of_row in arrays], "int64")
     facts = {VERSION_FACT: VERSION, **facts, "step": step}
     return checked(TokenRecord(facts, with_defaults(columns, len(rows), prompts), lengths, tokens, prompts))
-
-
-def _dtype(name: str) -> Any:
-    return object if FIELDS[name].dtype == "str" else FIELDS[name].dtype
 
 
 def _arrays(row: Row, place: int) -> dict[str, Any]:
