@@ -8,6 +8,7 @@ from typing import Any
 import wandb
 
 from verl_rc.config.paths import why_unwritable
+from verl_rc.config.schema import value_at
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ExperimentSink, FinalReport
 
 _LONGEST = 64
@@ -22,40 +23,33 @@ def run_tags(config: Mapping[str, Any]) -> list[str]:
 
 
 def _policy(config: Mapping[str, Any]) -> Iterator[str]:
-    policy = _section(config, "actor_rollout_ref")
-    model, rollout, trainer = (
-        _section(policy, "model"),
-        _section(policy, "rollout"),
-        _section(config, "trainer"),
-    )
-    if model.get("path"):
-        yield PurePath(str(model["path"])).name
-    if model.get("lora_rank"):
-        yield f"lora-{model['lora_rank']}"
-    if rollout.get("dtype"):
-        yield f"engine-{rollout.get('quantization') or rollout['dtype']}"
-    if rollout.get("kv_cache_dtype") not in (None, "auto"):
-        yield f"kv-cache-{rollout['kv_cache_dtype']}"
-    if "n_gpus_per_node" in trainer:
-        yield f"{trainer.get('nnodes', 1)}x{trainer['n_gpus_per_node']}"
+    if path := value_at(config, "actor_rollout_ref.model.path"):
+        yield PurePath(str(path)).name
+    if rank := value_at(config, "actor_rollout_ref.model.lora_rank"):
+        yield f"lora-{rank}"
+    if dtype := value_at(config, "actor_rollout_ref.rollout.dtype"):
+        yield f"engine-{value_at(config, 'actor_rollout_ref.rollout.quantization') or dtype}"
+    cache = value_at(config, "actor_rollout_ref.rollout.kv_cache_dtype")
+    if cache not in (None, "auto"):
+        yield f"kv-cache-{cache}"
+    if ranks := value_at(config, "trainer.n_gpus_per_node"):
+        yield f"{value_at(config, 'trainer.nnodes') or 1}x{ranks}"
 
 
 def _algorithm(config: Mapping[str, Any]) -> Iterator[str]:
-    algorithm = _section(config, "algorithm")
-    loss = _section(config, "actor_rollout_ref", "actor", "policy_loss")
-    correction = _section(algorithm, "rollout_correction")
-    if algorithm.get("adv_estimator"):
-        yield str(algorithm["adv_estimator"])
-    if correction.get("loss_type", "ppo_clip") != "ppo_clip":
-        yield str(correction["loss_type"])
-    elif loss.get("loss_mode"):
-        yield "ppo-clip" if loss["loss_mode"] == "vanilla" else str(loss["loss_mode"])
-    if _section(algorithm, "filter_groups").get("enable"):
+    if estimator := value_at(config, "algorithm.adv_estimator"):
+        yield str(estimator)
+    named_loss = value_at(config, "algorithm.rollout_correction.loss_type")
+    if named_loss not in (None, "ppo_clip"):
+        yield str(named_loss)
+    elif mode := value_at(config, "actor_rollout_ref.actor.policy_loss.loss_mode"):
+        yield "ppo-clip" if mode == "vanilla" else str(mode)
+    if value_at(config, "algorithm.filter_groups.enable"):
         yield "dynamic-sampling"
 
 
 def _correction(config: Mapping[str, Any]) -> Iterator[str]:
-    correction = _section(config, "algorithm", "rollout_correction")
+    correction = value_at(config, "algorithm.rollout_correction")
     if not correction:
         return
     bypass = correction.get("bypass_mode")
@@ -67,14 +61,6 @@ def _correction(config: Mapping[str, Any]) -> Iterator[str]:
     has_own_ratio = bypass and correction.get("loss_type") != "reinforce"
     if not (has_own_ratio or correction.get("rollout_is") or rules):
         yield "uncorrected"
-
-
-def _section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """A section below ``config``, empty when it is not there."""
-    section: Any = config
-    for name in names:
-        section = section[name] if isinstance(section, Mapping) and name in section else {}
-    return section if isinstance(section, Mapping) else {}
 
 
 _HEADLINE_PREFIX = "val-core/"
