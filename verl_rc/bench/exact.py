@@ -19,7 +19,6 @@ from verl_rc.advantage import compute_advantages
 from verl_rc.bench.method import Method
 from verl_rc.bench.policies import Problem, Responses, make_problem
 from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import (
     CorrectionStatistics,
     SequenceContext,
@@ -210,7 +209,16 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
     if needs_statistics_first(method.correction):
         statistics = reduce(
             CorrectionStatistics.merge,
-            [_measure(method.correction, part, part.responses.log_probs(logits)) for part in parts],
+            [
+                measure(
+                    part.responses.log_probs(logits),
+                    part.rollout_log_probs,
+                    part.responses.mask,
+                    method.correction,
+                    SequenceContext(advantages=part.advantages),
+                )
+                for part in parts
+            ],
         )
         known = replace(known, correction=statistics)
         if method.correction.rejection_denominator == "kept":
@@ -224,11 +232,6 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
         inputs = [_loss_inputs(method, part, part.responses.log_probs(logits), known) for part in parts]
         known = replace(known, selection=selection_statistics(method.loss, inputs))
     return known
-
-
-def _measure(config: RolloutCorrectionConfig, rows: Rows, train: Tensor) -> CorrectionStatistics:
-    context = SequenceContext(advantages=rows.advantages)
-    return measure(train, rows.rollout_log_probs, rows.responses.mask, config, context)
 
 
 def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> PolicyLossInputs:
