@@ -4,19 +4,21 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from evidence.study import Study
+
 from verl_rc.study.runs import Run, known_runs, missing, run_all
-from verl_rc.study.study import ACCURACY, Study
+from verl_rc.study.study import ACCURACY
 
 STUDY = Study(
-    "why?",
-    "this",
-    "that",
-    ("trainer.total_training_steps=1",),
-    {"a": ("x=1",), "b": ("x=2",)},
-    (1, 2),
-    1.0,
-    ("a", "b"),
-    ("b",),
+    question="why?",
+    expectation="this",
+    found="that",
+    common=("trainer.total_training_steps=1",),
+    arms={"a": ("x=1",), "b": ("x=2",)},
+    seeds=(1, 2),
+    minutes=1.0,
+    figures=("a", "b"),
+    quick=("b",),
 )
 
 

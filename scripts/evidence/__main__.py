@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill, early_warning
 from evidence.studies import STUDIES
+from evidence.study import Study, quick
 from evidence.tables import FALL, draw, headline, minutes_of, section
 
 from verl_rc.study.machine import cores_of
@@ -22,10 +23,8 @@ from verl_rc.study.runs import (
     Run,
     known_runs,
     missing,
-    quick,
     run_and_tell,
 )
-from verl_rc.study.study import Study
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
 BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evidence.study import Study
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
@@ -28,7 +29,7 @@ from verl_rc.data.token_record import FOLDER
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.insight.what_if import read_batch
 from verl_rc.study.runs import folder_of, missing
-from verl_rc.study.study import ROLLOUT, Study
+from verl_rc.study.study import ROLLOUT
 
 _ENGINES = {"bf16": f"{ROLLOUT}.dtype=bfloat16", "fp8": f"{ROLLOUT}.quantization=fp8_per_channel"}
 _AGES = {"k0": (), "k4": ("async=one_step_off", "async_training.staleness_threshold=4")}

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 
-from verl_rc.study.study import QUICKSTART, ROLLOUT, Study, Task
+from evidence.study import Study
+
+from verl_rc.study.study import QUICKSTART, ROLLOUT, Task
 from verl_rc.study.tasks import ENGINES, FP8_CACHE, FP8_WEIGHTS, LONG, LONG_RUN, SHORT_RUN, UNGUARDED
 
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from evidence.study import Study
 
 from verl_rc.insight.picture import COLOURS, write_picture
-from verl_rc.study.machine import runs_at_a_time
 from verl_rc.study.runs import Run
 from verl_rc.study.standing import area
-from verl_rc.study.study import ACCURACY, PROMPTS, Study
+from verl_rc.study.study import ACCURACY, PROMPTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,7 +164,7 @@ def minutes_of(study: Study, runs: Mapping[tuple[str, int], Run]) -> tuple[float
     """Minutes of one run, the median of ``runs`` or what was announced, and of the whole study on two
     cores."""
     each = float(np.median([run.seconds for run in runs.values()])) / 60 if runs else study.minutes
-    return each, each * len(study.arms) * len(study.seeds) / runs_at_a_time(study)
+    return each, each * len(study.arms) * len(study.seeds) / study.runs_at_a_time
 
 
 def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: float) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: floa
     if len(ends) == len(study.quick):
         sentences = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
         yield (
-            f"With `--quick`, some {minutes * len(ends) / runs_at_a_time(study):.0f} minutes, seed {seed} "
+            f"With `--quick`, some {minutes * len(ends) / study.runs_at_a_time:.0f} minutes, seed {seed} "
             f"alone: {sentences}."
         )
 
@@ -190,7 +190,7 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
     blocks = ["\n".join(table(study, runs)), *pictures] if runs else []
     single = sum(len(arm_runs) == 1 for _, arm_runs in by_arm(study, runs))
     caution = f" {single} arms have one seed only, which says nothing of others." if single else ""
-    cores = " --cores 0,1" if runs_at_a_time(study) > 1 else ""
+    cores = " --cores 0,1" if study.runs_at_a_time > 1 else ""
     machines = sorted({run.machine or "not recorded" for run in runs.values()})
     took = f" A run took {each:.1f} minutes (median). Machine: {'; '.join(machines)}." if runs else ""
     prose = (

@@ -78,11 +78,6 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
     return reasons
 
 
-def runs_at_a_time(study: Study) -> int:
-    """How many runs of a study two cores run at a time: one where engine and trainer need a core each."""
-    return 1 if having(study, study.arms, ASYNCHRONOUS) else 2
-
-
 def having(study: Study, arms: Collection[str], start: str) -> list[str]:
     """The arms with an override that begins so."""
     return [

@@ -139,11 +139,6 @@ def missing(
     return [(arm, seed) for seed in study.seeds for arm in arms if (arm, seed) not in known]
 
 
-def quick(study: Study, known: dict[tuple[str, int], Run]) -> list[tuple[str, int]]:
-    """Of the first seed, the arms that show the sign of the effect, as far as they are still to be run."""
-    return [(arm, study.seeds[0]) for arm in study.quick if (arm, study.seeds[0]) not in known]
-
-
 def folder_of(base: Path, arm: str, seed: int) -> Path:
     """Where a run lies; the name of its folder needs no quotes in Hydra's grammar."""
     return base / re.sub(r"[^\w.+-]", "_", f"{arm} seed{seed}")

@@ -27,11 +27,6 @@ QUICKSTART = Task("", {})
 class Study:
     """Arms that differ in one thing at a time, each run with every seed. All runs start from one model."""
 
-    question: str
-    expectation: str
-    """What was expected, written before the first run."""
-    found: str
-    """What the runs say so far, without the numbers, which the table has."""
     common: tuple[str, ...]
     """Overrides of every run."""
     arms: Mapping[str, tuple[str, ...]]
@@ -39,10 +34,6 @@ class Study:
     seeds: tuple[int, ...]
     minutes: float
     """Of one run: on one core, or on two where a run is asynchronous. Announced before the first run."""
-    figures: tuple[str, ...]
-    """A figure for each of these words, with the arms that have it in their name."""
-    quick: tuple[str, ...]
-    """Arms of ``--quick``, which takes the first seed alone: those that show the sign of the effect."""
     task: Task = QUICKSTART
     every: int = 1
     """Of how many steps one is kept, for long runs; validations are among them."""
@@ -50,5 +41,3 @@ class Study:
     """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
     code: Mapping[str, str] = field(default_factory=dict)
     """By arm, a hash of the user's own file that it runs, if any."""
-    would_change: str = ""
-    """The results, or the conditions, that would change the conclusion."""

@@ -26,7 +26,6 @@ _USUAL_RATE, _HIGH_RATE = f"{_RATE}=5e-5", f"{_RATE}=2e-4"
 class Track:
     """A track of the bench, without a method."""
 
-    words: str
     common: tuple[str, ...]
     """Overrides of every run."""
     conditions: Mapping[str, tuple[str, ...]]
@@ -47,15 +46,10 @@ class Track:
         pairs = [(name, method) for method in methods for name in self.conditions]
         arms = {f"{name} {method}": (*overrides_of(method), *self.conditions[name]) for name, method in pairs}
         return Study(
-            question=self.words,
-            expectation="",
-            found="",
             common=self.common,
             arms={CONTROL: ("correction=disabled", *self.control), **arms},
             seeds=SEEDS,
             minutes=self.minutes,
-            figures=(),
-            quick=(),
             task=self.task,
             planted={
                 f"{name} {method}": self.planted[name] for name, method in pairs if name in self.planted
@@ -69,10 +63,9 @@ def _ahead(steps: int) -> tuple[str, str]:
 
 
 TRACKS: Mapping[str, Track] = {
+    # Answers of 13 tokens beside an engine with fp8 weights; samples of the newest weights, up to one, four
+    # and eight steps old, or all of the first weights (frozen); 4x: at four times the usual learning rate.
     "short": Track(
-        words="answers of 13 tokens beside an engine with fp8 weights; samples of the newest weights, up to "
-        "one, four and eight steps old, or all of the first weights (`frozen`); `4x`: at four times the "
-        "usual learning rate",
         common=SHORT_RUN,
         conditions={
             "k0": (FP8_WEIGHTS, _USUAL_RATE),
@@ -87,8 +80,8 @@ TRACKS: Mapping[str, Track] = {
         minutes=2.5,
         planted={"frozen": "frozen"},
     ),
+    # Answers of 49 tokens beside an engine with fp8 weights and an fp8 cache (emulated).
     "long": Track(
-        words="answers of 49 tokens beside an engine with fp8 weights and an fp8 cache (emulated)",
         common=LONG_RUN,
         conditions={"fp8": ENGINES["fp8both"]},
         control=ENGINES["fp32"],
@@ -96,8 +89,8 @@ TRACKS: Mapping[str, Track] = {
         task=LONG,
         planted={"fp8": "fp8_cache"},
     ),
+    # Answers of 13 tokens beside an engine in float32, in bf16, and with fp8 weights.
     "noise": Track(
-        words="answers of 13 tokens beside an engine in float32, in bf16, and with fp8 weights",
         common=(*SHORT_RUN, _USUAL_RATE),
         conditions={"fp32": ENGINES["fp32"], "bf16": ENGINES["bf16"], "fp8": ENGINES["fp8w"]},
         control=ENGINES["fp32"],

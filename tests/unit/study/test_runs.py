@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evidence.study import quick
 from small_study import STUDY, Trainer, finish
 
 from verl_rc.rollout.vllm.fp8_products import Fp8Timings
@@ -20,7 +21,6 @@ from verl_rc.study.runs import (
     known_runs,
     missing,
     prepare,
-    quick,
     run_all,
     run_in,
 )

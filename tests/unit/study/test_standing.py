@@ -10,7 +10,7 @@ from verl_rc.study.standing import Score, Standing, area, scores
 from verl_rc.study.study import ACCURACY
 from verl_rc.study.tracks import CONTROL, Track
 
-TRACK = Track("words", (), {"easy": (), "hard": ()}, (), 1.0)
+TRACK = Track((), {"easy": (), "hard": ()}, (), 1.0)
 
 
 def run(arm: str, seed: int, *accuracies: float, seconds: float = 1.0) -> Run:
