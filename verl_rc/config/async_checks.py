@@ -42,11 +42,8 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
-    count = config.async_training.require_batches
-    if count is None:
-        return
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if config.data.train_batch_size != count * mini:
+    count, mini = config.async_training.require_batches, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if count is not None and config.data.train_batch_size != count * mini:
         yield (
             f"{SECTION}.require_batches={count} of actor_rollout_ref.actor.ppo_mini_batch_size={mini} "
             f"prompts make a step of {count * mini}, and "

@@ -20,7 +20,21 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
             "distillation.enabled=True needs a teacher, got "
             "distillation.teacher_models.teacher_model.model_path=null; pass a model folder or hub id."
         )
-    yield from _check_divergence(config)
+    if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
+        yield (
+            f"{_LOSS}.loss_mode={loss.loss_mode} with {_SUPERVISED} has a gradient that does not depend on "
+            f"the teacher; pass {_LOSS}.use_policy_gradient=True, or loss_mode=k3."
+        )
+    if loss.loss_mode == "forward_kl_topk" and loss.use_policy_gradient:
+        yield (
+            f"{_LOSS}.loss_mode=forward_kl_topk is of many words, no advantage of the sampled one, got "
+            f"{_LOSS}.use_policy_gradient=True; pass False, or loss_mode=k1."
+        )
+    if loss.loss_mode == "forward_kl_topk" and config.actor_rollout_ref.exact:
+        yield (
+            f"{_LOSS}.loss_mode=forward_kl_topk is not proven with actor_rollout_ref.exact=True; pass "
+            "loss_mode=k3, or drop exact."
+        )
     if loss.use_task_rewards:
         return
     if policy_loss.loss_mode != "vanilla":
@@ -38,23 +52,3 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
             "algorithm.rollout_correction.rollout_opsm_threshold rejects by the task's advantages, which "
             f"{_ALONE} turns off; drop it."
         )
-
-
-def _check_divergence(config: RunConfig) -> Iterator[str]:
-    loss = config.distillation.distillation_loss
-    if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
-        yield (
-            f"{_LOSS}.loss_mode={loss.loss_mode} with {_SUPERVISED} has a gradient that does not depend on "
-            f"the teacher; pass {_LOSS}.use_policy_gradient=True, or loss_mode=k3."
-        )
-    if loss.loss_mode == "forward_kl_topk":
-        if loss.use_policy_gradient:
-            yield (
-                f"{_LOSS}.loss_mode=forward_kl_topk is of many words, no advantage of the sampled one, got "
-                f"{_LOSS}.use_policy_gradient=True; pass False, or loss_mode=k1."
-            )
-        if config.actor_rollout_ref.exact:
-            yield (
-                f"{_LOSS}.loss_mode=forward_kl_topk is not proven with actor_rollout_ref.exact=True; pass "
-                "loss_mode=k3, or drop exact."
-            )

@@ -157,7 +157,9 @@ def _help(composer: Composer, prog: str, is_run: bool) -> str:
     groups = composer.groups()
     if groups:
         parts.append("Groups (GROUP=CHOICE sets several keys at once; a KEY=VALUE wins over every group):")
-        parts += [_choices(group, composer.loader.get_group_options(group)) for group in groups]
+        for group in groups:
+            choices = f"  {group}: {', '.join(composer.loader.get_group_options(group))}"
+            parts.append(textwrap.fill(choices, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
     if is_run:
         parts.append(
             f"\nFor example: python -m {prog} task=digits hardware=cpu correction=decoupled_seq_is "
@@ -167,8 +169,3 @@ def _help(composer: Composer, prog: str, is_run: bool) -> str:
             "with the same arguments."
         )
     return "\n".join(parts) + "\n"
-
-
-def _choices(group: str, choices: list[str]) -> str:
-    text = f"{group}: {', '.join(choices)}"
-    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
