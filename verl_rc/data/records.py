@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl_rc.config.task import DataConfig
@@ -71,14 +70,9 @@ class RecordFile:
         return record
 
     def check_messages(self, name: str) -> None:
-        """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages.
-
-        Checks the Arrow columns without creating Python objects; columns of unusual types are left to
-        ``check_messages`` of each row.
-        """
-        row = _first_row_without_messages(self._table.column(name))
-        if row is not None:
-            check_messages(self[row][name], name, f"row {row} of {self.path}")
+        """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages."""
+        for row, messages in enumerate(self._table.column(name)):
+            check_messages(messages.as_py(), name, f"row {row} of {self.path}")
 
     def check_given(self, name: str) -> None:
         """Raise ``ValueError`` naming the first row whose column ``name`` is null."""
@@ -149,33 +143,6 @@ class VerifiersRecords:
             "reward_model": {"ground_truth": row["answer"]},
             "extra_info": info or None,
         }
-
-
-def _first_row_without_messages(column: pa.ChunkedArray) -> int | None:
-    """The first row that is null, an empty list, or a list with a message that lacks its role or content."""
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
-        kind.value_type
-    ):
-        return None
-    if not {"role", "content"} <= {field.name for field in kind.value_type}:
-        return None
-    first = 0
-    for chunk in column.chunks:
-        messages = chunk.flatten()
-        incomplete = pc.or_(
-            pc.is_null(pc.struct_field(messages, "role")), pc.is_null(pc.struct_field(messages, "content"))
-        )
-        rows = [
-            pc.index(pc.is_null(chunk), True).as_py(),
-            pc.index(pc.list_value_length(chunk), 0).as_py(),
-            pc.min(pc.filter(pc.list_parent_indices(chunk), incomplete)).as_py(),
-        ]
-        incomplete_rows = [row for row in rows if row is not None and row >= 0]
-        if incomplete_rows:
-            return first + int(min(incomplete_rows))
-        first += len(chunk)
-    return None
 
 
 def _read_table(path: str) -> pa.Table:
@@ -267,12 +234,10 @@ class CustomRecords:
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
         """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no
         row."""
-        own_class = config.custom_cls
-        assert own_class.path is not None
-        assert own_class.name is not None
-        self.path = f"{own_class.name} of {own_class.path}"
+        path, name = str(config.custom_cls.path), str(config.custom_cls.name)
+        self.path = f"{name} of {path}"
         self._prompt_key = config.prompt_key
-        cls = load_from_file(own_class.path, own_class.name, _KEY, "class", inspect.isclass)
+        cls = load_from_file(path, name, _KEY, "class", inspect.isclass)
         try:
             self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
         except (Exception, SystemExit) as error:
