@@ -33,14 +33,6 @@ _FACTS = VERSION_FACT.encode()
 """Key of the facts in the file's metadata."""
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
 _REPLACED = "replaced"
-_TYPES: Mapping[str, pa.DataType] = {
-    "bool": pa.bool_(),
-    "float16": pa.float16(),
-    "float32": pa.float32(),
-    "int8": pa.int8(),
-    "int32": pa.int32(),
-    "str": pa.string(),
-}
 
 
 def record_path(folder: Path, step: int) -> Path:
@@ -65,7 +57,7 @@ def write_record(folder: Path, record: TokenRecord) -> Path:
             values = pa.array(record.tokens[name].astype(kind))
             columns[name] = pa.ListArray.from_arrays(offsets, values)
         elif name in record.rows:
-            columns[name] = pa.array(record.rows[name], _TYPES[kind])
+            columns[name] = pa.array(record.rows[name], pa.type_for_alias(kind))
     if record.prompts is not None:
         prompts = [prompt.astype("int32") for prompt in record.prompts]
         columns[PROMPTS] = pa.array(prompts, pa.list_(pa.int32()))
@@ -146,7 +138,7 @@ def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
 def _column(table: pa.Table, name: str) -> Any:
     column = table.column(name)
     is_list = name == PROMPTS or FIELDS[name].is_of_tokens
-    kind = pa.int32() if name == PROMPTS else _TYPES[FIELDS[name].dtype]
+    kind = pa.int32() if name == PROMPTS else pa.type_for_alias(FIELDS[name].dtype)
     if is_list:
         # pyarrow 16 has no cast from float16; numpy makes it.
         stored = column.type.value_type if pa.types.is_list(column.type) else None

@@ -85,19 +85,17 @@ def _load_remote_code(source: str) -> PreTrainedTokenizerBase | None:
 
 
 def _load_files(source: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+        return PreTrainedTokenizerFast.from_pretrained(source)
     except (OSError, ValueError):  # no tokenizer.json: AutoTokenizer converts what is there
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"model.path must be a folder or hub id with a tokenizer (tokenizer.json), got {source!r}: "
                 f"{reason}"
             ) from error
-    return tokenizer
 
 
 def encode_prompt(
