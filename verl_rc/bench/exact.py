@@ -200,8 +200,7 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
     tokens = float(rows.weights @ rows.responses.mask.sum(dim=-1).double())
     width = float(rows.responses.mask.shape[1])
     known = Known(Aggregation("seq-mean-token-sum", tokens, 1.0, width), None, None)
-    spec = POLICY_LOSSES.get(method.loss)
-    selects = spec is not None and spec.selects_tokens
+    selects = method.loss in POLICY_LOSSES and POLICY_LOSSES[method.loss].selects_tokens
     if not selects and not needs_statistics_first(method.correction):
         return known
     mini_batch = rows.mini_batch()
