@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 _SHOWN_CHARACTERS = 200
 
@@ -28,7 +28,7 @@ _TYPO = 3
 count as two."""
 
 
-def nearest_key(name: str, known: Sequence[str]) -> str:
+def nearest_key(name: str, known: Collection[str]) -> str:
     """The known key that is most similar to ``name``, or several joined by "or" when they are equally
     similar.
 

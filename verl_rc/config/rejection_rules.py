@@ -1,14 +1,13 @@
 """The rejection rules by name: their statistic, its scope, and what their thresholds bound; thresholds as
 typed values."""
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_rc.config.errors import shortened
+from verl_rc.config.errors import nearest_key, shortened
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SHAPES = "a number such as 2.0, a band such as 0.5_5.0, or a mapping such as {lower: 0.5, upper: 5.0}"
@@ -188,11 +187,6 @@ REJECTION_RULES: dict[str, RejectionRule] = {
 _FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The name in ``known`` that is most similar to ``name``."""
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-
-
 def parse_rules(text: str, key: str) -> list[RejectionRule]:
     """The rules named in comma-separated ``text``, duplicates dropped, order kept.
 
@@ -201,7 +195,7 @@ def parse_rules(text: str, key: str) -> list[RejectionRule]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in REJECTION_RULES:
-            nearest = _FORMER_NAMES.get(name) or nearest_name(name, REJECTION_RULES)
+            nearest = _FORMER_NAMES.get(name) or nearest_key(name, REJECTION_RULES)
             raise ValueError(
                 f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {shortened(repr(name))}, use "
                 f"{nearest}?"

@@ -10,13 +10,12 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
-from verl_rc.config.errors import shortened
+from verl_rc.config.errors import nearest_key, shortened
 from verl_rc.config.rejection_rules import (
     REJECTION_RULES,
     BoundedRule,
     RejectionRule,
     Threshold,
-    nearest_name,
     parse_rules,
     parse_threshold,
     threshold_specs,
@@ -152,7 +151,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         if isinstance(value, str) and value not in WEIGHT_LEVELS:
             raise ValueError(
                 f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got "
-                f"{shortened(repr(value))}, did you mean {nearest_name(value, WEIGHT_LEVELS)}?"
+                f"{shortened(repr(value))}, did you mean {nearest_key(value, WEIGHT_LEVELS)}?"
             )
         return value
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from verl_rc.config.rejection_rules import nearest_name
+from verl_rc.config.errors import nearest_key
 from verl_rc.config.schema import StrictModel
 
 _TOKEN: Mapping[str, object] = {"rollout_is": "token"}
@@ -196,7 +196,7 @@ def preset_fields(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise ValueError(
             f"a preset must be one of {', '.join(PRESETS)}; got {name!r}, did you mean "
-            f"{nearest_name(name, PRESETS)}?"
+            f"{nearest_key(name, PRESETS)}?"
         )
     return dict(PRESETS[name].fields)
 

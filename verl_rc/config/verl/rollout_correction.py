@@ -8,10 +8,9 @@ Eras: A (August 2025, one cap in the actor), B1 to B3 (October 2025, flat keys u
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from verl_rc.config.errors import shortened
+from verl_rc.config.errors import nearest_key, shortened
 from verl_rc.config.rejection_rules import (
     Threshold,
-    nearest_name,
     parse_rules,
     parse_threshold,
     threshold_specs,
@@ -91,7 +90,7 @@ def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
         if leaf not in _KNOWN or any(section not in _SECTIONS for section in sections):
             raise ValueError(
                 f"{key} is no rollout-correction key of any release; did you mean "
-                f"{nearest_name(leaf, _KNOWN)}?"
+                f"{nearest_key(leaf, _KNOWN)}?"
             )
         if leaf in leaves and leaves[leaf] != value:
             raise ValueError(f"{leaf} is given twice, as {leaves[leaf]!r} and {value!r}; keep one")
