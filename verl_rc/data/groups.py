@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
-from verl_rc.data.parts import Answer, Part, Sample, num_sampled, token_ids
+from verl_rc.data.parts import Answer, Part, Sample, num_sampled
 from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.samples import Samples
 
@@ -46,16 +46,6 @@ class GroupSample:
     """Of the environment after the last reply."""
     engine: int | None = None
     """Number of the engine that ended it; None: the run has one, or the sample comes from a checkpoint."""
-
-    @property
-    def response(self) -> list[int]:
-        """Token ids of the response so far, with those of the environment."""
-        return token_ids(self.turns)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and response so far: what the next request continues."""
-        return [*self.prompt, *self.response]
 
     @property
     def num_sampled(self) -> int:

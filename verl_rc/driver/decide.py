@@ -17,6 +17,7 @@ from verl_rc.config.task import DataConfig, RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
+from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, reward_metrics, with_accuracies
 from verl_rc.driver.services import Services
@@ -117,14 +118,14 @@ def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardEr
 def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | RewardError]:
     samples = [sample for group in groups for sample in group.samples]
     rows = [group.row for group in groups for _ in group.samples]
-    token_ids = [sample.response for sample in samples]
+    responses = [token_ids(sample.turns) for sample in samples]
     try:
-        scores = score(services, rows, token_ids, [sample.replies for sample in samples])
+        scores = score(services, rows, responses, [sample.replies for sample in samples])
     except RewardError as error:
         if len(groups) == 1:
             return [error]
         return [scores for group in groups for scores in _score_groups(services, [group])]
-    lengths = torch.tensor([len(response) for response in token_ids])
+    lengths = torch.tensor([len(response) for response in responses])
     scores = _with_overlong_penalty(scores, lengths, services.config.reward.reward_kwargs)
     ends = torch.tensor([len(group.samples) for group in groups]).cumsum(0).tolist()
     return [scores.part(end - len(group.samples), end) for group, end in zip(groups, ends, strict=True)]
