@@ -74,14 +74,10 @@ class Score:
         """The condition with the lowest mean."""
         return min(self.conditions, key=self.by_condition.__getitem__)
 
-    def above(self, other: "Score") -> tuple[float, float]:
-        """90 % interval of the mean difference to another method, in pairs of condition and seed."""
-        deviations = np.sqrt(self.deviations**2 + other.deviations**2)
-        return _interval(self.shares - other.shares, deviations)
-
     def is_better_than(self, other: "Score") -> bool:
-        """Whether that interval lies above 0."""
-        return self.above(other)[0] > 0
+        """Whether the 90 % interval of the mean difference, in pairs of condition and seed, lies above 0."""
+        deviations = np.sqrt(self.deviations**2 + other.deviations**2)
+        return _interval(self.shares - other.shares, deviations)[0] > 0
 
 
 def _interval(values: Array, deviations: Array) -> tuple[float, float]:
