@@ -172,7 +172,7 @@ def _estimators(config: RunConfig) -> Iterator[str]:
 
 def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
     groups, data, samples = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.n
-    if not groups.enable and data.prompts_per_draw != data.train_batch_size:
+    if not groups.enable and data.gen_batch_size != data.train_batch_size:
         yield (
             f"data.gen_batch_size={data.gen_batch_size} has no effect without "
             "algorithm.filter_groups.enable=True; enable that, or drop it "
@@ -186,7 +186,7 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.n >= 2, got {samples}; raise it, or drop "
             "algorithm.filter_groups.enable."
         )
-    most = groups.max_num_gen_batches * data.prompts_per_draw
+    most = groups.max_num_gen_batches * data.gen_batch_size
     if 0 < most < data.train_batch_size:
         yield (
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of "

@@ -62,11 +62,6 @@ class DataConfig(StrictModel):
     trust_remote_code: bool = False
     """Allow code that comes with a hub tokenizer."""
 
-    @property
-    def prompts_per_draw(self) -> int:
-        """Prompts that are drawn and sampled at once."""
-        return self.gen_batch_size
-
 
 class CustomRewardFunctionConfig(StrictModel):
     """``reward.custom_reward_function.*``: a function of your own."""

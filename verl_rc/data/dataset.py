@@ -403,17 +403,17 @@ def fit_prompt(token_ids: list[int], config: DataConfig, where: str) -> list[int
 
 
 def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoader[list[PromptRow]]":
-    """Build a loader of batches of ``config.prompts_per_draw`` prompts; an iteration is an epoch, without an
+    """Build a loader of batches of ``config.gen_batch_size`` prompts; an iteration is an epoch, without an
     incomplete batch.
 
     ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises
     ``ValueError`` for invalid data.
     """
     dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples)
-    if len(dataset) < config.prompts_per_draw:
-        key = "train_batch_size" if config.prompts_per_draw == config.train_batch_size else "gen_batch_size"
+    if len(dataset) < config.gen_batch_size:
+        key = "train_batch_size" if config.gen_batch_size == config.train_batch_size else "gen_batch_size"
         raise ValueError(
-            f"data.train_files must give at least data.{key}={config.prompts_per_draw} prompts, got "
+            f"data.train_files must give at least data.{key}={config.gen_batch_size} prompts, got "
             f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
         )
     with warnings.catch_warnings(
@@ -429,9 +429,9 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
 
 def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
     if config.train_weights is None:
-        return EpochBatches(len(dataset), config.prompts_per_draw, config.seed, config.shuffle)
+        return EpochBatches(len(dataset), config.gen_batch_size, config.seed, config.shuffle)
     return MixedBatches(
-        dataset.file_sizes(), config.train_weights, config.prompts_per_draw, config.seed, config.shuffle
+        dataset.file_sizes(), config.train_weights, config.gen_batch_size, config.seed, config.shuffle
     )
 
 

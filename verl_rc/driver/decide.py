@@ -169,7 +169,7 @@ def too_few_informative(
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
         f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
-        f"batches of {data.prompts_per_draw} prompts gave {num_informative}. The prompts may be too easy or "
+        f"batches of {data.gen_batch_size} prompts gave {num_informative}. The prompts may be too easy or "
         "too hard; raise the limit (0: none), or data.gen_batch_size."
     )
 

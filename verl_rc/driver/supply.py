@@ -63,7 +63,7 @@ class Supply:
             options.trigger_parameter_sync_step,
             options.staleness,
             services.total_steps * batch,
-            config.data.prompts_per_draw if self._draws else None,
+            config.data.gen_batch_size if self._draws else None,
         )
         self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
         # ``train.start`` published it, before anything is admitted.
@@ -309,7 +309,7 @@ class Supply:
         batch = self._rule.batch
         num_kept = self._progress.num_kept
         num_sampled = self._progress.filtered_since_batch + num_kept
-        if 0 < filters.max_num_gen_batches * data.prompts_per_draw <= num_sampled and num_kept < batch:
+        if 0 < filters.max_num_gen_batches * data.gen_batch_size <= num_sampled and num_kept < batch:
             raise too_few_informative(filters, data, step, num_kept)
         if not self._requests:
             raise RuntimeError(

@@ -166,7 +166,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 def _steps(config: RunConfig, prompts: int) -> str:
     """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic
     sampling)."""
-    trainer, per_draw = config.trainer, config.data.prompts_per_draw
+    trainer, per_draw = config.trainer, config.data.gen_batch_size
     if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < per_draw:
         return ""
     reach = prompts // per_draw * trainer.total_epochs
