@@ -70,6 +70,7 @@ SHOWN_ELSEWHERE = {
     "trainer.alerts.cause trainer.alerts.gap",
     # W&B, which the run does without
     "tests/unit/driver/test_report_at_end.py": "trainer.wandb_text",
+    "tests/unit/metrics/sinks/test_wandb_sink.py": "trainer.project_name trainer.experiment_name",
     # only a GPU has memory to spare
     "tests/integration/test_on_gpu.py": "actor_rollout_ref.actor.fsdp_config.param_offload "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload "

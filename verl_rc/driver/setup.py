@@ -44,7 +44,7 @@ from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services
 from verl_rc.driver.stop import StopRequest
 from verl_rc.losses import resolve_policy_loss
-from verl_rc.metrics.sinks import PreviousRun, Tracker, open_tracker
+from verl_rc.metrics.sinks import Tracker, open_tracker
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
@@ -128,13 +128,12 @@ def open_run(
         with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
-            [*config.trainer.logger, "file"],
-            config.trainer.project_name,
-            config.trainer.experiment_name,
+            config.trainer,
             folder,
             public_values(config),
             total_steps,
-            None if resumed is None else PreviousRun(state.step, state.tracker_run_id),
+            steps_done=state.step,
+            run_id=state.tracker_run_id,
         )
         stack.callback(close_tracker, tracker)
         state.tracker_run_id = tracker.run_id

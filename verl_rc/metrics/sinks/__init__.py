@@ -10,10 +10,9 @@ from verl_rc.metrics.sinks.local import (
     JsonlSink,
     MetricSink,
 )
-from verl_rc.metrics.sinks.tracker import LOGGERS, PreviousRun, Tracker, open_tracker
+from verl_rc.metrics.sinks.tracker import Tracker, open_tracker
 
 __all__ = [
-    "LOGGERS",
     "AlertCause",
     "Cell",
     "ConsoleSink",
@@ -21,7 +20,6 @@ __all__ = [
     "FinalReport",
     "JsonlSink",
     "MetricSink",
-    "PreviousRun",
     "Tracker",
     "open_tracker",
 ]

@@ -1,25 +1,12 @@
 """All sinks of a run behind one object."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_rc.config.run import TrainerConfig
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, ExperimentSink, JsonlSink, MetricSink
-
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
-"""Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""
-
-
-@dataclass(frozen=True)
-class PreviousRun:
-    """The earlier part of a resumed run."""
-
-    steps_done: int
-    """Number of steps whose metrics are kept."""
-    run_id: str | None
-    """The ``Tracker.run_id`` of the run."""
 
 
 class Tracker:
@@ -78,44 +65,33 @@ class Tracker:
 
 
 def open_tracker(
-    loggers: Sequence[str],
-    project_name: str,
-    experiment_name: str,
+    trainer: TrainerConfig,
     run_dir: Path,
     config: Mapping[str, Any],
     total_steps: int,
-    previous: PreviousRun | None = None,
+    *,
+    steps_done: int = 0,
+    run_id: str | None = None,
 ) -> Tracker:
-    """Open the sinks named in ``trainer.logger``.
+    """Open JSON lines and the sinks of ``trainer.logger``.
 
-    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given
-    for a resumed run, which continues the earlier output.
+    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console. ``steps_done`` and
+    ``run_id`` (of its ``Tracker``) are those of a resumed run, which continues the earlier output.
 
     Raises:
-        ValueError: a name is unknown, or needs a package that is not installed.
+        ValueError: a sink needs a package that is not installed.
     """
-    names = list(dict.fromkeys("jsonl" if name == "file" else name for name in loggers))
-    unknown = [name for name in names if name not in LOGGERS]
-    if unknown:
-        raise ValueError(
-            f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}."
-        )
+    sinks: list[MetricSink] = [ConsoleSink(total_steps)] if "console" in trainer.logger else []
+    if "tensorboard" in trainer.logger:
+        sinks.append(_open_tensorboard(run_dir, steps_done))
+    sinks.append(JsonlSink(run_dir, steps_done))
+    if "wandb" not in trainer.logger:
+        return Tracker(sinks)
+    # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
+    from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
 
-    previous = previous or PreviousRun(steps_done=0, run_id=None)
-
-    def open_wandb() -> ExperimentSink:
-        # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
-        from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
-
-        return WandbSink(project_name, experiment_name, run_dir, config, previous.run_id)
-
-    openers: dict[str, Callable[[], MetricSink]] = {
-        "console": lambda: ConsoleSink(total_steps),
-        "jsonl": lambda: JsonlSink(run_dir, previous.steps_done),
-        "tensorboard": lambda: _open_tensorboard(run_dir, previous.steps_done),
-    }
-    sinks = [openers[name]() for name in names if name in openers]
-    return Tracker(sinks, open_wandb() if "wandb" in names else None)
+    experiment = WandbSink(trainer.project_name, trainer.experiment_name, run_dir, config, run_id)
+    return Tracker(sinks, experiment)
 
 
 def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:

@@ -6,11 +6,12 @@ pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from verl_rc.config.run import TrainerConfig
 from verl_rc.metrics.sinks import open_tracker
 
 
 def test_scalars_tables_and_histograms_arrive(tmp_path):
-    tracker = open_tracker(["tensorboard"], "project", "experiment", tmp_path, {}, total_steps=2)
+    tracker = open_tracker(TrainerConfig(logger=["tensorboard"]), tmp_path, {}, total_steps=2)
     tracker.log({"actor/lr": 0.5}, step=1)
     tracker.log({"actor/lr": 0.25}, step=2)
     tracker.log_table("val/generations", ["input", "score"], [["a|b\nc", 1.0]], step=2)

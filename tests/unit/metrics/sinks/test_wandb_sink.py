@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from planned_runs import config_of
 
-from verl_rc.metrics.sinks import FinalReport, PreviousRun, open_tracker
+from verl_rc.config.run import TrainerConfig
+from verl_rc.metrics.sinks import FinalReport, open_tracker
 from verl_rc.metrics.sinks.wandb_sink import join_bins, run_tags, use_writable_folders
 
 wandb = pytest.importorskip("wandb")
 
+TRAINER = TrainerConfig(logger="wandb", project_name="project", experiment_name="experiment")
 CONFIG = {
     "trainer": {"seed": 1},
     "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
@@ -64,7 +66,7 @@ def records(tmp_path_factory):
         for name in ("WANDB_MODE", "WANDB_API_KEY"):
             patch.delenv(name, raising=False)
         patch.setattr(wandb, "login", lambda **_: False)
-        tracker = open_tracker(["wandb"], "project", "experiment", folder, CONFIG, total_steps=4)
+        tracker = open_tracker(TRAINER, folder, CONFIG, total_steps=4)
         for step, accuracy in enumerate([0.2, 0.6, 0.6, 0.4], 1):
             validation = {"val-core/digits/acc/mean@1": accuracy, "val-aux/digits/reward/mean@1": accuracy}
             tracker.log({"actor/lr": 0.5, **validation}, step=step)
@@ -108,7 +110,7 @@ def test_the_summary_keeps_the_best_validation_and_its_step(records):
 def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    tracker = open_tracker(["wandb", "file"], "project", "experiment", tmp_path, CONFIG, total_steps=4)
+    tracker = open_tracker(TRAINER, tmp_path, CONFIG, total_steps=4)
     tracker.log({"actor/lr": 0.5}, step=4)
     tracker.close_files()
     page = (
@@ -144,10 +146,7 @@ def test_offline_only_when_the_user_neither_logged_in_nor_chose(
     monkeypatch.setattr(
         wandb, "init", lambda **options: seen.update(options) or type("Run", (), {"id": options["id"]})
     )
-    previous = PreviousRun(0, "abc123")
-    tracker = open_tracker(
-        ["wandb"], "project", "experiment", tmp_path, {"a": 1}, total_steps=1, previous=previous
-    )
+    tracker = open_tracker(TRAINER, tmp_path, {"a": 1}, total_steps=1, run_id="abc123")
     assert seen["mode"] == mode
     assert (seen["project"], seen["name"], seen["config"]) == ("project", "experiment", {"a": 1})
     assert (seen["id"], seen["resume"], tracker.run_id) == ("abc123", "allow", "abc123")
@@ -158,9 +157,7 @@ def test_a_resumed_run_goes_on_from_its_best(tmp_path, monkeypatch):
     run = type("Run", (), {"id": "abc", "summary": summary, "log": lambda *_, **__: None})
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setattr(wandb, "init", lambda **_: run())
-    tracker = open_tracker(
-        ["wandb"], "project", "experiment", tmp_path, {}, total_steps=1, previous=PreviousRun(0, "abc")
-    )
+    tracker = open_tracker(TRAINER, tmp_path, {}, total_steps=1, run_id="abc")
     tracker.log({"val-core/digits/acc/mean@1": 0.65}, step=21)
     assert summary["best/digits/acc/mean@1/step"] == 20
     tracker.log({"val-core/digits/acc/mean@1": 0.75}, step=30)
@@ -191,7 +188,7 @@ def test_a_run_with_tables_needs_no_home_folder(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, str(tmp_path / "file" / "own"))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path / "run", CONFIG, total_steps=1)
+    tracker = open_tracker(TRAINER, tmp_path / "run", CONFIG, total_steps=1)
     tracker.log_table("val/generations", ["input"], [["a"]], step=1)
     tracker.close()
     assert any(
