@@ -29,12 +29,7 @@ class EpochBatches(Sampler[list[int]]):
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        """``shuffle=False`` keeps the order of the rows. Raises ``ValueError`` when no batch can be
-        filled."""
-        if num_rows < batch_size:
-            raise ValueError(
-                f"an epoch must fill at least one batch of {batch_size} rows, got {num_rows} rows."
-            )
+        """At least one batch is filled; ``shuffle=False`` keeps the order of the rows."""
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed
@@ -110,8 +105,7 @@ class MixedBatches(EpochBatches):
         """``file_sizes``: rows of each file, in the order of concatenation; ``weights``: their shares, in any
         unit.
 
-        ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when no batch can be
-        filled, or a file has no row.
+        ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when a file has no row.
         """
         super().__init__(sum(file_sizes), batch_size, seed, shuffle)
         if min(file_sizes) < 1:

@@ -12,8 +12,6 @@ def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]
     than ``ceil(rows / parts)`` rows to one part, so the numbers of rows differ by at most one when they do
     not divide.
     """
-    if num_parts < 1:
-        raise ValueError(f"rows are split into at least one part, got {num_parts}.")
     most_rows = -(-len(lengths) // num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0, part) for part in range(num_parts)]

@@ -60,11 +60,6 @@ def test_state_of_other_data_is_refused():
             other.load_state_dict(state)
 
 
-def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(ValueError, match="at least one batch of 4 rows, got 3"):
-        EpochBatches(3, 4, 0, True)
-
-
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=1, max_size=5)
 
 

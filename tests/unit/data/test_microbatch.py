@@ -56,8 +56,3 @@ def test_every_row_once_and_rows_level(lengths: list[int], parts: int) -> None:
 def test_tokens_are_level_for_a_known_case() -> None:
     split = balanced_partition([9, 1, 8, 2, 7, 3], 2)
     assert sorted(sum([9, 1, 8, 2, 7, 3][row] for row in part) for part in split) == [14, 16]
-
-
-def test_no_parts_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one part"):
-        balanced_partition([1], 0)

@@ -39,16 +39,7 @@ class Tracker:
             sink.log_table(name, columns, rows, step)
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``.
-
-        Raises:
-            ValueError: there is not exactly one edge more than counts.
-        """
-        if len(edges) != len(counts) + 1:
-            raise ValueError(
-                f"histogram '{name}' must have one edge more than counts, got {len(edges)} edges, "
-                f"{len(counts)} counts."
-            )
+        """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         for sink in self._sinks:
             sink.log_histogram(name, edges, counts, step)
 

@@ -69,11 +69,6 @@ def test_the_experiment_stays_open_when_the_files_are_closed(fails):
     assert sink.calls[-1] == ("close",)
 
 
-def test_histograms_need_one_edge_more_than_counts():
-    with pytest.raises(ValueError, match="one edge more than counts, got 2 edges, 2 counts"):
-        Tracker([]).log_histogram("h", [0.0, 1.0], [1, 2], step=1)
-
-
 def open_named(loggers, folder):
     return open_tracker(TrainerConfig(logger=loggers), folder, {}, total_steps=2)
 
