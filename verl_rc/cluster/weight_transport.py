@@ -1,8 +1,8 @@
 """The two weight transports from the actor to the engines, on the driver's side."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.model_groups import ActorGroup
@@ -28,21 +28,43 @@ class Staged:
     sent: SendReceipt
 
 
-class WeightTransport(Protocol):
+class WeightTransport(ABC):
     """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is
-    lost."""
+    lost.
 
-    staged: Staged | None
-    """The update that was staged last; None once its arrival is proven, or another update was delivered."""
+    The first update has all tensors, because new engines have none, the others those that training changes.
+    """
+
+    def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
+        """``open`` comes before the first update."""
+        self._actor, self._engines = actor, engines
+        self._manifests = {whole: actor.manifest(whole) for whole in (True, False)}
+        self._is_whole = self._is_first = True
+        self.staged: Staged | None = None
+        """The update that was staged last; None once its arrival is proven, or another update was delivered.
+        """
 
     @property
     def manifest(self) -> Manifest:
         """The tensors of the update that was delivered or staged last."""
+        return self._manifests[self._is_whole]
 
     def open(self) -> None:
         """Prepare for updates, the first of which has all tensors; call again after engines have been
         replaced."""
+        self._connect()
+        self._is_first = True
 
+    def _begin(self) -> bool:
+        """Begin an update; returns whether it has all tensors."""
+        self._is_whole, self._is_first = self._is_first, False
+        return self._is_whole
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Bring the ranks and the engines that there are together."""
+
+    @abstractmethod
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """Send the weights as ``version``; returns the receipts of sender and engines for
         ``check_receipts``."""
@@ -50,65 +72,36 @@ class WeightTransport(Protocol):
     def stage(self, version: int) -> None:
         """Send the weights, which engines load as ``version`` when they have ended what was submitted before.
 
-        ``staged`` remembers them. Only where ``checkpoint_engine.stage_updates`` is set.
+        ``staged`` remembers them. Only where ``checkpoint_engine.stage_updates`` is set, see
+        ``check_async_training``.
         """
+        raise NotImplementedError
 
     def loaded(self) -> Receipts | None:
         """The engines' receipts of the update staged last; None: an engine has not loaded it yet."""
+        raise NotImplementedError
 
 
-class UpdateParts:
-    """Which tensors the updates have: the first one all, because new engines have none, the others those that
-    training changes."""
-
-    def __init__(self, actor: ActorGroup) -> None:
-        """``begin`` comes before the first update."""
-        self._manifests = {whole: actor.manifest(whole) for whole in (True, False)}
-        self.begin()
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of the last update."""
-        return self._manifests[self._is_whole]
-
-    def begin(self) -> None:
-        """The next update is the first one for some engine."""
-        self._is_whole, self._is_first = True, True
-
-    def next(self) -> bool:
-        """Begin an update; returns whether it has all tensors."""
-        self._is_whole, self._is_first = self._is_first, False
-        return self._is_whole
-
-
-class BroadcastTransport:
+class BroadcastTransport(WeightTransport):
     """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup, rollout: RolloutConfig) -> None:
         """``open`` makes the group."""
-        self._actor, self._engines = actor, engines
+        super().__init__(actor, engines)
         self._workers_per_engine = rollout.tensor_model_parallel_size
-        self._parts = UpdateParts(actor)
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        self.staged: Staged | None = None
 
-    def open(self) -> None:
+    def _connect(self) -> None:
         """Create a process group of the sender and every engine worker, replacing the previous one."""
         host, port = self._actor.processes.listen()
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
         joining = self._actor.join_transfer(address)
         self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)
-        self._parts.begin()
-
-    @property
-    def manifest(self) -> Manifest:
-        """See ``WeightTransport``."""
-        return self._parts.manifest
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         self.staged = None
-        whole = self._parts.next()
+        whole = self._begin()
         receiving = self._engines.receive_weights(self.manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights(whole)
         received, sent = self._engines.wait(receiving, beside=sending)
@@ -116,7 +109,7 @@ class BroadcastTransport:
 
     def stage(self, version: int) -> None:
         """See ``WeightTransport``."""
-        whole = self._parts.next()
+        whole = self._begin()
         receiving = self._engines.stage_weights(self.manifest, self._bucket_bytes)
         _, sent = self._engines.wait(receiving, beside=self._actor.send_weights(whole))
         self._engines.load_staged(version)
@@ -128,23 +121,11 @@ class BroadcastTransport:
         return received if len(received) == self._engines.num_engines else None
 
 
-class IpcTransport:
-    """Every rank shares one bucket at a time with the engine worker on its device, which copies it."""
+class IpcTransport(WeightTransport):
+    """Every rank shares one bucket at a time with the engine worker on its device, which copies it. Nothing
+    is staged in lent memory."""
 
-    staged: Staged | None = None
-
-    def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
-        """``open`` determines which rank shares with which engine worker."""
-        self._actor, self._engines = actor, engines
-        self._parts = UpdateParts(actor)
-        self._num_buckets = {whole: actor.num_buckets(whole) for whole in (True, False)}
-
-    @property
-    def manifest(self) -> Manifest:
-        """See ``WeightTransport``."""
-        return self._parts.manifest
-
-    def open(self) -> None:
+    def _connect(self) -> None:
         """Match ranks and engine workers by device. Raises ``ConfigError`` when a worker has no rank on its
         device."""
         try:
@@ -153,15 +134,14 @@ class IpcTransport:
             raise ConfigError(
                 f"{error} Pass actor_rollout_ref.hybrid_engine=False, for GPUs of their own."
             ) from error
-        self._parts.begin()
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         interrupted = True
-        whole = self._parts.next()
+        whole = self._begin()
         try:
             self._engines.begin_update()
-            for index in range(self._num_buckets[whole]):
+            for index in range(self._actor.num_buckets(whole)):
                 handles = wait_for_all(self._actor.offer_bucket(index, self._offers, whole))
                 self._engines.load_bucket(BucketHandle.merged(handles))
             interrupted = False
@@ -171,14 +151,6 @@ class IpcTransport:
         finally:
             sent = wait_for_all(self._actor.release_bucket(interrupted))[0]
         return sent, self._engines.finish_update(version)
-
-    def stage(self, version: int) -> None:
-        """Nothing is staged in lent memory, see ``check_async_training``."""
-        raise NotImplementedError
-
-    def loaded(self) -> Receipts | None:
-        """See ``stage``."""
-        raise NotImplementedError
 
 
 def open_transport(

@@ -16,7 +16,7 @@ import pytest
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport
+from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport, WeightTransport
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.services import Services
@@ -29,6 +29,7 @@ MAY_CHANGE = {
     StopRequest: "a request to end concerns this process alone",
     EngineGroup: "what engines are built with, and what they were handed, is kept for others in their places",
     BroadcastTransport: "weights that engines have yet to load: a resumed run publishes anew",
+    WeightTransport: "which engines have all weights: a resumed run starts with new ones",
     Tracker: "the step of the last alert: a resumed run may lack the token record of the step behind it",
     IpcTransport: "who lends to whom depends on the processes that are there",
 }
