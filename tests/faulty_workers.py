@@ -89,7 +89,7 @@ class FaultyEngine(VllmEngine):
             try:
                 transfer.digests, transfer.loaded = {}, set(transfer.expected)
                 transfer._layers = {}  # as if the weights were in loadable form, which would drop them
-                transfer.update_weights({"manifest": manifest.to_plain(), "bucket_bytes": bucket_bytes})
+                transfer.update_weights({"source": (manifest, bucket_bytes)})
             finally:
                 transfer.model.load_weights, transfer._layers = load, None
             self._loop.call(lambda sampler: sampler._llm.llm_engine.set_weight_version(str(version)))

@@ -21,7 +21,7 @@ class LoadedEngine(VllmEngine):
             for bucket in Manifest(tuple(names.values())).buckets(1 << 30)
         ]
         self.begin_update()
-        self._loop.call(lambda sampler: sampler.load(staged=staged))
+        self._loop.call(lambda sampler: sampler.load(staged))
         self.finish_update(version)
 
     def num_kept(self) -> int:

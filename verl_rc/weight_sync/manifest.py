@@ -1,7 +1,7 @@
 """The tensors of a weight update: names, shapes, wire dtypes, buckets and digests of the bytes."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -64,15 +64,6 @@ class Manifest:
     def without(self, names: Collection[str]) -> "Manifest":
         """The tensors but these."""
         return Manifest(tuple(spec for spec in self.tensors if spec.name not in names))
-
-    def to_plain(self) -> list[dict[str, object]]:
-        """A list of plain mappings, as vLLM's update call can carry it to other processes."""
-        return [asdict(spec) for spec in self.tensors]
-
-    @classmethod
-    def from_plain(cls, plain: list[dict[str, object]]) -> "Manifest":
-        """The inverse of ``to_plain``."""
-        return cls(tuple(TensorSpec(str(p["name"]), str(p["dtype"]), tuple(p["shape"])) for p in plain))  # type: ignore[arg-type]
 
     def buckets(self, max_bytes: int) -> Iterator[list[TensorSpec]]:
         """Consecutive tensors of one dtype, at most ``max_bytes`` together (a larger single tensor travels

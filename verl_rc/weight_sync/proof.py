@@ -21,8 +21,7 @@ class SyncProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class LoadReceipt:
-    """What one engine worker received and loaded. vLLM's remote calls carry plain values: it travels as its
-    ``asdict``."""
+    """What one engine worker received and loaded."""
 
     digests: dict[str, int]
     """Digest of every tensor received, by name."""

@@ -26,10 +26,6 @@ def test_a_bucket_holds_one_dtype() -> None:
     assert [len(bucket) for bucket in mixed.buckets(1 << 20)] == [1, 1]
 
 
-def test_plain_form_round_trips() -> None:
-    assert Manifest.from_plain(Manifest(SPECS).to_plain()) == Manifest(SPECS)
-
-
 @given(
     size=st.integers(1, 40), place=st.integers(0, 39), dtype=st.sampled_from([torch.float32, torch.bfloat16])
 )

@@ -56,9 +56,7 @@ class VllmEngine(Engine):
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
         """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every
         member has come."""
-        mine = receiver.ReceiverAddress(
-            address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
-        )
+        mine = receiver.ReceiverAddress(address, first_rank, backend)
         # The next update follows, also where one that is staged waits for samples.
         self._loop.post(lambda sampler: sampler.join_transfer(mine), overtakes=True).result()
 
@@ -70,8 +68,7 @@ class VllmEngine(Engine):
             self.load_staged(version)
             return self._loaded.result()
         self.begin_update()
-        plain = manifest.to_plain()
-        self._loop.call(lambda sampler: sampler.load(manifest=plain, bucket_bytes=bucket_bytes))
+        self._loop.call(lambda sampler: sampler.load((manifest, bucket_bytes)))
         return self.finish_update(version)
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> None:
@@ -93,7 +90,7 @@ class VllmEngine(Engine):
 
         def load(sampler: VllmSampler) -> list[LoadReceipt]:
             self._begin(sampler)
-            sampler.load(staged=staged)
+            sampler.load(staged)
             return self._finish(sampler, version)
 
         self._loaded = self._loop.post(load, after=self._update_waits_for, hold="update", release="update")
@@ -117,7 +114,7 @@ class VllmEngine(Engine):
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one lent bucket; its lender may take the memory back when this returns."""
-        self._loop.call(lambda sampler: sampler.load(handle=handle))
+        self._loop.call(lambda sampler: sampler.load(handle))
 
     def finish_update(self, version: int) -> list[LoadReceipt]:
         """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""

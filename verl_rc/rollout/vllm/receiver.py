@@ -5,8 +5,8 @@ Weights are loaded by vLLM's layerwise reload, the only method that works everyw
 weights after loading and empties the parameters, and a quantised engine must quantise again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from verl_rc.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tenso
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
 from verl_rc.weight_sync.transfer_group import (
-    TRANSFER_TIMEOUT_SECONDS,
     TransferAddress,
     TransferGroup,
     broadcast_from_sender,
@@ -42,25 +41,19 @@ Bucket = tuple[Sequence[TensorSpec], Tensor]
 class ReceiverAddress(WeightTransferInitInfo):
     """How this engine's workers join the transfer group."""
 
-    host: str = ""
-    port: int = 0
-    world_size: int = 0
-    first_rank: int = 1
+    address: TransferAddress
+    first_rank: int
     """Rank of this engine's first worker in the transfer group; its tensor-parallel workers follow."""
-    process_group_backend: str = "gloo"
-    timeout_seconds: float = TRANSFER_TIMEOUT_SECONDS
+    process_group_backend: str
 
 
 @dataclass
 class ReceiveRequest(WeightTransferUpdateInfo):
     """A whole update to receive by broadcast, or one that is staged, or one lent bucket to copy."""
 
-    manifest: list[dict[str, Any]] = field(default_factory=list)
-    """The tensors of a broadcast update; unused where there is a handle."""
-    bucket_bytes: int = 1 << 30
-    handle: BucketHandle | None = None
-    staged: list[Bucket] | None = None
-    """Load this, which ``WeightReceiver.stage`` received."""
+    source: tuple[Manifest, int] | list[Bucket] | BucketHandle
+    """Tensors of a broadcast update and its bytes a bucket; or what ``WeightReceiver.stage`` received; or a
+    lent bucket."""
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
@@ -89,12 +82,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
         """Join the transfer group; lent buckets need none."""
         rank = init_info.first_rank + self.vllm_config.parallel_config.rank
-        address = TransferAddress(
-            init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds
-        )
         # The other members do not have the settings of vLLM's batch-invariant mode: NCCL would hang.
         with unpinned_nccl_env():
-            self._group = join_transfer_group(address, rank, init_info.process_group_backend)
+            self._group = join_transfer_group(init_info.address, rank, init_info.process_group_backend)
 
     def start_weight_update(self) -> None:
         """Put the model's layers back into loadable form, if there are no weights that stay.
@@ -127,13 +117,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
 
     def receive_weights(self, update_info: ReceiveRequest) -> None:
         """Receive every bucket of the request and load it."""
-        if update_info.handle is not None:
-            self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
+        source = update_info.source
+        if isinstance(source, BucketHandle):
+            self._load(source.tensors, copy_bucket(source, self.device))
             return
-        buckets: Iterable[Bucket] | None = update_info.staged
-        if buckets is None:
-            buckets = self._receive(Manifest.from_plain(update_info.manifest), update_info.bucket_bytes)
-        for bucket, flat in buckets:
+        for bucket, flat in self._receive(*source) if isinstance(source, tuple) else source:
             self._load(bucket, flat)
 
     def stage(self, manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
@@ -190,10 +178,10 @@ class ReceiptExtension:
 
     weight_transfer_engine: Any
 
-    def weight_sync_receipt(self) -> dict[str, Any]:
-        """``LoadReceipt`` of the last update."""
+    def weight_sync_receipt(self) -> LoadReceipt:
+        """That of the last update."""
         engine = self.weight_transfer_engine
-        return asdict(LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded)))
+        return LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded))
 
     def weight_sync_device(self) -> str:
         """Key of this worker's device, as trainer ranks name theirs."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
@@ -24,7 +24,9 @@ from verl_rc.rollout.vllm.llm import build_llm
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.rollout.vllm.process_cleanup import unlink_shared_memory
+from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import LoadReceipt
+from verl_rc.weight_sync.shared_bucket import BucketHandle
 
 
 @dataclass(frozen=True)
@@ -168,15 +170,15 @@ class VllmSampler:
 
     def join_transfer(self, address: receiver.ReceiverAddress) -> None:
         """Let every worker join the group of a broadcast."""
-        self._llm.init_weight_transfer_engine({"init_info": asdict(address)})
+        self._llm.init_weight_transfer_engine({"init_info": vars(address)})
 
     def begin_update(self) -> None:
         """Make the model loadable."""
         self._llm.start_weight_update()
 
-    def load(self, **update_info: Any) -> None:
-        """Load a ``receiver.ReceiveRequest`` of these fields."""
-        self._llm.update_weights({"update_info": update_info})
+    def load(self, source: tuple[Manifest, int] | list[receiver.Bucket] | BucketHandle) -> None:
+        """Load from the ``source`` of a ``receiver.ReceiveRequest``."""
+        self._llm.update_weights({"update_info": {"source": source}})
 
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
@@ -199,7 +201,7 @@ class VllmSampler:
 
     def receipts(self) -> list[LoadReceipt]:
         """A receipt per worker of the last update."""
-        return [LoadReceipt(**plain) for plain in self._llm.collective_rpc("weight_sync_receipt")]
+        return self._llm.collective_rpc("weight_sync_receipt")
 
     def device_keys(self) -> list[str]:
         """The device of each worker."""
