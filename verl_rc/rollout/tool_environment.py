@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.episode import TOOL_CALLS, Reply, Turn
 from verl_rc.rollout.environment import Environment
-from verl_rc.rollout.tools import Tool, ToolCaller, ToolFailedError, find_tools
+from verl_rc.rollout.tools import Tool, call_tool, find_tools
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
@@ -73,7 +72,7 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     return tag_parser(chosen[0])
 
 
-def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
+def answer_call(call: ParsedCall, tools: Mapping[str, Tool], timeout_seconds: float) -> str:
     """What the policy reads after a call: the tool's answer, or what is wrong with the call.
 
     Raises ``ToolFailedError`` when the tool itself fails, or hangs.
@@ -83,7 +82,7 @@ def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller)
     tool = tools.get(call.name)
     if tool is None:
         return f"error: the tools are {json.dumps(sorted(tools))}"
-    return caller.call(tool, call.arguments)
+    return call_tool(tool, call.arguments, timeout_seconds)
 
 
 def truncated(text: str, limit: int, side: str) -> str:
@@ -112,7 +111,6 @@ class Toolbox:
         self._tools = find_tools(config.tools)
         self._parse: Parser = choose_parser(config, self._tools)
         self._pool = ThreadPoolExecutor(_TURNS_AT_ONCE, "tools")
-        self._callers = threading.local()
 
     def calls(self, text: str) -> list[ParsedCall]:
         """The calls in the text of a turn that are to be answered."""
@@ -124,19 +122,10 @@ class Toolbox:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._answer, calls)
 
     def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """Answer calls in a thread of the pool. Each has a caller of its own, which calls one tool at a
-        time."""
-        if not hasattr(self._callers, "own"):
-            self._callers.own = ToolCaller(self.config.tool_timeout_seconds)
+        """Answer calls one after the other."""
         limit, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
-        try:
-            return [
-                truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls
-            ]
-        except ToolFailedError:
-            self._callers.own.close()
-            del self._callers.own  # the next turn in this thread gets another one
-            raise
+        seconds = self.config.tool_timeout_seconds
+        return [truncated(answer_call(call, self._tools, seconds), limit, side) for call in calls]
 
 
 class ToolEnvironment(Environment):

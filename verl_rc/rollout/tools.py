@@ -169,57 +169,38 @@ class ToolFailedError(EpisodeFailedError):
     """A tool did not do what it must; the message names it and the call."""
 
 
-class ToolCaller:
-    """Calls tools one at a time in a daemon thread, so that a tool that hangs does not keep the process
-    alive."""
+def call_tool(tool: Tool, arguments: Mapping[str, Any], timeout_seconds: float) -> str:
+    """The tool's answer, as text for the policy. It works in a thread of its own.
 
-    def __init__(self, timeout_seconds: float) -> None:
-        """``timeout_seconds``: of each call."""
-        self._timeout_seconds = timeout_seconds
-        self._calls: queue.SimpleQueue[tuple[Tool, Mapping[str, Any]] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late.
+    """
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        """The tool's answer, as text for the policy.
-
-        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late;
-        after that only ``close`` may be called.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="tools", daemon=True)
-            self._thread.start()
-        self._calls.put((tool, arguments))
-        where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
+    def work() -> None:
         try:
-            # Python cannot stop a thread: one that hangs is left behind.
-            answer = self._answers.get(timeout=self._timeout_seconds)
-        except queue.Empty:
-            raise ToolFailedError(
-                f"{where} must answer within {_KEY}.tool_timeout_seconds={self._timeout_seconds:g}, and is "
-                "still at work. Give it a limit of its own that ends in a ToolError, or raise this one."
-            ) from None
-        if isinstance(answer, BaseException):
-            raise ToolFailedError(
-                f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call "
-                "that it cannot answer; its text is then the answer."
-            ) from answer
-        if not isinstance(answer, str):
-            raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
-        return answer
+            answers.put(tool.call(arguments))
+        except BaseException as error:
+            answers.put(error)
+            raise  # ends this thread, which shows where it came from
 
-    def close(self) -> None:
-        """End the thread, once the tool that it calls has returned."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            tool, arguments = call
-            try:
-                self._answers.put(tool.call(arguments))
-            except BaseException as error:
-                self._answers.put(error)
-                raise  # ends this thread, which shows where it came from
+    # Python cannot stop a thread: one that hangs is left behind, and does not keep the process alive.
+    threading.Thread(target=work, name="tools", daemon=True).start()
+    where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
+    try:
+        answer = answers.get(timeout=timeout_seconds)
+    except queue.Empty:
+        raise ToolFailedError(
+            f"{where} must answer within {_KEY}.tool_timeout_seconds={timeout_seconds:g}, and is still at "
+            "work. Give it a limit of its own that ends in a ToolError, or raise this one."
+        ) from None
+    if isinstance(answer, BaseException):
+        raise ToolFailedError(
+            f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call that "
+            "it cannot answer; its text is then the answer."
+        ) from answer
+    if not isinstance(answer, str):
+        raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
+    return answer
 
 
 BUILT_IN = {CALCULATOR.name: CALCULATOR}

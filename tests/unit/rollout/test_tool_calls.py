@@ -11,10 +11,9 @@ from verl_rc.rollout.tool_environment import (
     tag_parser,
     truncated,
 )
-from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller
+from verl_rc.rollout.tools import CALCULATOR, Tool
 
 TOOLS = {"calculator": CALCULATOR}
-CALLER = ToolCaller(5)
 
 
 def test_hermes_calls_in_order() -> None:
@@ -32,7 +31,7 @@ def test_hermes_calls_in_order() -> None:
 def test_a_malformed_call_is_answered(body: str) -> None:
     (call,) = parse_hermes(f"<tool_call>{body}</tool_call>")
     assert isinstance(call, str)
-    assert answer_call(call, TOOLS, CALLER).startswith("error: a tool call must be")
+    assert answer_call(call, TOOLS, 5).startswith("error: a tool call must be")
 
 
 def test_tags_hold_the_one_argument() -> None:
@@ -45,8 +44,8 @@ def test_tags_hold_the_one_argument() -> None:
 
 
 def test_answers() -> None:
-    assert answer_call(ToolCall("calculator", {"expression": "6*7"}), TOOLS, CALLER) == "42"
-    assert answer_call(ToolCall("calculater", {}), TOOLS, CALLER) == 'error: the tools are ["calculator"]'
+    assert answer_call(ToolCall("calculator", {"expression": "6*7"}), TOOLS, 5) == "42"
+    assert answer_call(ToolCall("calculater", {}), TOOLS, 5) == 'error: the tools are ["calculator"]'
 
 
 def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:

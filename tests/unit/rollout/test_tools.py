@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from verl_rc.rollout.tools import (
     CALCULATOR,
     Tool,
-    ToolCaller,
     ToolError,
     ToolFailedError,
+    call_tool,
     evaluate_expression,
     find_tools,
 )
@@ -201,11 +201,10 @@ def behave(how: str) -> str:
 SLOW_TOOL = Tool("odd", "Does as it is told.", {"how": "what"}, behave)
 
 
-def test_answers_come_from_one_thread_that_is_not_the_callers() -> None:
-    caller = ToolCaller(600)
-    assert [caller.call(SLOW_TOOL, {"how": "answer"}) for _ in range(3)] == ["tools"] * 3
-    assert caller.call(SLOW_TOOL, {"how": "refuse"}) == "error: not today"
-    assert caller.call(SLOW_TOOL, {}) == 'error: odd takes ["how"], got []'
+def test_answers_come_from_a_thread_that_is_not_the_callers() -> None:
+    assert call_tool(SLOW_TOOL, {"how": "answer"}, 600) == "tools"
+    assert call_tool(SLOW_TOOL, {"how": "refuse"}, 600) == "error: not today"
+    assert call_tool(SLOW_TOOL, {}, 600) == 'error: odd takes ["how"], got []'
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -223,21 +222,7 @@ def test_a_failure_names_the_tool_and_its_call(how: str, message: str) -> None:
         ToolFailedError,
         match=f"the tool 'odd' of .*multi_turn.tools, called with {{'how': '{how}'}}, {message}",
     ):
-        ToolCaller(0.2 if how == "hang" else 600).call(SLOW_TOOL, {"how": how})
-
-
-def test_a_thread_ends_once_its_last_call_has_returned() -> None:
-    go_on = threading.Event()
-    tool = Tool("odd", "Waits.", {}, lambda: str(go_on.wait(600)))
-    caller = ToolCaller(0.1)
-    with pytest.raises(ToolFailedError, match="must answer within"):
-        caller.call(tool, {})
-    caller.close()
-    assert caller._thread is not None
-    assert caller._thread.is_alive()
-    go_on.set()
-    caller._thread.join(10.0)
-    assert not caller._thread.is_alive()
+        call_tool(SLOW_TOOL, {"how": how}, 0.2 if how == "hang" else 600)
 
 
 SOURCE = """
