@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -79,8 +80,8 @@ class SequenceParallel:
         return -(-num_tokens // self.size)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        exchanged: Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
-        return exchanged
+        """Part i of rank j becomes part j of rank i; the gradients of the parts travel back the same way."""
+        return funcol.wait_tensor(funcol.all_to_all_single(parts.contiguous(), None, None, self.group))
 
 
 def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParallel | None]:
@@ -102,27 +103,6 @@ def _repeated_heads(projection: Tensor, size: int) -> Tensor:
     """Every head ``[1, heads, n, D]`` as often, one behind the other, as makes their number a multiple of
     ``size``."""
     return projection.repeat_interleave(size // math.gcd(projection.shape[1], size), dim=1)
-
-
-class _Exchange(torch.autograd.Function):
-    """Part i of rank j becomes part j of rank i; the gradients of the parts travel back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradient, ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
 
 
 class _Sum(torch.autograd.Function):

@@ -208,7 +208,7 @@ def test_ranks_that_share_tokens(
 ) -> None:
     """One of two ranks, whose exchanges give back what it sent: devices are those of a real group, numbers
     are not."""
-    monkeypatch.setattr(sequence_parallel, "_exchanged", lambda parts, group: parts.contiguous().clone())
+    monkeypatch.setattr(SequenceParallel, "_exchange", lambda _, parts: parts.contiguous().clone())
     monkeypatch.setattr(sequence_parallel.dist, "all_reduce", lambda tensor, group: None)
     options = ForwardOptions(ranks=SequenceParallel(None, rank=0, size=2))
 
