@@ -141,40 +141,29 @@ class AwaitedProcess:
     """Its state in the kernel; None: it has answered."""
 
 
-@dataclass(frozen=True)
-class TimedOutWait:
-    """A wait of the driver that exceeded its time limit."""
-
-    seconds: float
-    limit_key: str
-    """The configuration key that sets the limit."""
-    processes: Sequence[AwaitedProcess]
-    driver_stack: str
-    free_resources: str
-
-
-def summary(wait: TimedOutWait) -> str:
-    """One line for each process that has not answered, and advice."""
-    silent = [process for process in wait.processes if process.state is not None]
-    answered = [process.who for process in wait.processes if process.state is None]
+def summary(
+    processes: Sequence[AwaitedProcess], seconds: float, limit_key: str, free_resources: object
+) -> str:
+    """One line for each process that has not answered within ``seconds``, the value of the configuration's
+    ``limit_key``, and advice."""
+    silent = [process for process in processes if process.state is not None]
+    answered = [process.who for process in processes if process.state is None]
     names = ", ".join(f"{process.who} ({process.what})" for process in silent)
-    lines = [f"these processes did not answer within {wait.seconds:.0f} s: {names}."]
+    lines = [f"these processes did not answer within {seconds:.0f} s: {names}."]
     lines += [
         f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}."
         for process in silent
     ]
     if answered:
         lines.append(f"  These answered: {', '.join(answered)}.")
-    lines.append(
-        f"Free resources of the cluster: {wait.free_resources}. Raise {wait.limit_key} if they are only slow."
-    )
+    lines.append(f"Free resources of the cluster: {free_resources}. Raise {limit_key} if they are only slow.")
     return "\n".join(lines)
 
 
-def full_report(wait: TimedOutWait) -> str:
+def full_report(short: str, processes: Sequence[AwaitedProcess], driver_stack: str) -> str:
     """The summary, the driver's stack, and the stacks of every process that has not answered."""
-    parts = [summary(wait), "The driver waits in (newest frame last):\n" + wait.driver_stack.rstrip()]
-    for process in wait.processes:
+    parts = [short, "The driver waits in (newest frame last):\n" + driver_stack.rstrip()]
+    for process in processes:
         if process.state is not None:
             stacks = process.state.stacks or f"no stacks: it {process.state.condition}"
             parts.append(f"{process.who}, asked to {process.what} (newest frame first):\n{stacks}")
@@ -256,21 +245,17 @@ class Watchdog:
         """Inspect the ``silent`` processes among those of ``calls``, write the report file and return its
         summary."""
         states = inspect_processes(silent)
-        wait = TimedOutWait(
-            seconds,
-            limit_key,
-            [
-                AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process)))
-                for process, what in calls
-            ],
-            "".join(traceback.format_stack()[:-2]),
-            str(ray.available_resources()),
-        )
+        processes = [
+            AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process)))
+            for process, what in calls
+        ]
+        short = summary(processes, seconds, limit_key, ray.available_resources())
         if self._folder is None:
-            return summary(wait)
+            return short
         path = self._folder / f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt"
-        path.write_text(full_report(wait), encoding="utf-8")
-        return f"{summary(wait)}\nTheir Python stacks are in {path}."
+        driver_stack = "".join(traceback.format_stack()[:-2])
+        path.write_text(full_report(short, processes, driver_stack), encoding="utf-8")
+        return f"{short}\nTheir Python stacks are in {path}."
 
     def end_all(self) -> None:
         """Kill every remaining process on every node, also stopped ones."""

@@ -16,7 +16,6 @@ from verl_rc.cluster.watchdog import (
     AwaitedProcess,
     ProcessIdentity,
     ProcessState,
-    TimedOutWait,
     full_report,
     inspect_process,
     kill,
@@ -42,19 +41,20 @@ SAMPLE = (
 )
 
 
-def wait(*states: ProcessState | None) -> TimedOutWait:
-    processes = [
+def ranks(*states: ProcessState | None) -> list[AwaitedProcess]:
+    return [
         AwaitedProcess(f"rank {i}", "update", "answered score 7 s ago", state)
         for i, state in enumerate(states)
     ]
-    return TimedOutWait(
-        30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}"
-    )
+
+
+def short(*states: ProcessState | None) -> str:
+    return summary(ranks(*states), 30.0, "trainer.hang_timeout_seconds", {})
 
 
 def test_everyone_is_where_it_stands() -> None:
     reduces, computes = ProcessState("runs", HELPER + REDUCE), ProcessState("runs", HELPER + COMPUTE)
-    text = summary(wait(reduces, computes, None, ProcessState("is stopped")))
+    text = short(reduces, computes, None, ProcessState("is stopped"))
     assert "did not answer within 30 s: rank 0 (update), rank 1 (update), rank 3 (update)." in text
     assert (
         "  rank 0: waits in a collective for its peers, at all_reduce "
@@ -67,7 +67,8 @@ def test_everyone_is_where_it_stands() -> None:
 
 
 def test_the_report_holds_every_stack() -> None:
-    text = full_report(wait(ProcessState("runs", HELPER + REDUCE), None, ProcessState("has ended")))
+    states = ProcessState("runs", HELPER + REDUCE), None, ProcessState("has ended")
+    text = full_report(short(*states), ranks(*states), '  File "train.py", line 1, in train\n')
     assert HELPER + REDUCE.rstrip() in text
     assert 'File "train.py"' in text
     assert "rank 2, asked to update (newest frame first):\nno stacks: it has ended" in text
@@ -75,7 +76,7 @@ def test_the_report_holds_every_stack() -> None:
 
 
 def test_a_dump_without_the_drivers_call_still_tells_something() -> None:
-    assert "rank 0: at wait (/lib/threading.py:5);" in summary(wait(ProcessState("runs", HELPER)))
+    assert "rank 0: at wait (/lib/threading.py:5);" in short(ProcessState("runs", HELPER))
 
 
 PROGRAM = """
@@ -143,6 +144,6 @@ def test_another_process_with_the_same_pid_is_left_alone(
 
 
 def test_an_engine_stands_where_the_thread_that_samples_does() -> None:
-    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(
-        wait(ProcessState("runs", COLLECT + "\n" + SAMPLE))
+    assert "rank 0: at forward (/lib/vllm/model.py:4);" in short(
+        ProcessState("runs", COLLECT + "\n" + SAMPLE)
     )
