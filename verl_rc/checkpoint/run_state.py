@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from verl_rc import __version__
 from verl_rc.checkpoint.saved_files import read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.config.schema import leaves_of
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
 from verl_rc.ppo.admission import AdmissionState
@@ -223,25 +224,14 @@ def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any])
     Both are resolved configurations as plain trees; keys that one of them lacks are not compared. Raises
     ``CheckpointError`` naming every key of ``FIXED_KEYS`` that differs.
     """
-    differences = []
-    for key in FIXED_KEYS:
-        saved, current = _value_at(saved_config, key), _value_at(config, key)
-        if saved is not _ABSENT and current is not _ABSENT and saved != current:
-            differences.append(f"{key} was {saved!r}, now it is {current!r}")
+    saved, current = dict(leaves_of(saved_config)), dict(leaves_of(config))
+    differences = [
+        f"{key} was {saved[key]!r}, now it is {current[key]!r}"
+        for key in FIXED_KEYS
+        if key in saved and key in current and saved[key] != current[key]
+    ]
     if differences:
         raise CheckpointError(
             "a resumed run must keep the settings that its checkpoint was trained with: "
             f"{'; '.join(differences)}. Restore them, or start anew with trainer.resume_mode=disable."
         )
-
-
-_ABSENT = object()
-
-
-def _value_at(tree: Mapping[str, Any], key: str) -> Any:
-    value: Any = tree
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
-        value = value[part]
-    return value
