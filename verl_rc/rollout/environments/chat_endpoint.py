@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,11 @@ class ChatEndpoint:
         self._web = _BoundedServer(
             limits.connections,
             self._respond,
+            request_factory=partial(
+                web.BaseRequest,
+                loop=asyncio.get_running_loop(),
+                client_max_size=int(limits.body_megabytes * _MEGABYTE),
+            ),
             handler_cancellation=True,
             keepalive_timeout=_KEEPALIVE_SECONDS,
             access_log=None,
@@ -112,9 +118,11 @@ class ChatEndpoint:
             raise RefusedCallError(
                 404, f"this endpoint has POST {_PATH}, got {request.method} {request.path}."
             )
-        body = await self._body(request)
         try:
-            parsed = json.loads(body)
+            parsed = json.loads(await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            most = f"{self._limits.body_megabytes:g} MiB"
+            raise RefusedCallError(413, f"a body must have at most {most}.") from None
         except (ValueError, RecursionError) as error:
             raise RefusedCallError(400, f"the body must be JSON: {error}.") from error
         return await answer(parsed)
@@ -126,18 +134,6 @@ class ChatEndpoint:
         self._calls[key] += 1
         if self._calls[key] > self._limits.calls_per_second:
             raise RefusedCallError(429, f"a key may make {self._limits.calls_per_second} calls a second.")
-
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        most = int(self._limits.body_megabytes * _MEGABYTE)
-        body = bytearray()
-        if (request.content_length or 0) <= most:
-            async for chunk in request.content.iter_any():
-                body += chunk
-                if len(body) > most:
-                    break
-            else:
-                return bytes(body)
-        raise RefusedCallError(413, f"a body must have at most {self._limits.body_megabytes:g} MiB.")
 
 
 _ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[ChatEndpoint]]]" = (
