@@ -31,7 +31,7 @@ class ObservedEngine(VllmEngine):
 
     def act_on_update(self, what: OnUpdate) -> None:
         """From now on do this to running samples at an update."""
-        self._on_update = what
+        self._options = replace(self._options, on_update=what)
         self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
 
     def forget_weights(self) -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from verl_rc.config.user_code import import_attribute
@@ -82,10 +83,7 @@ def environment_class(name: str, arguments: Mapping[str, Any]) -> Callable[[], E
     kind = import_attribute(name, f"{key}.name={name}", "class")
     if not isinstance(kind, type) or not issubclass(kind, Environment):
         raise ValueError(f"{key}.name must be a verl_rc.rollout.environment.Environment, got {kind!r}.")
-
-    def make() -> Environment:
-        return kind(**arguments)
-
+    make = partial(kind, **arguments)
     try:
         make()
     except TypeError as error:  # an abstract method is missing, or arguments do not fit

@@ -6,7 +6,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from verl_rc.config.rollout import MultiTurnConfig
@@ -121,12 +121,8 @@ def _loops_of_file(path: str | None) -> Mapping[str, Callable[[], Environment]]:
                 f"agent (docs/agents.md){why}"
             )
         arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
-        loops[entry["name"]] = _maker(kind, arguments)
+        loops[entry["name"]] = partial(kind, **arguments)
     return loops
-
-
-def _maker(kind: type[Environment], arguments: Mapping[str, Any]) -> Callable[[], Environment]:
-    return lambda: kind(**arguments)
 
 
 class SingleTurn(Environment):

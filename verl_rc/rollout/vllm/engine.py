@@ -35,7 +35,6 @@ class VllmEngine(Engine):
         self._options = options
         self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._box: Box = []
-        self._on_update = options.on_update
         self._interrupted = Interrupted([])
         """What the last update interrupted."""
         self._paused_at = 0.0
@@ -127,8 +126,7 @@ class VllmEngine(Engine):
 
     @property
     def _update_waits_for(self) -> After:
-        waits = self._on_update == "finish" or self._options.deterministic_steps is not None
-        return "all" if waits else "priority"
+        return "all" if self._options.on_update == "finish" or self._options.deterministic else "priority"
 
     def interrupted(self) -> Interrupted:
         """What the last update did to samples that were submitted."""
@@ -213,7 +211,7 @@ class VllmEngine(Engine):
         self._paused_at = time.perf_counter()
         if self._options.deterministic_steps is not None:
             self._loop.limit(0)
-        cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
+        cut = self._loop.cut(sampler) if self._options.on_update == "recompute" else []
         so_far: dict[int, Sample] = dict(self._loop.so_far(sampler))
         again = sum(len(one.request.prompt_token_ids) + num_tokens(so_far[one.number].parts) for one in cut)
         self._interrupted = Interrupted(list(so_far.values()), recomputed_tokens=again)

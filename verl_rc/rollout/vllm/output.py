@@ -1,32 +1,27 @@
 """What vLLM says of a request that has ended or was cut, as parts of a response."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.outputs import CompletionOutput
 
 from verl_rc.data.parts import UNKNOWN, Part
 from verl_rc.data.ragged_column import RaggedColumn
 
 
-class Output(Protocol):
-    """What is read of vLLM's ``CompletionOutput``."""
-
-    token_ids: Sequence[int]
-    logprobs: Any
-    """``FlatLogprobs``, or None."""
-    weight_versions: Any
-    """Spans of tokens, each with the label of the weights that sampled it; or None."""
-
-
 def parts_of_output(
-    output: Output, held: tuple[int, int], number: int, columns: Mapping[str, RaggedColumn] | None = None
+    output: CompletionOutput,
+    held: tuple[int, int],
+    number: int,
+    columns: Mapping[str, RaggedColumn] | None = None,
 ) -> list[Part]:
     """A part for each version of the weights.
 
     Args:
-        output: What one request sampled, or no token yet.
+        output: What one request sampled, or no token yet; spans of tokens, each with the label of the weights
+            that sampled it.
         held: Versions of the weights that the engine held when the request began and at its end.
         number: That of the sample, for messages.
         columns: What is recorded beside the tokens.
@@ -63,7 +58,7 @@ def parts_of_output(
     ]
 
 
-def sampled_log_probs(output: Output, number: int) -> list[float]:
+def sampled_log_probs(output: CompletionOutput, number: int) -> list[float]:
     """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another
     token."""
     flat = output.logprobs
