@@ -34,14 +34,8 @@ class _HostProcess:
         """A name that no other process has, and whether it took the place of one that was lost."""
         return self._process
 
-    async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
-        return await self._host.open(row, seed)
-
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
-        return await self._host.step(episode, turn)
-
-    async def close(self, key: EpisodeKey) -> None:
-        await self._host.close(key)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self._host, method)(*arguments)
 
 
 class RayHosts(Hosts):
@@ -102,7 +96,7 @@ class RayHosts(Hosts):
     async def _call(self, place: int, method: str, *arguments: Any) -> Any:
         actor = self._actors[place % len(self._actors)]
         try:
-            return await getattr(actor, method).remote(*arguments)
+            return await actor.call.remote(method, *arguments)
         except RayActorError as error:
             return Failed(
                 f"hosts of environments died {1 + _MOST_LOSSES} times in a row: {error}", again=False
