@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,19 +62,6 @@ class BucketHandle:
         """The handles of all trainer ranks for one bucket, as one."""
         by_device = {key: exported for handle in handles for key, exported in handle.by_device.items()}
         return cls(handles[0].tensors, by_device)
-
-
-class SharedBucket(Protocol):
-    """The lending end: memory from allocation to release."""
-
-    flat: Tensor
-    """``[num_elements]``, to be filled before ``export`` is given away."""
-
-    def export(self) -> SharedMemoryHandle | CudaIpcHandle:
-        """How the other process finds the memory."""
-
-    def release(self) -> None:
-        """Free the memory, after the other process has copied it or was lost."""
 
 
 class HostBucket:
@@ -142,6 +129,11 @@ class CudaBucket:
         del self.flat
         # PyTorch frees exported memory that the importer has closed at its next export, or when asked to.
         torch.cuda.ipc_collect()
+
+
+SharedBucket = HostBucket | CudaBucket
+"""The lending end: memory from allocation to release. Its ``flat`` ``[num_elements]`` is to be filled before
+``export`` is given away; ``release`` comes after the other process has copied it or was lost."""
 
 
 @contextmanager
