@@ -105,8 +105,7 @@ class EngineGroup:
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
         ]
         answer_by_call = {
-            item.reference: answer
-            for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY, timeout_seconds)
+            item.reference: answer for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY)
         }
         lost = {
             engine: answer_by_call[item.reference]

@@ -2,6 +2,7 @@
 failed."""
 
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,24 +200,14 @@ def wait_for_all(
     Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that
     did not answer within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
     """
-    waiting = {item.reference: item for item in pending}
-    remaining = list(waiting)
-    results: dict[Any, Any] = {}
-    limit = WATCHDOG.limit_seconds if timeout_seconds is None else timeout_seconds
-    deadline = None if limit is None else time.monotonic() + limit
-    while remaining:
-        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        pause = seconds_left if beside is None else min(_SERVE_SECONDS, seconds_left or _SERVE_SECONDS)
-        ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause)
-        if not ready and beside is not None and seconds_left != 0.0:
-            beside()
-            continue
-        if not ready:
-            key = (
-                "trainer.hang_timeout_seconds" if timeout_seconds is None else "trainer.ready_timeout_seconds"
-            )
-            raise HangError(_report(pending, remaining, limit or 0.0, key))
-        results[ready[0]] = _result_of(waiting[ready[0]])
+    limit, key = timeout_seconds, "trainer.ready_timeout_seconds"
+    if timeout_seconds is None:
+        limit, key = WATCHDOG.limit_seconds, "trainer.hang_timeout_seconds"
+    results = {}
+    for item, answer in answers(pending, limit, key, beside=beside):
+        if isinstance(answer, RemoteError):
+            raise answer
+        results[item.reference] = answer
     return [results[item.reference] for item in pending]
 
 
@@ -236,19 +227,29 @@ def _report(
 
 
 def answers(
-    pending: Sequence[Pending], timeout_seconds: float, limit_key: str, grace_seconds: float
+    pending: Sequence[Pending],
+    timeout_seconds: float | None,
+    limit_key: str,
+    grace_seconds: float = math.inf,
+    beside: Beside | None = None,
 ) -> Iterator[tuple[Pending, Any | RemoteError]]:
-    """Yield every call with its result or ``RemoteError``, in order of completion.
+    """Yield every call with its result or ``RemoteError``, in order of completion, and do ``beside``
+    meanwhile.
 
-    Calls without an answer after ``timeout_seconds``, the value of the configuration's ``limit_key``, come
-    last, each with a ``HangError``. Once a call failed in a live process, the others have ``grace_seconds``,
-    because processes that communicate fail together.
+    Calls without an answer after ``timeout_seconds`` (None: no limit), the value of the configuration's
+    ``limit_key``, come last, each with a ``HangError``. Once a call failed in a live process, the others have
+    ``grace_seconds``, because processes that communicate fail together.
     """
     waiting = {item.reference: item for item in pending}
-    full_deadline = deadline = time.monotonic() + timeout_seconds
+    full_deadline = deadline = time.monotonic() + (math.inf if timeout_seconds is None else timeout_seconds)
     remaining = list(waiting)
     while remaining:
-        ready, remaining = ray.wait(remaining, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        pause = left if beside is None else min(_SERVE_SECONDS, left)
+        ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause if math.isfinite(pause) else None)
+        if not ready and beside is not None and left:
+            beside()
+            continue
         if not ready:
             break
         item = waiting[ready[0]]
@@ -264,7 +265,7 @@ def answers(
     if deadline < full_deadline:
         reason = f"no answer within {grace_seconds:g} s after another process failed"
     else:
-        reason = _report(pending, remaining, timeout_seconds, limit_key)
+        reason = _report(pending, remaining, timeout_seconds or 0.0, limit_key)
     for reference in remaining:
         yield waiting[reference], HangError(reason)
 
