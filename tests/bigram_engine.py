@@ -235,11 +235,11 @@ class BigramEngine(Engine):
 
     # memory
 
-    def sleep(self) -> bool:
-        return False
+    def sleep(self) -> None:
+        """It cannot."""
 
-    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
-        return False
+    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
+        """It cannot sleep."""
 
     # for tests
 

@@ -68,8 +68,9 @@ class ObservedEngine(VllmEngine):
         recording = RecordingLoop(loop.call(lambda sampler: sampler._adapter))
         self._can_sleep, self._loop = True, recording
         try:
-            answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]
-            assert answers == [True, True, True]
+            self.sleep()
+            self.wake_up(["weights"])
+            self.wake_up(["kv_cache"])
             return [
                 (name, arguments, options) for name, arguments, options in recording.sampler._llm.mock_calls
             ]

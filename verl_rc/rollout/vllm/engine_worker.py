@@ -12,7 +12,9 @@ from verl_rc.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.rollout.vllm.float32_head import keep_float32_heads
 from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
-from verl_rc.rollout.vllm.receiver import ReceiptExtension
+from verl_rc.rollout.vllm.receiver import WeightReceiver
+from verl_rc.weight_sync.proof import LoadReceipt
+from verl_rc.weight_sync.shared_bucket import device_key
 
 
 class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
@@ -29,10 +31,20 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
             return super().apply_scaled_mm(**arguments)
 
 
-class EngineWorkerExtension(ReceiptExtension):
+class EngineWorkerExtension:
     """Methods that ``collective_rpc`` finds in every worker."""
 
     model_runner: Any
+    weight_transfer_engine: WeightReceiver
+
+    def weight_sync_receipt(self) -> LoadReceipt:
+        """That of the last update."""
+        engine = self.weight_transfer_engine
+        return LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded))
+
+    def weight_sync_device(self) -> str:
+        """Key of this worker's device, as trainer ranks name theirs."""
+        return device_key(self.weight_transfer_engine.device)
 
     def apply_adapter(self) -> None:
         """Compute with the adapter that the last update brought. Raises ``RuntimeError``."""

@@ -23,8 +23,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 from verl_rc.rollout.vllm.adapters import plain_layers, put_back
 from verl_rc.rollout.vllm.float32_head import forget_float32_heads
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tensor_digest
-from verl_rc.weight_sync.proof import LoadReceipt
-from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
+from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket
 from verl_rc.weight_sync.transfer_group import (
     TransferAddress,
     TransferGroup,
@@ -170,22 +169,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def shutdown(self) -> None:
         """Leave the transfer group."""
         self._group = None
-
-
-class ReceiptExtension:
-    """Worker extension: vLLM imports this module in every worker process, which registers the backend
-    there."""
-
-    weight_transfer_engine: Any
-
-    def weight_sync_receipt(self) -> LoadReceipt:
-        """That of the last update."""
-        engine = self.weight_transfer_engine
-        return LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded))
-
-    def weight_sync_device(self) -> str:
-        """Key of this worker's device, as trainer ranks name theirs."""
-        return device_key(self.weight_transfer_engine.device)
 
 
 # vLLM refuses to register a name twice.
