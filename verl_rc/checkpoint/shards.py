@@ -205,9 +205,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[st
     with _raise_on_all_ranks():
         header, metadata = ShardHeader.read(folder), read_metadata(folder)
         saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
-        differences = _model_differences(named, saved_model, header.frozen_left_out)
-        differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
-        if differences:
+        if differences := _differences(named, saved_model, optimizer, header):
             raise CheckpointError(
                 f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the "
                 "model settings of the run that saved it, or start anew with trainer.resume_mode=disable."
@@ -241,27 +239,28 @@ def is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
-def _model_differences(
-    named: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], frozen_left_out: bool
+def _differences(
+    named: Mapping[str, Tensor],
+    saved: Mapping[str, TensorStorageMetadata],
+    optimizer: Optimizer,
+    header: ShardHeader,
 ) -> list[str]:
-    expected = {name for name, tensor in named.items() if not (frozen_left_out and is_frozen(tensor))}
+    """How a folder's model and optimizer differ from those given, in words that follow "but"."""
+    expected = {name for name, tensor in named.items() if not (header.frozen_left_out and is_frozen(tensor))}
     shapes = [
         f"{name} {list(saved[name].size)} instead of {list(named[name].shape)}"
         for name in sorted(named.keys() & saved.keys())
         if saved[name].size != named[name].shape
     ]
-    differences = {
-        "lacks": sorted(expected - saved.keys()),
-        "has in addition": sorted(saved.keys() - named.keys()),
-        "has in another shape": shapes,
+    stepped, saved_stepped = set(optimized_names(named, optimizer)), set(header.optimizer_parameters)
+    names_by_words = {
+        "it lacks": sorted(expected - saved.keys()),
+        "it has in addition": sorted(saved.keys() - named.keys()),
+        "it has in another shape": shapes,
+        "its optimizer does not step": sorted(stepped - saved_stepped),
+        "its optimizer steps in addition": sorted(saved_stepped - stepped),
     }
-    return [f"it {verb} {listed(names)}" for verb, names in differences.items() if names]
-
-
-def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
-    expected, saved = set(optimized), set(header.optimizer_parameters)
-    names_by_verb = {"does not step": sorted(expected - saved), "steps in addition": sorted(saved - expected)}
-    differences = [f"its optimizer {verb} {listed(names)}" for verb, names in names_by_verb.items() if names]
+    differences = [f"{words} {listed(names)}" for words, names in names_by_words.items() if names]
     groups, saved_groups = len(optimizer.param_groups), len(header.learning_rates)
     if groups != saved_groups:
         differences.append(f"its optimizer has {saved_groups} parameter group(s) instead of {groups}")
