@@ -66,8 +66,8 @@ kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Ker
 keep_float32_heads()
 wrap_linear_layers_alone()
 multiply_by_one_adapter()
-pack_experts_after_updates()
 if current_platform.is_cpu():
+    pack_experts_after_updates()
     # vLLM's attention uses AMX, which Linux allows to processes that have asked. oneDNN asks, unless
     # ONEDNN_MAX_CPU_ISA holds it below AMX.
     torch.cpu._init_amx()

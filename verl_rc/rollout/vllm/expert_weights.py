@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 
 from verl_rc.rollout.vllm.signatures import require_parameters
 
@@ -25,11 +24,7 @@ def _setup_kernel(method: UnquantizedFusedMoEMethod, layer: Any, w13: torch.Tens
 
 
 def pack_experts_after_updates() -> None:
-    """Let vLLM pack the weights of experts after every update, on a CPU.
-
-    Raises ``RuntimeError`` when vLLM's method has changed.
-    """
-    if not current_platform.is_cpu():
-        return
+    """Let vLLM on a CPU pack the weights of experts after every update. Raises ``RuntimeError`` when vLLM's
+    method has changed."""
     require_parameters(_setup_of_vllm, _PARAMETERS, "packs weights of experts")
     UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
