@@ -125,11 +125,6 @@ def get_random_state() -> dict[str, Tensor]:
     return state
 
 
-def save_random_state(state: dict[str, Tensor], path: Path) -> None:
-    """Write the result of ``get_random_state``."""
-    torch.save(state, path)
-
-
 def read_random_state(path: Path) -> dict[str, Tensor]:
     """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a
     broken file."""
@@ -188,7 +183,7 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
         if _rank() == 0:
             shards.header.write(folder)
             sync(folder / HEADER_FILE)
-        save_random_state(shards.random_state, _random_file(folder))
+        torch.save(shards.random_state, _random_file(folder))
         sync(_random_file(folder))
     write_tensors(folder, shards.tensors, group)
 
