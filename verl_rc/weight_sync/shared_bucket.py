@@ -75,6 +75,7 @@ class HostBucket:
         """
         num_bytes = max(1, sum(spec.num_bytes for spec in tensors))
         self._segment = SharedMemory(create=True, size=num_bytes)
+        self._path = _SHARED_MEMORY_FOLDER / self._segment.name
         try:
             with self._path.open("r+b") as file:
                 # SharedMemory only sets the size. /dev/shm takes its pages on the first write, and one that
@@ -100,10 +101,6 @@ class HostBucket:
         # The segment cannot be unmapped while a tensor still refers to it.
         del self.flat
         self._remove()
-
-    @property
-    def _path(self) -> Path:
-        return _SHARED_MEMORY_FOLDER / self._segment.name
 
     def _remove(self) -> None:
         self._segment.close()

@@ -63,7 +63,8 @@ class ChatEndpoint:
             keepalive_timeout=_KEEPALIVE_SECONDS,
             access_log=None,
         )
-        self._url = ""
+        self.url = ""
+        """What a client calls ``base_url``."""
 
     @classmethod
     async def here(cls, address: str, limits: EndpointLimits) -> "ChatEndpoint":
@@ -79,13 +80,8 @@ class ChatEndpoint:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._web, self._address, 0, backlog=self._limits.connections)
         host, port = self._server.sockets[0].getsockname()[:2]
-        self._url = f"http://{host}:{port}/v1"
+        self.url = f"http://{host}:{port}/v1"
         return self
-
-    @property
-    def url(self) -> str:
-        """What a client calls ``base_url``."""
-        return self._url
 
     def open(self, answer: Answer) -> str:
         """Begin an episode whose calls ``answer`` answers; returns its key."""
