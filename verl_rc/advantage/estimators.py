@@ -1,7 +1,5 @@
 """The function that runs an advantage estimator by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """Group-relative advantage estimators: a baseline per group of responses to one prompt, or per position of a
 group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

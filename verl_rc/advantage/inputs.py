@@ -1,10 +1,7 @@
 """The inputs of every advantage estimator: the batch, and its groups of rows of the same prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -109,7 +106,7 @@ class AdvantageInputs:
     """Whether turns are compared by their returns to go, and not rows by their scores."""
 
 
-AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+AdvantageEstimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 
 _FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
     "advantage estimator",

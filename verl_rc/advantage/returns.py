@@ -1,7 +1,5 @@
 """Advantage estimators from returns: λ-returns with a critic, returns-to-go without one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +25,7 @@ class ResponseOrder:
     """[B, T], int64; number of the response token within the row."""
 
     @classmethod
-    def from_mask(cls, response_mask: Tensor) -> ResponseOrder:
+    def from_mask(cls, response_mask: Tensor) -> "ResponseOrder":
         """Number the response tokens of each row from 0."""
         mask = response_mask.bool()
         return cls(mask, (mask.cumsum(dim=-1) - 1).clamp_(min=0))

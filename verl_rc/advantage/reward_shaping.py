@@ -1,8 +1,6 @@
 """Scores before advantages are computed: those of episodes, and reductions by the divergence from the
 reference policy and for a length near the limit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

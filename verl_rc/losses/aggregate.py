@@ -1,10 +1,7 @@
 """Reducing one loss per token to one number: sums divided by denominators that are handed in, and reported
 means."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +10,7 @@ from verl_rc.config.algorithms import AGGREGATIONS, LossAggregation
 from verl_rc.metrics.mergeable import Mean
 from verl_rc.tensor_ops import masked_sum
 
-Count: TypeAlias = float | Tensor
+Count = float | Tensor
 
 AGGREGATION_MODES: tuple[str, ...] = tuple(AGGREGATIONS)
 
@@ -45,11 +42,11 @@ class Aggregation:
             )
 
     @classmethod
-    def from_name(cls, aggregation: str | Aggregation) -> Aggregation:
+    def from_name(cls, aggregation: "str | Aggregation") -> "Aggregation":
         """Accept a mode's name where a record is expected."""
         return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
 
-    def with_mode(self, mode: LossAggregation) -> Aggregation:
+    def with_mode(self, mode: LossAggregation) -> "Aggregation":
         """Return the same denominators under another mode, for losses that define their own average."""
         return replace(self, mode=mode)
 

@@ -1,8 +1,6 @@
 """Policy losses whose gradient goes through the ratio of current to old policy, held near 1 by a clip or a
 gate."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

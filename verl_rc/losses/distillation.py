@@ -1,7 +1,5 @@
 """Distillation: a divergence of the current policy from a teacher on tokens that the policy sampled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,11 +1,8 @@
 """What every policy loss is given, how its token losses become a number and metrics, and the names of the
 losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from pydantic import ValidationError
@@ -18,7 +15,7 @@ from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.metrics.mergeable import Mean
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
-LossMetrics: TypeAlias = Mapping[str, Mean[Tensor]]
+LossMetrics = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class PolicyLossInputs:
         }
 
 
-PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
+PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",

@@ -1,8 +1,6 @@
 """The terms of the actor's loss: the policy loss by its name, entropy, and divergence from the reference
 policy."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (they bind functions to names)

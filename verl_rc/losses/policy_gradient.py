@@ -1,7 +1,5 @@
 """Policy losses whose gradient goes through log π: the ratio to the old policy is a constant, or absent."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,13 +1,10 @@
 """Losses that restrain some tokens of the whole mini-batch: those whose advantage and log-prob vary together
 most, or those that moved farthest; and one whose clip range depends on it."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,9 +14,9 @@ from verl_rc.losses.clipped import dual_clip, surrogates
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, SelectionStatistics, register_policy_loss
 from verl_rc.metrics.mergeable import Mean
 
-SumOverRanks: TypeAlias = Callable[[Tensor], Tensor]
+SumOverRanks = Callable[[Tensor], Tensor]
 """Adds a tensor up over the ranks that share a mini-batch."""
-GatherOverRanks: TypeAlias = Callable[[Tensor], Tensor]
+GatherOverRanks = Callable[[Tensor], Tensor]
 """Puts a vector of every rank behind those of the ranks before it."""
 
 # A signed number of 32 bits above 31 bits of hash fits an int64.

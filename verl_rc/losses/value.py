@@ -1,7 +1,5 @@
 """The critic's clipped regression loss and how well its values explain the returns."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
