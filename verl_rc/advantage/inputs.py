@@ -116,27 +116,14 @@ _FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
 )
 
 
-def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Make a function known as an advantage estimator under ``name``, for use as a decorator.
-
-    Raises:
-        ValueError: when the name is taken by another function.
-    """
-    return _FUNCTIONS.register(name)
-
-
-def advantage_estimator_names() -> tuple[str, ...]:
-    """The names of all registered estimators and their aliases."""
-    return _FUNCTIONS.names()
-
-
-def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
-    """Find an estimator by its registered name, or import it by ``module:function``.
-
-    Raises:
-        ValueError: when there is no such estimator.
-    """
-    return _FUNCTIONS.resolve(name)
+register_advantage_estimator = _FUNCTIONS.register
+"""Decorator that makes a function known as an advantage estimator under a name. Raises ``ValueError`` when
+another function has it."""
+advantage_estimator_names = _FUNCTIONS.names
+"""The names of all registered estimators and their aliases."""
+resolve_advantage_estimator = _FUNCTIONS.resolve
+"""Finds an estimator by its registered name, or imports it by ``module:function``. Raises ``ValueError``
+when there is no such estimator."""
 
 
 def required(value: Tensor | None, name: str, estimator: str) -> Tensor:

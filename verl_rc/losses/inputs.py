@@ -109,27 +109,14 @@ _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
 )
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Make a function known as a policy loss under ``name``, for use as a decorator.
-
-    Raises:
-        ValueError: when the name is taken by another function.
-    """
-    return _FUNCTIONS.register(name)
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    """The names of all registered policy losses."""
-    return _FUNCTIONS.names()
-
-
-def resolve_policy_loss(name: str) -> PolicyLoss:
-    """Find a policy loss by its registered name, or import it by ``module:function``.
-
-    Raises:
-        ValueError: when there is no such loss.
-    """
-    return _FUNCTIONS.resolve(name)
+register_policy_loss = _FUNCTIONS.register
+"""Decorator that makes a function known as a policy loss under a name. Raises ``ValueError`` when another
+function has it."""
+policy_loss_names = _FUNCTIONS.names
+"""The names of all registered policy losses."""
+resolve_policy_loss = _FUNCTIONS.resolve
+"""Finds a policy loss by its registered name, or imports it by ``module:function``. Raises ``ValueError``
+when there is no such loss."""
 
 
 def loss_options(config: object | None) -> LossOptions:
