@@ -16,11 +16,9 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import (
-    actor_limit,
-    critic_limit,
-    frozen_limit,
     log_prob_limit,
     recomputes_proximal,
+    update_limit,
 )
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
@@ -53,7 +51,7 @@ def evaluate(
     if services.critic is not None:
         with record.stage("values"):
             values = services.critic.compute_values(
-                rollouts.tokens, critic_limit(services.config.critic), beside
+                rollouts.tokens, update_limit(services.config.critic), beside
             )
         record.add_busy("values", values.busy_seconds)
     return PolicyEvaluations(
@@ -71,7 +69,7 @@ def _frozen_policies(
     config, policies = services.config, services.config.frozen_policies
     found: dict[str, Any] = {}
     if config.needs_reference:
-        limit = frozen_limit(config.actor_rollout_ref.ref)
+        limit = log_prob_limit(config.actor_rollout_ref.ref)
         with record.stage("ref"):
             if "reference" in policies:
                 frozen = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
@@ -81,7 +79,7 @@ def _frozen_policies(
         record.add_busy("ref", reference.busy_seconds)
         found["reference_log_probs"] = reference.result
     if "teacher" in policies:
-        limit = frozen_limit(policies["teacher"].config)
+        limit = log_prob_limit(policies["teacher"].config)
         with record.stage("teacher"):
             teacher = services.frozen["teacher"].compute_log_probs(rollouts.tokens, limit, beside)
         record.add_busy("teacher", teacher.busy_seconds)
@@ -195,7 +193,7 @@ def update_critic(
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        answer = services.critic.update(rows, mini_batches, critic_limit(services.config.critic), beside)
+        answer = services.critic.update(rows, mini_batches, update_limit(services.config.critic), beside)
     record.add_busy("update_critic", answer.busy_seconds)
     record.add_records(answer.result.metrics)
     return answer.result.steps
@@ -230,7 +228,7 @@ def update_actor(
     )
     with record.stage("update_actor"):
         answer = services.actor.update(
-            batch, mini_batches, actor_limit(services.config.actor_rollout_ref.actor), request, beside
+            batch, mini_batches, update_limit(services.config.actor_rollout_ref.actor), request, beside
         )
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result

@@ -45,33 +45,19 @@ def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
 
 
-def log_prob_limit(rollout: RolloutConfig) -> MicroBatchLimit:
-    """The limit of the actor's forward passes without gradient."""
+def log_prob_limit(config: RolloutConfig | FrozenPolicyConfig) -> MicroBatchLimit:
+    """The limit of forward passes without gradient, of the actor or a frozen policy."""
     return _limit(
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-        rollout.log_prob_micro_batch_size_per_gpu,
+        config.log_prob_use_dynamic_bsz,
+        config.log_prob_max_token_len_per_gpu,
+        config.log_prob_micro_batch_size_per_gpu,
     )
 
 
-def frozen_limit(policy: FrozenPolicyConfig) -> MicroBatchLimit:
-    """The limit of a frozen policy's forward passes."""
+def update_limit(config: ActorConfig | CriticConfig) -> MicroBatchLimit:
+    """The limit of passes with gradient; for the critic, of those without too."""
     return _limit(
-        policy.log_prob_use_dynamic_bsz,
-        policy.log_prob_max_token_len_per_gpu,
-        policy.log_prob_micro_batch_size_per_gpu,
-    )
-
-
-def actor_limit(actor: ActorConfig) -> MicroBatchLimit:
-    """The limit of the actor's passes with gradient."""
-    return _limit(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-
-
-def critic_limit(critic: CriticConfig) -> MicroBatchLimit:
-    """The limit of the critic's passes, with gradient and without."""
-    return _limit(
-        critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+        config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from small_models import small_run_config
 
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
-from verl_rc.ppo.choices import frozen_limit
+from verl_rc.ppo.choices import log_prob_limit
 
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 
@@ -50,12 +50,12 @@ def test_sharding_and_precision_are_the_teachers_own(key: str, value: Any) -> No
 
 def test_micro_batches_are_the_actors_unless_the_teacher_has_others() -> None:
     follows = taught().frozen_policies["teacher"].config
-    assert frozen_limit(follows).max_rows == 2
+    assert log_prob_limit(follows).max_rows == 2
     own = taught(f"{TEACHER}.log_prob_micro_batch_size_per_gpu=1").frozen_policies["teacher"].config
-    assert frozen_limit(own).max_rows == 1
+    assert log_prob_limit(own).max_rows == 1
     by_tokens = ("log_prob_use_dynamic_bsz=True", "log_prob_max_token_len_per_gpu=77")
     filled = taught(*(f"{TEACHER}.{key}" for key in by_tokens)).frozen_policies["teacher"].config
-    assert frozen_limit(filled).max_tokens == 77
+    assert log_prob_limit(filled).max_tokens == 77
 
 
 def test_clip_ranges_follow_the_common_one() -> None:

@@ -230,11 +230,11 @@ def test_ray_listens_on_loopback_alone_unless_told_otherwise(
 READING = """
 import pickle, sys
 from verl_rc.config.load import load_run_config
-from verl_rc.ppo.choices import critic_limit
+from verl_rc.ppo.choices import update_limit
 from verl_rc.rollout.sampling import SamplingOptions
 config = load_run_config(sys.argv[1:])
 if config.data.shuffle:  # by none of the package's modules
-    critic_limit(pickle.loads(pickle.dumps(config.critic)))
+    update_limit(pickle.loads(pickle.dumps(config.critic)))
     SamplingOptions.for_validation(pickle.loads(pickle.dumps(config.actor_rollout_ref.rollout.val_kwargs)), 9, ())
 """  # noqa: E501
 

@@ -11,13 +11,11 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
-    actor_limit,
-    critic_limit,
-    frozen_limit,
     log_prob_limit,
     needs_statistics_first,
     policy_loss_name,
     selecting_loss_name,
+    update_limit,
 )
 
 DECOUPLED = RolloutCorrectionConfig()
@@ -72,10 +70,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def limits(config: RunConfig) -> list[MicroBatchLimit]:
     policy = config.actor_rollout_ref
     return [
-        actor_limit(policy.actor),
+        update_limit(policy.actor),
         log_prob_limit(policy.rollout),
-        frozen_limit(policy.ref),
-        critic_limit(config.critic),
+        log_prob_limit(policy.ref),
+        update_limit(config.critic),
     ]
 
 

@@ -21,7 +21,7 @@ from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.exact import hold_sums
-from verl_rc.ppo.choices import actor_limit
+from verl_rc.ppo.choices import update_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.run import Report
 from verl_rc.preflight.finding import Finding
@@ -392,7 +392,7 @@ _MICRO_BATCHES = 2
 def _full_micro_batches(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[list[int]]]:
     """Random tokens, and micro-batches: each of as many sequences of the greatest length as one may hold."""
     limit, data = (
-        actor_limit(config.actor_rollout_ref.actor).shared_by(config.sequence_parallel_sizes["actor"]),
+        update_limit(config.actor_rollout_ref.actor).shared_by(config.sequence_parallel_sizes["actor"]),
         config.data,
     )
     size = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
-from verl_rc.ppo.choices import actor_limit, critic_limit
+from verl_rc.ppo.choices import update_limit
 from verl_rc.preflight.plan.objective import PolicyPlan
 
 
@@ -107,9 +107,9 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         critic_only_steps=warmup
         if trainer.total_training_steps is None
         else min(warmup, trainer.total_training_steps),
-        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(actor), actor.fsdp_config),
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, update_limit(actor), actor.fsdp_config),
         critic=arithmetic(
-            critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(critic), critic.fsdp_config
+            critic.ppo_mini_batch_size, critic.ppo_epochs, update_limit(critic), critic.fsdp_config
         )
         if config.needs_critic
         else None,
