@@ -33,7 +33,7 @@ def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
             shard.to_local()[0, 0] = math.inf
         step = worker.model.step()
         found["steps"].append((step.outcome, step.loss_scale))
-    found["state"] = worker.model._loss_scale.state()
+    found["state"] = worker.model._loss_scale.state_dict()
     found["updates"] = max(int(state["step"]) for state in worker.model.optimizer.state.values())
     torch.save(found, folder / f"found_{rank}.pt")
     worker.close()

@@ -5,9 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 SLOWEST_RATIO = 4.0
 """How many times longer than in float32 a product may take in float16."""
@@ -15,7 +13,7 @@ _SIZE = 256
 _REPETITIONS = 5
 
 
-class LossScale:
+class LossScale(GradScaler):
     """The dynamic scale of the loss of a model that computes in float16, where small gradients would be 0.
 
     PyTorch's own: halved after a step whose gradient is not finite, doubled after 2,000 others. Its check for
@@ -24,37 +22,24 @@ class LossScale:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """``dtype`` is the precision of forward and backward."""
-        self._scaler = GradScaler(device.type, enabled=dtype == torch.float16)
+        super().__init__(device.type, enabled=dtype == torch.float16)
 
     @property
     def value(self) -> float | None:
         """What losses are multiplied by; None: they are not."""
-        return self._scaler.get_scale() if self._scaler.is_enabled() else None
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` of."""
-        scaled: Tensor = self._scaler.scale(loss)
-        return scaled
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale; collective."""
-        self._scaler.unscale_(optimizer)
+        return self.get_scale() if self.is_enabled() else None
 
     def adjust(self) -> None:
         """Choose the scale of the next step from the gradient that was unscaled last."""
-        self._scaler.update()
+        self.update()
         # Below 1 it would no longer help: the gradient itself is not finite.
-        if self._scaler.is_enabled() and self._scaler.get_scale() < 1.0:
-            self._scaler.update(1.0)
-
-    def state(self) -> dict[str, Any]:
-        """The scale and the steps since it changed, as JSON data; empty where losses are not scaled."""
-        return self._scaler.state_dict()
+        if self.is_enabled() and self.get_scale() < 1.0:
+            self.update(1.0)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Set what ``state`` returned; that of a run in another precision is left alone."""
-        if state and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state)
+        """Set what ``state_dict`` returned; that of a run in another precision is left alone."""
+        if state:
+            self.load_state_dict(state)
 
 
 class SlowFloat16Error(ValueError):

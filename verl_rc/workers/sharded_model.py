@@ -151,7 +151,7 @@ class LearningModel(ShardedModel):
 
     def step(self) -> OptimizerStep:
         """Clip and step; a gradient that is not finite is dropped instead."""
-        self._loss_scale.unscale(self.optimizer)
+        self._loss_scale.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
         # ranks then see one number and drop, or take, the step together.
@@ -188,7 +188,7 @@ class LearningModel(ShardedModel):
         # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
-            extra = {"schedule": schedule_state(self._scheduler), "loss_scale": self._loss_scale.state()}
+            extra = {"schedule": schedule_state(self._scheduler), "loss_scale": self._loss_scale.state_dict()}
             shards = collect_shards(self.module, self.optimizer, extra, adapters_only)
             if self._writer is None:
                 write_shards(folder, shards)
