@@ -27,7 +27,7 @@ from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers import forward, scoring_head
 from verl_rc.workers.attention import PACKED_ATTENTION, PackedLayout
-from verl_rc.workers.scoring_head import PredictedTokens, add_scoring, score_predicted
+from verl_rc.workers.scoring_head import PredictedTokens, add_scoring
 from verl_rc.workers.sharded_model import LearningModel
 
 RANKS = 8
@@ -119,9 +119,8 @@ def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: Packed
                 "attention_mask": None,
                 "use_cache": False,
             }
-            score_predicted(
-                sharded.module, predicted, **inputs, packed_layout=layout
-            ).log_probs.mean().backward()
+            scores = sharded.module(predicted=predicted, **inputs, packed_layout=layout)
+            scores.log_probs.mean().backward()
             found["between"] = found.get("between", living.bytes())
     return {**found, "peak": living.peak}
 

@@ -14,7 +14,7 @@ from two_processes import free_port, run_ranks
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TrainBatch
-from verl_rc.distributed.process_group import RankAddress
+from verl_rc.distributed.process_group import RankAddress, leave_trainer_group
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -119,7 +119,7 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     reference._top_words = 3  # as a teacher's
     scores = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)
     found |= dict(zip(("reference", "its likeliest words", "their log-probs"), scores, strict=True))
-    reference.close()
+    leave_trainer_group()
     return found
 
 

@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask, real_rows
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.tensor_ops import ScoreOptions, placed
+from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, placed
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.router_replay import RouterReplay, Routes
-from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
+from verl_rc.workers.scoring_head import PredictedTokens
 
 
 def packed_logits(
@@ -53,16 +53,6 @@ def packed_inputs(
         "use_cache": False,
         "packed_layout": layout,
     }
-
-
-def padded_inputs(token_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Arguments of a model's forward pass over right-padded sequences ``token_ids`` ``[B, S]``
-    (``use_remove_padding=False``).
-
-    Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
-    """
-    position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
-    return {"input_ids": token_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
 
 
 @dataclass(frozen=True)
@@ -117,13 +107,13 @@ def score_tokens(
         None if kept_ids is None else predictors.select(kept_ids),
         None if candidates is None else predictors.select(candidates[packed.is_response].long()),
     )
-    found = score_predicted(model, predicted, **inputs)._asdict()
+    found: HiddenStateScores = model(predicted=predicted, **inputs)
 
     def everywhere(outputs: Tensor) -> Tensor:
         return packed.to_grid(predictors.gather(outputs))
 
     everything: dict[str, Any] = {
-        name: None if values is None else everywhere(values) for name, values in found.items()
+        name: None if values is None else everywhere(values) for name, values in found._asdict().items()
     }
     scores = TokenScores(**everything)
     if options.replay is None or not has_experts:
@@ -208,7 +198,14 @@ class PackedSequences:
             padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=self.token_ids.device)
             padded_ids[real] = self.token_ids
             places = real.flatten().nonzero()[:, 0]
-            return padded_inputs(padded_ids, real), Predictors(places[self.predictors])
+            # Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
+            padded_inputs = {
+                "input_ids": padded_ids,
+                "position_ids": (real.long().cumsum(-1) - 1).clamp_min(0),
+                "attention_mask": None,
+                "use_cache": False,
+            }
+            return padded_inputs, Predictors(places[self.predictors])
         inputs = packed_inputs(self.token_ids, self.lengths, options.ranks)
         if options.ranks is None:
             return inputs, Predictors(self.predictors)

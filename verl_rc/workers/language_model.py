@@ -20,6 +20,9 @@ from verl_rc.workers.experts import experts_problem
 from verl_rc.workers.operations import Operations
 from verl_rc.workers.scoring_head import add_scoring
 
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The environment variable with which transformers reads weights without threads of its own."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a precision: ``fp32``, ``bf16``, ``fp16``, or torch's own name."""
@@ -113,22 +116,10 @@ def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
         patched.maybe_distribute_model = classmethod(cut)
         undo.callback(delattr, patched, "maybe_distribute_model")
         # One tensor after the other: memory that several threads have freed is not given back.
-        undo.enter_context(_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"))
+        if _NO_THREADS not in os.environ:
+            os.environ[_NO_THREADS] = "1"
+            undo.callback(os.environ.pop, _NO_THREADS)
         yield {"distributed_config": DistributedConfig()}
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable inside the context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:

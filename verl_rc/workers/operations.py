@@ -15,10 +15,6 @@ from verl_rc.workers.attention import PACKED_ATTENTION, packed_sdpa
 _EXACT_ATTENTION = "verl_rc_exact"
 
 
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
-
-
 @dataclass(frozen=True)
 class Operations:
     """Those that can be exchanged."""
@@ -26,7 +22,7 @@ class Operations:
     attention: str = PACKED_ATTENTION
     """Name in transformers' ``AttentionInterface``."""
     score: Callable[..., HiddenStateScores] = scores_from_hidden_states
-    exchange_layers: Callable[[nn.Module], nn.Module] = _unchanged
+    exchange_layers: Callable[[nn.Module], nn.Module] = lambda model: model
     """The model, some of whose layers compute in another way."""
 
 

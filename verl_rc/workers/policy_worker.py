@@ -19,7 +19,6 @@ from verl_rc.distributed.process_group import (
     all_gather_vector,
     all_reduce_sum,
     join_trainer_group,
-    leave_trainer_group,
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
@@ -370,10 +369,6 @@ class FrozenWorker:
             # No dropout: the divergence from the policy would be noise.
             module.eval()
             return score_sequences(tokens, micro_batches, score, self._device)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        leave_trainer_group()
 
 
 class ReferenceWorker(FrozenWorker):

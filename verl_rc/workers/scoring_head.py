@@ -1,9 +1,9 @@
 """A language model whose forward pass can end in scores of tokens instead of logits."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +64,6 @@ def add_scoring(
     return model
 
 
-def score_predicted(model: nn.Module, predicted: PredictedTokens, **inputs: Any) -> HiddenStateScores:
-    """Scores of the predicted tokens; ``inputs`` are those of the model's forward pass."""
-    scores: HiddenStateScores = model(predicted=predicted, **inputs)
-    return scores
-
-
 def _logit_factor(model: Any) -> float:
     """What the model multiplies the output of its head by.
 
@@ -89,7 +83,8 @@ def _logit_factor(model: Any) -> float:
         seen.append(states)
         return logits.clone()
 
-    with _replaced(body, lambda *_, **__: _BodyOutput(hidden)), _replaced(head, stub_head):
+    stub_body = patch.object(body, "forward", lambda *_, **__: _BodyOutput(hidden))
+    with stub_body, patch.object(head, "forward", stub_head):
         found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     factor = float(found[0, 0, 0] / logits[0, 0, 0])
     if len(seen) != 1 or not torch.equal(seen[0], hidden) or not torch.allclose(found, factor * logits):
@@ -113,14 +108,3 @@ class _BodyOutput:
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module with another forward pass inside the context."""
-    changed: Any = module
-    changed.forward = forward
-    try:
-        yield
-    finally:
-        del changed.forward
