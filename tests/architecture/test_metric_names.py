@@ -45,11 +45,16 @@ def stages(tree: ast.AST) -> dict[str, int]:
     calls = (
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     )
-    rooms = {"stage": "timing_s", "add_busy": "timing_busy_s"}
+    rooms = {
+        "stage": ("timing_s",),
+        "add_busy": ("timing_busy_s",),
+        "timed": ("timing_s", "timing_busy_s"),
+    }
     return {
-        f"{rooms[call.func.attr]}/{call.args[0].value}": call.lineno
+        f"{room}/{call.args[0].value}": call.lineno
         for call in calls
-        if call.func.attr in rooms and call.args and isinstance(call.args[0], ast.Constant)
+        if call.args and isinstance(call.args[0], ast.Constant)
+        for room in rooms.get(call.func.attr, ())
     }
 
 
@@ -140,6 +145,7 @@ def test_stages_of_the_driver_have_entries():
         ("record.stage('gen')", 0),
         ("record.stage('generate')", 1),
         ("record.add_busy('ghost', 1.0)", 1),
+        ("record.timed('ghost', call)", 2),
         ("record.stage(name)", 0),
     ],
 )

@@ -24,7 +24,7 @@ from torch import Tensor
 from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.data.batches import TokensChangedError, TrainBatch
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver import stages
+from verl_rc.driver import train
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StoppedByAlertError, StopRequest
 from verl_rc.health.guards import NonFiniteGradientsError, RewardHistory
@@ -159,7 +159,7 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
     error: type[Exception],
     message: str,
 ) -> None:
-    build = stages.build_train_batch
+    build = train.build_train_batch
 
     def build_and_spoil(*arguments: object) -> object:
         step = build(*arguments)
@@ -167,7 +167,7 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
         spoil(batch)
         return replace(step, batch=batch)
 
-    monkeypatch.setattr(stages, "build_train_batch", build_and_spoil)
+    monkeypatch.setattr(train, "build_train_batch", build_and_spoil)
     before = weights_of(stepped_run)
     with pytest.raises(error, match=message):
         real_step(with_values(stepped_run, NO_CANARY))

@@ -23,7 +23,7 @@ from verl_rc.ppo.choices import (
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
-from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch
+from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
@@ -49,15 +49,17 @@ def evaluate(
     frozen = _frozen_policies(services, rollouts, record, beside)
     values = None
     if services.critic is not None:
-        with record.stage("values"):
-            values = services.critic.compute_values(
-                rollouts.tokens, update_limit(services.config.critic), beside
-            )
-        record.add_busy("values", values.busy_seconds)
+        values = record.timed(
+            "values",
+            services.critic.compute_values,
+            rollouts.tokens,
+            update_limit(services.config.critic),
+            beside,
+        )
     return PolicyEvaluations(
         **proximal,
         **frozen,
-        critic_values=None if values is None else values.result,
+        critic_values=values,
         batch_size=rollouts.batch_size,
     )
 
@@ -70,20 +72,19 @@ def _frozen_policies(
     found: dict[str, Any] = {}
     if config.needs_reference:
         limit = log_prob_limit(config.actor_rollout_ref.ref)
-        with record.stage("ref"):
-            if "reference" in policies:
-                frozen = services.frozen["reference"].compute_log_probs(rollouts.tokens, limit, beside)
-                reference = frozen.map(lambda scores: scores.log_probs)
-            else:  # LoRA: the actor without its adapters
-                reference = services.actor.compute_reference_log_probs(rollouts.tokens, limit, beside)
-        record.add_busy("ref", reference.busy_seconds)
-        found["reference_log_probs"] = reference.result
+        if "reference" in policies:
+            found["reference_log_probs"] = record.timed(
+                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit, beside
+            ).log_probs
+        else:  # LoRA: the actor without its adapters
+            found["reference_log_probs"] = record.timed(
+                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit, beside
+            )
     if "teacher" in policies:
         limit = log_prob_limit(policies["teacher"].config)
-        with record.stage("teacher"):
-            teacher = services.frozen["teacher"].compute_log_probs(rollouts.tokens, limit, beside)
-        record.add_busy("teacher", teacher.busy_seconds)
-        scores = teacher.result
+        scores = record.timed(
+            "teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit, beside
+        )
         found["teacher_log_probs"] = scores.log_probs
         if scores.top_ids is not None:
             found |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
@@ -102,12 +103,13 @@ def _proximal_policy(
     is_wanted = recomputes_proximal(correction, step)
     if not is_wanted and not exact:
         return {}
-    with record.stage("old_log_prob"):
-        answer = services.actor.compute_log_probs(
-            rollouts.tokens, log_prob_limit(services.config.actor_rollout_ref.rollout), beside
-        )
-    record.add_busy("old_log_prob", answer.busy_seconds)
-    scores = answer.result
+    scores = record.timed(
+        "old_log_prob",
+        services.actor.compute_log_probs,
+        rollouts.tokens,
+        log_prob_limit(services.config.actor_rollout_ref.rollout),
+        beside,
+    )
     require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
     if not is_wanted:  # they were compared, no more
         return {}
@@ -119,21 +121,6 @@ def _proximal_policy(
         "sum_pi_squared": scores.sum_pi_squared,
         "varentropies": scores.varentropies,
     }
-
-
-def build_batch(
-    services: Services,
-    samples: Samples,
-    evaluations: PolicyEvaluations,
-    control: Control,
-    version: int,
-    record: StepRecord,
-) -> ScoredStep:
-    """Rollout correction and advantages; ``version`` is that of the trainer's weights."""
-    algorithm = services.config.algorithm
-    asynchrony = services.config.async_training
-    with record.stage("adv"):
-        return build_train_batch(samples, evaluations, algorithm, control, version, asynchrony)
 
 
 def record_batch(
@@ -192,11 +179,11 @@ def update_critic(
         seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
-    with record.stage("update_critic"):
-        answer = services.critic.update(rows, mini_batches, update_limit(services.config.critic), beside)
-    record.add_busy("update_critic", answer.busy_seconds)
-    record.add_records(answer.result.metrics)
-    return answer.result.steps
+    report = record.timed(
+        "update_critic", services.critic.update, rows, mini_batches, update_limit(critic), beside
+    )
+    record.add_records(report.metrics)
+    return report.steps
 
 
 def update_actor(
@@ -226,12 +213,9 @@ def update_actor(
         gap_limit=limit,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
     )
-    with record.stage("update_actor"):
-        answer = services.actor.update(
-            batch, mini_batches, update_limit(services.config.actor_rollout_ref.actor), request, beside
-        )
-    record.add_busy("update_actor", answer.busy_seconds)
-    report = answer.result
+    report = record.timed(
+        "update_actor", services.actor.update, batch, mini_batches, update_limit(actor), request, beside
+    )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})

@@ -4,18 +4,22 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from verl_rc.cluster.placement import Placement
+from verl_rc.data.batches import Timed
 from verl_rc.driver.announce import say
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.metrics.trace import STEP, TRACE
 from verl_rc.ppo.ledger import Ledger
 from verl_rc.workers.host import usable_cores
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PER_TOKEN_STAGES = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
 
@@ -75,6 +79,13 @@ class StepRecord:
                 yield
         finally:  # an engine that is lost in it is replaced, and the step goes on
             self._seconds[name] += time.perf_counter() - started
+
+    def timed(self, name: str, call: Callable[P, Timed[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What ``call`` to workers answers, timed as stage ``name``, with the seconds that they computed."""
+        with self.stage(name):
+            answer = call(*args, **kwargs)
+        self.add_busy(name, answer.busy_seconds)
+        return answer.result
 
     @property
     def seconds(self) -> Mapping[str, float]:

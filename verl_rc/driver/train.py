@@ -20,6 +20,7 @@ from verl_rc.driver.token_records import TokenRecorder
 from verl_rc.driver.weights import Publisher
 from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
+from verl_rc.ppo.train_batch import build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -52,7 +53,10 @@ def train(services: Services, state: RunState) -> None:
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
         control = Control.from_config(config.algorithm, state.control)
-        scored = stages.build_batch(services, samples, evaluations, control, state.step, record)
+        with record.stage("adv"):
+            scored = build_train_batch(
+                samples, evaluations, config.algorithm, control, state.step, config.async_training
+            )
         stages.record_batch(services, samples, evaluations, scored, control, record, step)
         findings = judge(services, state, scored.statistics, control, record)
         state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit

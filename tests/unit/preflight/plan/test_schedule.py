@@ -109,7 +109,7 @@ def stages_of_the_driver() -> set[str]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "stage"
+                and node.func.attr in ("stage", "timed")
             ):
                 found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     return found
