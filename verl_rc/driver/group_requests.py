@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from verl_rc.cluster.engine_group import EngineGroup
@@ -11,17 +11,6 @@ from verl_rc.data.episode import Episode
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Part, Sample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
-
-
-@dataclass
-class Taken:
-    """The results of requests that have ended."""
-
-    groups: set[int] = field(default_factory=set)
-    """Numbers of the groups that they belong to."""
-    num_tokens: int = 0
-    failures: dict[int, str] = field(default_factory=dict)
-    """Why a sample failed, by the number of its group; the first where several did."""
 
 
 class GroupRequests:
@@ -92,19 +81,12 @@ class GroupRequests:
         seed = environment_seed(self._seed, group)
         return Episode(key, group.row.for_environment(), seed, group.row.opening)
 
-    def take(self, ended: Sequence[Request]) -> Taken:
-        """Store what came of requests in their samples."""
-        taken = Taken()
-        for request in ended:
-            sample: GroupSample = request.owner
-            taken.groups.add(sample.number)
-            if isinstance(request.outcome, str):
-                taken.failures.setdefault(sample.number, request.outcome)
-                continue
-            known = sample.num_sampled
-            end_sample(sample, request.sample, one_version=self._one_version)
-            taken.num_tokens += sample.num_sampled - known
-        return taken
+    def take(self, ended: Request) -> int:
+        """Store the response of a request in its sample; returns the number of new tokens."""
+        sample: GroupSample = ended.owner
+        known = sample.num_sampled
+        end_sample(sample, ended.sample, one_version=self._one_version)
+        return sample.num_sampled - known
 
     def take_parts(self) -> int:
         """Store the tokens so far of requests that a publication cut in their samples; returns the number of

@@ -22,7 +22,7 @@ class Openings:
     """Asks hosts what episodes open with, and encodes it: once for all samples of a prompt."""
 
     def __init__(self, hosts: Hosts, tokenizer: Any, data: DataConfig) -> None:
-        self._hosts = hosts
+        self.hosts = hosts
         self._tokenizer = tokenizer
         self._data = data
         self._loop = EventLoop("openings")
@@ -39,10 +39,6 @@ class Openings:
             for (row, _), opening in zip(rows, openings, strict=True)
         ]
 
-    def count_lost_hosts(self) -> int:
-        """See ``Hosts.count_lost``."""
-        return self._hosts.count_lost()
-
     async def _ask_all(
         self, rows: Sequence[tuple[PromptRow, int]]
     ) -> list[Opening | EpisodeFailedError | None]:
@@ -51,7 +47,7 @@ class Openings:
     async def _ask(self, row: PromptRow, seed: int) -> Opening | EpisodeFailedError | None:
         for _ in range(TRIES):
             try:
-                return await self._hosts.open(row.for_environment(), seed)
+                return await self.hosts.open(row.for_environment(), seed)
             except EpisodeFailedError as error:
                 failure = error
         return failure

@@ -56,8 +56,6 @@ class Supply:
         self._state = state
         self._publisher = publisher
         self._options = options
-        self._takes_turns = options.is_synchronous
-        """Whether engines and trainer work in turns: a step waits for all that it samples."""
         admission = Admission(
             batch,
             options.trigger_parameter_sync_step,
@@ -79,8 +77,6 @@ class Supply:
                 options.oldest,
             )
         self._rule = ReplayRule(options.resolved_order, batch, oldest, strategy)
-        self._cuts = options.cuts
-        """Whether a publication cuts what is under way."""
         rollout = config.actor_rollout_ref.rollout
         self._requests = GroupRequests(
             services.engines,
@@ -102,7 +98,7 @@ class Supply:
     @property
     def _draws(self) -> bool:
         """Whether dynamic sampling draws whole batches of ``data.gen_batch_size`` prompts, as verl does."""
-        return self._takes_turns and self._services.config.algorithm.filter_groups.enable
+        return self._options.is_synchronous and self._services.config.algorithm.filter_groups.enable
 
     def admit(self, record: StepRecord) -> None:
         """Hand the next prompts to engines that sample while the trainer works; other engines get them when
@@ -129,7 +125,7 @@ class Supply:
                 for number, group in progress.groups.items()
                 if not (group.is_whole or self._requests.has_group(number))
             ],
-            evenly=self._takes_turns,
+            evenly=self._options.is_synchronous,
         )
         if self._stepped != progress.admission.published:
             self._services.engines.begin_steps()
@@ -158,7 +154,7 @@ class Supply:
         progress.trained = progress.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record_batch_of_groups(self._services.config, samples, baselines, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
-        if not self._takes_turns:
+        if not self._options.is_synchronous:
             rollouts = samples.rollouts
             record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
             record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
@@ -172,17 +168,17 @@ class Supply:
             self._publisher.publish_beside(step, record)
             self._progress.admission = self._progress.admission.publish(step)
             return
-        while self._requests and not self._cuts:
+        while self._requests and not self._options.cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
         # come with. Engines that take turns with the trainer have nothing to do beside them.
-        is_alone = self._takes_turns or self._options.deterministic_steps is not None
+        is_alone = self._options.is_synchronous or self._options.deterministic_steps is not None
         canaries_ride = not is_alone and step < self._services.total_steps
         self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
         if canaries_ride and self._publisher.canary_is_due(step):
             self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
-        if self._cuts:
+        if self._options.cuts:
             self._note_parts(record, version=step)
 
     def _publishes_beside(self, step: int) -> bool:
@@ -194,7 +190,7 @@ class Supply:
         services = self._services
         ends = step == services.total_steps
         return services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates and not (
-            self._cuts or ends or services.saves_at(step) or self._publisher.canary_is_due(step)
+            self._options.cuts or ends or services.saves_at(step) or self._publisher.canary_is_due(step)
         )
 
     def close_step(self, record: StepRecord) -> SupplyState:
@@ -229,8 +225,8 @@ class Supply:
         if rollout.converses:
             record.add({"env/failures": float(totals.environment_failures)})
         if rollout.environment.hosts and openings is not None:
-            record.add({"env/hosts_lost": float(openings.count_lost_hosts())})
-        if self._takes_turns:
+            record.add({"env/hosts_lost": float(openings.hosts.count_lost())})
+        if self._options.is_synchronous:
             seconds = self._arrived_at - self._step_began
             record.add({"perf/rollout_tokens_per_second": totals.arrived / seconds})
         else:
@@ -264,7 +260,7 @@ class Supply:
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
         samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
-        step = version + 1 if self._takes_turns else number // self._rule.batch + 1
+        step = version + 1 if self._options.is_synchronous else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 
     def _open(self, groups: Sequence[Group]) -> None:
@@ -382,15 +378,18 @@ class Supply:
 
         The group of a sample that failed fails with it.
         """
-        taken = self._requests.take(ended)
-        self._totals.arrived += taken.num_tokens
+        failures = dict[int, str]()
+        for request in ended:
+            if isinstance(request.outcome, str):
+                failures.setdefault(request.owner.number, request.outcome)
+            else:
+                self._totals.arrived += self._requests.take(request)
         self._arrived_at = time.perf_counter()
-        for number, why in taken.failures.items():
+        for number, why in failures.items():
             self._fail(self._progress.groups[number], EpisodeFailedError(why))
+        numbers = {request.owner.number for request in ended}
         return [
-            group
-            for number, group in self._progress.groups.items()
-            if number in taken.groups and group.is_whole
+            group for number, group in self._progress.groups.items() if number in numbers and group.is_whole
         ]
 
     def _decide(self, groups: Sequence[Group]) -> None:
@@ -457,7 +456,7 @@ class Supply:
         progress = self._progress
         if isinstance(error, EpisodeFailedError):
             self._totals.environment_failures += 1
-        elif self._takes_turns:
+        elif self._options.is_synchronous:
             raise error
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
@@ -465,7 +464,7 @@ class Supply:
             self._totals.tokens["failed"] += group.num_sampled
             self._open([self._new_group(group.number, group.epoch, group.row, attempt=1)])
             if group.number in progress.groups:
-                self._requests.submit([progress.groups[group.number]], evenly=self._takes_turns)
+                self._requests.submit([progress.groups[group.number]], evenly=self._options.is_synchronous)
             return
         say("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)

@@ -658,7 +658,7 @@ def environments_that_fail_and_are_waited_for():
     environment = "actor_rollout_ref.rollout.environment"
     run, failed = make_run(f"{environment}.name=a:B", f"{environment}.hosts=2"), iter([EpisodeFailedError()])
     run.openings = SimpleNamespace(
-        open=lambda rows: [next(failed, row) for row, _ in rows], count_lost_hosts=lambda: 2
+        open=lambda rows: [next(failed, row) for row, _ in rows], hosts=SimpleNamespace(count_lost=lambda: 2)
     )
     _, found = sample(run)
     return {**found, **waiting_metrics(episodes)}, under("env/", {**waiting, "failures": 1, "hosts_lost": 2})
