@@ -4,7 +4,6 @@ import math
 import random
 from collections import defaultdict
 from numbers import Real
-from typing import TypeGuard
 
 from verl_rc.cluster.engine_group import OnLoss
 from verl_rc.config.run import RunConfig
@@ -69,7 +68,7 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
             finite = [
                 ValidationSample(rows[i].row_index, float(value), answers[i])
                 for i, value in values
-                if _is_finite(value)
+                if isinstance(value, Real) and math.isfinite(value)
             ]
             by_variable[variable] = summarise_samples(finite, samples_per_prompt)
         core_variable = "acc" if by_variable.get("acc") else "reward"
@@ -78,10 +77,6 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
                 group = "val-core" if variable == core_variable and name in headline else "val-aux"
                 metrics[f"{group}/{source}/{variable}/{name}"] = value
     return metrics
-
-
-def _is_finite(value: object) -> TypeGuard[Real]:
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Samples:

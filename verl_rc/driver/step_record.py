@@ -56,7 +56,8 @@ class StepRecord:
         self._began = time.time()
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)
-        self._values: dict[str, float] = {}
+        self.values: dict[str, float] = {}
+        """Final numbers by metric name; ``add`` adds some."""
         self._records: list[Metric] = []
         self._tokens: StepTokens | None = None
         self.ledger = Ledger()
@@ -100,12 +101,7 @@ class StepRecord:
     def add(self, values: Mapping[str, float]) -> None:
         """Add final numbers by metric name. Raises ``ValueError`` for a name that has another value already;
         where several numbers make one, they are records."""
-        _add_once(self._values, values)
-
-    @property
-    def values(self) -> Mapping[str, float]:
-        """The final numbers by metric name."""
-        return self._values
+        _add_once(self.values, values)
 
     def add_records(self, records: Iterable[Metric]) -> None:
         """Add records, which are reduced over ranks and mini-batches when the step is logged."""
@@ -134,7 +130,7 @@ class StepRecord:
         step = time.perf_counter() - self._started
         timing = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
-        metrics = {**self._values, **timing, **busy, "timing_s/step": step}
+        metrics = {**self.values, **timing, **busy, "timing_s/step": step}
         _add_once(metrics, reduce_metrics(self._records))
         metrics["perf/time_per_step"] = step
         metrics["recovery/engines_replaced"] = float(self.engines_replaced)
