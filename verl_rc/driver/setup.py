@@ -22,7 +22,6 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.rollout import EnvironmentConfig
 from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
@@ -60,16 +59,6 @@ from verl_rc.workers.language_model import unsupported_model
 
 
 @contextmanager
-def _watched(hang_seconds: float, folder: Path, traces: bool) -> Iterator[None]:
-    """Limit the time of remote calls, and trace them with ``async_training.trace``."""
-    with (
-        WATCHDOG.watching(hang_seconds, folder),
-        TRACE.writing(folder / TRACE_FILE if traces else None),
-    ):
-        yield
-
-
-@contextmanager
 def open_run(
     config: RunConfig, ray_started: "Future[None]", close_tracker: Callable[[Tracker], None] = Tracker.close
 ) -> Iterator[tuple[Services, RunState]]:
@@ -87,16 +76,17 @@ def open_run(
         stack.callback(ray.shutdown)
         with announced("Ray"):
             ray_started.result()
-        stack.enter_context(
-            _watched(config.trainer.hang_timeout_seconds, folder, config.async_training.trace)
-        )
+        stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
+        stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
         placement = plan_placement(config)
         processes = RankProcesses(placement, config.sequence_parallel_sizes)
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
         frozen = {role: FROZEN_GROUPS[role](processes) for role in config.frozen_policies}
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
-        hosts = _start_hosts(config.actor_rollout_ref.rollout.environment)
+        environment = config.actor_rollout_ref.rollout.environment
+        # Without processes of their own, environments run in those of the engines.
+        hosts = RayHosts.start(environment) if environment.hosts else None
         options = engine_options(config, placement.device, hosts)
         importing = engines.prepare(options)
         with announced("data and tokenizer"), _mistakes_are_the_users():
@@ -121,10 +111,7 @@ def open_run(
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
-        engine = _build_engines(engines, importing, config, options)
-        for name, text in engine.measured.items():
-            say("%s on this machine: %s", name, text)
-            add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
+        engine = _build_engines(engines, importing, config, options, folder)
         with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
@@ -196,11 +183,6 @@ def _load_tokenizer(config: RunConfig) -> Any:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
     return tokenizer
-
-
-def _start_hosts(environment: EnvironmentConfig) -> Hosts | None:
-    """The processes of environments; None: they run in those of the engines."""
-    return RayHosts.start(environment) if environment.hosts else None
 
 
 def _with_environment(
@@ -282,9 +264,14 @@ def _build_ranks(
 
 
 def _build_engines(
-    engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, options: EngineOptions
+    engines: EngineGroup,
+    importing: Sequence[Pending],
+    config: RunConfig,
+    options: EngineOptions,
+    folder: Path,
 ) -> EngineFacts:
-    """Build the engines, which sleep until the first weights come; returns their properties.
+    """Build the engines, which sleep until the first weights come, and add what they measured to the plan in
+    ``folder``; returns their properties.
 
     Call it when the ranks have loaded everything: an engine on their GPU measures the free memory, and would
     count as its own what they allocate or free meanwhile.
@@ -297,7 +284,11 @@ def _build_engines(
             limit,
         )
         engines.sleep()
-    return engines.facts()
+    facts = engines.facts()
+    for name, text in facts.measured.items():
+        say("%s on this machine: %s", name, text)
+        add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
+    return facts
 
 
 @contextmanager
