@@ -23,15 +23,6 @@ class KLController:
     horizon: int = 10_000
     """Rows that a relative error of 1 would need to double β, > 0 (``algorithm.kl_ctrl.horizon``)."""
 
-    def __post_init__(self) -> None:
-        """Refuse a controller that could not control."""
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"algorithm.kl_ctrl.kl_coef must be >= 0, got {self.kl_coef}")
-        if self.target_kl is not None and not self.target_kl > 0:
-            raise ValueError(f"algorithm.kl_ctrl.target_kl must be > 0, got {self.target_kl}")
-        if not self.horizon > 0:
-            raise ValueError(f"algorithm.kl_ctrl.horizon must be > 0, got {self.horizon}")
-
     def updated(self, observed_kl: float, num_rows: int) -> "KLController":
         """The controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
 
@@ -72,10 +63,6 @@ class AdaptiveThreshold:
             return None
         [(rule, bound)] = config.rejection_bounds().items()
         return cls(bound.upper, rule, config.rollout_rs_target_acceptance)
-
-    def config(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-        """``config`` with the current threshold."""
-        return config.model_copy(update={"rollout_rs_threshold": self.threshold})
 
     def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
         """The threshold after a batch with these ``statistics``, which need the histograms of full
@@ -124,7 +111,9 @@ class Control:
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         """``config`` with the current threshold."""
-        return config if self.threshold is None else self.threshold.config(config)
+        if self.threshold is None:
+            return config
+        return config.model_copy(update={"rollout_rs_threshold": self.threshold.threshold})
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
         """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per

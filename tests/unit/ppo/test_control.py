@@ -31,19 +31,6 @@ def test_a_saved_controller_continues_where_it_was() -> None:
     assert KLController(**asdict(controller)) == controller
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1.0,), r"kl_ctrl\.kl_coef must be >= 0, got -1"),
-        ((1.0, 0.0), r"kl_ctrl\.target_kl must be > 0"),
-        ((1.0, 0.1, 0), r"kl_ctrl\.horizon must be > 0"),
-    ],
-)
-def test_refuses_controllers_that_cannot_control(arguments: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KLController(*arguments)
-
-
 FIELDS = {
     "rollout_rs": "token_k1",
     "rollout_rs_threshold": 3.0,
@@ -61,7 +48,8 @@ def test_it_moves_a_tenth_of_the_way_in_logarithms_towards_what_the_batch_would_
     assert adaptive.threshold == 3.0
     moved = adaptive.updated(statistics)
     assert math.log(moved.threshold) == pytest.approx(0.9 * math.log(3.0) + 0.1 * math.log(1.25), rel=0.005)
-    assert moved.config(config).rejection_bounds()["token_k1"].upper == moved.threshold
+    in_force = Control(KLController(0.0), moved).correction(config)
+    assert in_force.rejection_bounds()["token_k1"].upper == moved.threshold
 
 
 def test_it_settles_where_the_wished_share_is_accepted() -> None:
