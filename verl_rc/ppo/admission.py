@@ -36,7 +36,7 @@ PlainRanges = tuple[tuple[int, int], ...]
 class NumberRanges:
     """A set of numbers >= 0; ``from_numbers`` and ``from_plain`` make one."""
 
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: PlainRanges = ()
     """Pairs of the first number of a range and the one behind its last, ascending; they neither overlap nor
     touch."""
 
@@ -53,8 +53,8 @@ class NumberRanges:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> "NumberRanges":
-        """The inverse of ``plain``. Raises ``ValueError`` for ranges that are empty, out of order or not
-        merged."""
+        """The set with these ``ranges``, read from a checkpoint. Raises ``ValueError`` for ranges that are
+        empty, out of order or not merged."""
         ends = [int(end) for pair in plain for end in pair]
         is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
         if any(len(pair) != 2 for pair in plain) or not is_ascending:
@@ -62,10 +62,6 @@ class NumberRanges:
                 f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}."
             )
         return cls(tuple(zip(ends[::2], ends[1::2], strict=True)))
-
-    def plain(self) -> PlainRanges:
-        """Return the ranges for a checkpoint."""
-        return self.ranges
 
     def __contains__(self, number: int) -> bool:
         place = bisect_right(self.ranges, number, key=_end)
@@ -159,11 +155,6 @@ class Admission:
             return free
         return self.draw if len(self.decided) == self.admitted else 0
 
-    def undecided(self) -> NumberRanges:
-        """Admitted numbers that are still being sampled or scored: a resumed run hands these to the engines
-        first."""
-        return self.decided.missing_below(self.admitted)
-
     def admit(self, count: int) -> "Admission":
         """Hand out the next ``count`` numbers, ``admitted`` first. Raises ``AdmissionError`` beyond the
         allowance."""
@@ -205,7 +196,7 @@ class Admission:
 
     def state(self) -> AdmissionState:
         """Return the progress for a checkpoint."""
-        return AdmissionState(self.published, self.admitted, self.replaced, self.decided.plain())
+        return AdmissionState(self.published, self.admitted, self.replaced, self.decided.ranges)
 
     def resumed(self, state: AdmissionState) -> "Admission":
         """This rule at the place where ``state`` was taken; k and M may have been others there.
@@ -217,7 +208,7 @@ class Admission:
         if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
                 f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, "
-                f"got {decided.plain()[-5:]} and {state.replaced} replaced."
+                f"got {decided.ranges[-5:]} and {state.replaced} replaced."
             )
         return replace(
             self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided

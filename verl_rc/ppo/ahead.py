@@ -171,7 +171,7 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
 def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
     """How long the trainer waited, and the smallest bound that would have kept it busy; ``waits.steps`` must
     be > 0."""
-    share = waits.waited_share
+    share = waits.waited / waits.total
     bound = f"staleness_threshold={options.staleness_threshold:g}"
     summary = f"the trainer waited for samples {share:.0%} of the time with {bound}"
     useful = waits.smallest_useful_staleness(options)

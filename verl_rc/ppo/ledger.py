@@ -269,7 +269,7 @@ class RunningLedger:
     def state(self) -> LedgerState:
         """Return the ledger for a checkpoint."""
         return LedgerState(
-            self.admitted, {fate: numbers.plain() for fate, numbers in self.ended.items()}, self.balance
+            self.admitted, {fate: numbers.ranges for fate, numbers in self.ended.items()}, self.balance
         )
 
     @classmethod

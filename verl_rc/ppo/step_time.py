@@ -72,11 +72,6 @@ class WaitTotals:
         return WaitTotals(self.steps + 1, self.total + total, self.waited + waited, longest)
 
     @property
-    def waited_share(self) -> float:
-        """Share of the time in which the trainer waited; ``steps`` must be > 0."""
-        return self.waited / self.total
-
-    @property
     def step_without_waiting(self) -> float:
         """Seconds of a step, on average, less what it waited; ``steps`` must be > 0."""
         return (self.total - self.waited) / self.steps

@@ -26,7 +26,7 @@ def after_a_step() -> RunningLedger:
 
 def test_a_step_balances_with_what_is_open() -> None:
     ledger = after_a_step()
-    assert (ledger.balance, ledger.in_flight.plain()) == (14, ((4, 6),))
+    assert (ledger.balance, ledger.in_flight.ranges) == (14, ((4, 6),))
     assert ledger.count("trained") == 2
     assert ledger.count("filtered", "failed", "stale") == 2
     following = ledger.admit(1).end("trained", [4, 5]).close_step(16, {"trained": 20}, {6: 10})
