@@ -27,6 +27,7 @@ from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.choices import selecting_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
+    MiniBatchCounts,
     Objective,
     interpolation_gap,
     policy_objective,
@@ -211,20 +212,21 @@ class PolicyWorker(Learner):
         correction: ActorCorrection | None,
     ) -> int:
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
-        num_tokens, num_sequences = share.num_tokens, share.num_sequences
+        denominators: MiniBatchShare | MiniBatchCounts = share
         if correction is not None:
             correction.updates = totals.num_updates
-            counts = correction.measure_mini_batch(
-                share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
+            denominators = (
+                correction.measure_mini_batch(
+                    share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
+                )
+                or share
             )
-            if counts is not None:
-                num_tokens, num_sequences = counts.num_tokens, counts.num_sequences
         # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
         selection = self._selection(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
+            num_tokens=denominators.num_tokens,
+            num_sequences=denominators.num_sequences,
             loss_scale_factor=self._actor.loss_scale_factor,
         )
 
