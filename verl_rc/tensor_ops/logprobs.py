@@ -121,17 +121,11 @@ def scores_from_hidden_states(
                 f"{name} must be [K, W] for hidden states [K, H]; got {list(sets.shape)}, "
                 f"{list(hidden.shape)}"
             )
-    ids = _Ids(token_ids, kept_ids, candidates)
-    scores = _HiddenStateScores.apply(hidden, weight, bias, ids, options)  # type: ignore[no-untyped-call]
+    ids = token_ids[:, None] if candidates is None else torch.cat([token_ids[:, None], candidates], dim=-1)
+    scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, ids, kept_ids, options
+    )
     return HiddenStateScores(*scores)
-
-
-class _Ids(NamedTuple):
-    """See ``scores_from_hidden_states``."""
-
-    tokens: Tensor
-    kept: Tensor | None
-    candidates: Tensor | None
 
 
 class _WordSums(NamedTuple):
@@ -180,31 +174,32 @@ def _total(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 class _HiddenStateScores(torch.autograd.Function):
     """Saves the hidden states, the weights, and at most four numbers a token: log-prob, maximum, sum of the
-    softmax, mean of the logits; and the log-probs of the candidates."""
+    softmax, mean of the logits; and the log-probs of the candidates. ``ids`` ``[K, N]`` are each token and,
+    behind it, its candidates."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: _Ids, options: ScoreOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        kept_ids: Tensor | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor | None, ...]:
-        token_ids, kept_ids, candidates = ids
         sum_words, sums = _fused(_sum_words, hidden.device), None
-        chosen = hidden.new_zeros(hidden.shape[0], 1, dtype=_precision(hidden))
-        others = None if candidates is None else chosen.new_full(candidates.shape, -torch.inf)
+        chosen = hidden.new_full(ids.shape, -torch.inf, dtype=_precision(hidden))
         top = None
         for words in _word_slices(hidden, weight):
             logits = _logits(hidden, weight[words], bias, words, kept_ids)
-            chosen = _gathered(logits, token_ids[:, None], words, options.temperature, chosen)
-            if candidates is not None and others is not None:
-                others = _gathered(logits, candidates, words, options.temperature, others)
+            chosen = _gathered(logits, ids, words, options.temperature, chosen)
             if options.top_words:
                 top = _largest(logits, words, options, top)
             block = sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
             sums = block if sums is None else sums.add(block)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
-        log_probs = (chosen[:, 0] - maxima).sub_(log_totals)
-        if others is not None:
-            others = others.sub_(maxima[:, None]).sub_(log_totals[:, None])
+        chosen.sub_(maxima[:, None]).sub_(log_totals[:, None])
         top_ids = top_log_probs = None
         if top is not None:
             top_ids, top_log_probs = top[1], top[0].sub_(maxima[:, None]).sub_(log_totals[:, None])
@@ -219,13 +214,13 @@ class _HiddenStateScores(torch.autograd.Function):
         whole = logits if logits.shape[1] == weight.shape[0] else None
         if not options.entropy_gradient:
             means = None
-        of_tokens = (token_ids, log_probs, maxima, totals, means, kept_ids, candidates, others)
-        ctx.save_for_backward(hidden, weight, bias, whole, *of_tokens)
+        ctx.save_for_backward(hidden, weight, bias, whole, ids, chosen, maxima, totals, means, kept_ids)
         ctx.temperature = options.temperature
         constants = [squares, varentropies, top_ids, top_log_probs]
         constants += [] if options.entropy_gradient else [entropies]
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
-        return log_probs, entropies, squares, varentropies, others, top_ids, top_log_probs
+        candidates = chosen[:, 1:].clone() if ids.shape[1] > 1 else None
+        return chosen[:, 0].clone(), entropies, squares, varentropies, candidates, top_ids, top_log_probs
 
     @staticmethod
     @once_differentiable
@@ -239,27 +234,22 @@ class _HiddenStateScores(torch.autograd.Function):
         gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself and at the
         candidates.
         """
-        hidden, weight, bias, whole, *of_tokens = ctx.saved_tensors
-        token_ids, log_probs, maxima, totals, means, kept_ids, candidates, others = of_tokens
-        slopes = slopes_of_all = grad_log_probs / ctx.temperature
-        if candidates is not None:
-            _squares, _varentropies, grad_candidates, *_ = further
+        hidden, weight, bias, whole, ids, log_probs, maxima, totals, means, kept_ids = ctx.saved_tensors
+        _squares, _varentropies, grad_candidates, *_ = further
+        slopes = grad_log_probs[:, None] / ctx.temperature
+        slopes_of_all = slopes[:, 0]
+        if grad_candidates is not None:
             other_slopes = grad_candidates / ctx.temperature
-            slopes_of_all = slopes + other_slopes.sum(dim=-1)
-            other_slopes += torch.where(candidates == token_ids[:, None], slopes[:, None], 0)
+            slopes_of_all = slopes_of_all + other_slopes.sum(dim=-1)
+            # A candidate that is the token is written after it, with the slopes of both.
+            other_slopes += torch.where(ids[:, 1:] == ids[:, :1], slopes, 0)
+            slopes = torch.cat([slopes, other_slopes], dim=-1)
         constants, factors, entropy_slopes = -slopes_of_all / totals, None, None
         if means is not None:
             entropy_slopes = grad_entropies / ctx.temperature
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
-        of_row = (slopes_of_all, totals, means, entropy_slopes)
-        single_words = [
-            (token_ids[:, None], _gradients_of_words(slopes[:, None], log_probs[:, None], *of_row))
-        ]
-        if candidates is not None:
-            of_others = _gradients_of_words(other_slopes, others, *of_row)
-            columns = range(candidates.shape[1])
-            single_words += [(candidates[:, [column]], of_others[:, [column]]) for column in columns]
+        of_chosen = _gradients_of_words(slopes, log_probs, slopes_of_all, totals, means, entropy_slopes)
         differentiate = _fused(_differentiate, hidden.device)
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -271,10 +261,11 @@ class _HiddenStateScores(torch.autograd.Function):
             logits = _logits(hidden, of_words, bias, words, kept_ids) if whole is None else whole
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             # One after the other: words outside the block have the same nearest place.
-            for ids, of_word in single_words:
-                places, is_inside = _places(ids, words)
+            for column in range(ids.shape[1]):
+                places, is_inside = _places(ids[:, column : column + 1], words)
                 before = grad_logits.gather(-1, places)
-                grad_logits.scatter_(-1, places, torch.where(is_inside, of_word.to(before.dtype), before))
+                of_word = of_chosen[:, column : column + 1].to(before.dtype)
+                grad_logits.scatter_(-1, places, torch.where(is_inside, of_word, before))
             if ctx.needs_input_grad[0]:
                 grad_hidden = _add_product(grad_hidden, grad_logits, of_words)
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
@@ -288,6 +279,7 @@ class _HiddenStateScores(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             grad_bias,
+            None,
             None,
             None,
         )
