@@ -76,13 +76,8 @@ def overlong_penalty(
     straight line to ``-penalty_factor`` at ``max_length``, and no further (soft overlong punishment, DAPO,
     arXiv:2503.14476, eq. 13).
 
-    ``response_lengths`` is int ``[B]``, tokens; returns float32 ``[B]``, <= 0, in units of reward. Raises
-    ``ValueError`` unless ``0 < buffer_length <= max_length``.
+    ``response_lengths`` is int ``[B]``, tokens; ``buffer_length`` is in (0, ``max_length``]. Returns float32
+    ``[B]``, <= 0, in units of reward.
     """
-    if not 0 < buffer_length <= max_length:
-        raise ValueError(
-            "reward.reward_kwargs.overlong_buffer_cfg.len must be positive and at most the longest length "
-            f"that is rewarded in full, {max_length}; got {buffer_length}."
-        )
     excess = (response_lengths - (max_length - buffer_length)).clamp(0, buffer_length)
     return 0.0 - penalty_factor * excess.to(torch.float32) / buffer_length
