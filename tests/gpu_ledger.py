@@ -491,7 +491,11 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
         kill=lambda actor: actor.kill(),
     )
     workers = SimpleNamespace(**{name: partial(worker, ledger) for name, worker in WORKERS.items()})
-    monkeypatch.setattr(trainer_rank, "import_module", lambda _: workers)
+    monkeypatch.setattr(
+        trainer_rank,
+        "construct",
+        lambda target, arguments: getattr(workers, target.split(":")[1])(**arguments),
+    )
     # A run in the same test process may have put faulty classes in their place.
     monkeypatch.setattr(ActorGroup, "worker", "ledger:PolicyWorker")
     monkeypatch.setattr(VllmOptions, "worker", "ledger:LedgerEngine")

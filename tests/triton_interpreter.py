@@ -28,7 +28,7 @@ from verl_rc.rollout.vllm.options import VllmOptions
 batch_invariant.num_compute_units = lambda *_: 1
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 gpu_kernels.DEVICE = "cpu"
-trainer.engine_kernels = lambda: gpu_kernels
+trainer.of_this_device = lambda part: gpu_kernels
 operations._ROWS = (1, 17)  # more take a minute
 
 

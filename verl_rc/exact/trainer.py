@@ -18,14 +18,9 @@ Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it."""
 
 
-def engine_kernels() -> Any:
-    """The module with the engine's operations on this process's device."""
-    return of_this_device("kernels")
-
-
 def exact_attention(ordinary: Attention) -> Attention:
     """The engine's attention, with the gradient of ``ordinary``, over packed or padded sequences."""
-    kernels = engine_kernels()
+    kernels = of_this_device("kernels")
     kernels.require_vllm()
 
     def attention(
@@ -68,7 +63,7 @@ def exact_scores(
     are None.
     """
     assert kept_ids is candidates is None
-    kernels = engine_kernels()
+    kernels = of_this_device("kernels")
     scores = scores_from_hidden_states(hidden, weight, token_ids, options, bias)
     log_probs = torch.empty_like(scores.log_probs)
     with torch.no_grad():
@@ -87,7 +82,7 @@ def compute_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
     Raises ``InexactError`` where this device's products depend on the batch, or a norm is another than the
     engine's.
     """
-    kernels = engine_kernels()
+    kernels = of_this_device("kernels")
     hold_sums(kernels.DEVICE)
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
     shapes = {(layer.in_features, layer.out_features) for layer in layers}

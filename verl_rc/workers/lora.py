@@ -2,7 +2,7 @@
 get."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,12 +66,10 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
     return adapted
 
 
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: Any) -> AbstractContextManager[None]:
     """Run as the model was before training: the reference policy."""
-    peft: Any = model
-    with peft.disable_adapter():
-        yield
+    disabled: AbstractContextManager[None] = model.disable_adapter()
+    return disabled
 
 
 class MergedWeights:

@@ -92,6 +92,6 @@ def test_a_norm_that_adds_one_to_its_weight_is_refused(monkeypatch: pytest.Monke
         eps = 1e-6
 
     model = torch.nn.ModuleDict({"norm": GemmaNorm()})
-    monkeypatch.setattr(trainer, "engine_kernels", lambda: gpu_kernels)
+    monkeypatch.setattr(trainer, "of_this_device", lambda part: gpu_kernels)
     with pytest.raises(InexactError, match="but norm is a GemmaNorm"):
         trainer.compute_exactly(model, torch.float32)
