@@ -13,7 +13,7 @@ from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.advantage.reward_shaping import episode_scores, overlong_penalty
 from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.config.task import DataConfig, RewardKwargsConfig
+from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
@@ -159,19 +159,6 @@ def _is_informative(scores: Scores, count: int, options: FilterGroupsConfig) -> 
     assert values is not None
     compared = _numbers(values, sampled.extras, options.metric, "algorithm.filter_groups.metric")
     return bool(informative_groups(compared, [0] * len(compared)))
-
-
-def too_few_informative(
-    groups: FilterGroupsConfig, data: DataConfig, step: int, num_informative: int
-) -> ValueError:
-    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only
-    ``num_informative`` prompts."""
-    return ValueError(
-        f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in "
-        f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} "
-        f"batches of {data.gen_batch_size} prompts gave {num_informative}. The prompts may be too easy or "
-        "too hard; raise the limit (0: none), or data.gen_batch_size."
-    )
 
 
 def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str) -> list[float]:

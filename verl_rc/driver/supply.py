@@ -12,7 +12,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.announce import say
-from verl_rc.driver.decide import decide, join, record_batch_of_groups, too_few_informative
+from verl_rc.driver.decide import decide, join, record_batch_of_groups
 from verl_rc.driver.group_requests import GroupRequests, environment_seed
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -306,7 +306,12 @@ class Supply:
         num_kept = self._progress.num_kept
         num_sampled = self._progress.filtered_since_batch + num_kept
         if 0 < filters.max_num_gen_batches * data.gen_batch_size <= num_sampled and num_kept < batch:
-            raise too_few_informative(filters, data, step, num_kept)
+            raise ValueError(
+                f"step {step} needs data.train_batch_size={batch} prompts whose samples differ in "
+                f"{filters.metric}, but algorithm.filter_groups.max_num_gen_batches="
+                f"{filters.max_num_gen_batches} batches of {data.gen_batch_size} prompts gave {num_kept}. "
+                "The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+            )
         if not self._requests:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "
