@@ -318,7 +318,6 @@ def live(
         stop=StopRequest(),
         tracker=Tracker([JsonlSink(folder, state.step)]),
         total_steps=steps,
-        max_model_len=16,
         block_size=4,
     )
     services.guards = Guards(config.trainer.alerts, services.tracker, services.stop)

@@ -51,8 +51,6 @@ class Services:
     """Whether the scheduler asked the run to end."""
     tracker: Tracker
     total_steps: int
-    max_model_len: int
-    """Tokens of prompt and response that an engine holds."""
     block_size: int
     """Tokens of one block of the engines' key-value cache."""
 

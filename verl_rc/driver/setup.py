@@ -144,7 +144,6 @@ def open_run(
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
-            max_model_len=config.max_model_length,
             block_size=engine.block_size,
         )
         yield services, state

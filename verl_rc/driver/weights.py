@@ -239,7 +239,7 @@ class Publisher:
         """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit
         allows."""
         services = self._services
-        room = services.max_model_len - self._canary_options.max_tokens
+        room = services.config.max_model_length - self._canary_options.max_tokens
         length = max(1, min(services.block_size + 8, room))
         tokens = cycle(token for row in services.validation_rows for token in row.prompt_token_ids)
         prefix = list(islice(tokens, length - 1))

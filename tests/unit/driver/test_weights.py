@@ -237,7 +237,8 @@ class Unread:
 def test_canary_prompts_share_a_prefix_longer_than_a_block(
     rows: list[Any], prefix: str, last: list[int]
 ) -> None:
-    run = Mock(validation_rows=rows, block_size=2, max_model_len=99)
+    run = Mock(validation_rows=rows, block_size=2)
+    run.config.max_model_length = 99
     run.config.actor_rollout_ref.rollout.sync_proof.canary_num_prompts = 3
     with patch.object(weights.Publisher, "_canary_options", Mock(max_tokens=4)):
         requests = weights.Publisher(cast(Services, run), RunState())._canary_requests
