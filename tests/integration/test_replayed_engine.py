@@ -19,7 +19,7 @@ from verl_rc.insight.diagnosis import DiagnosisRequest
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 from verl_rc.insight.replay.operations import find_parting
 from verl_rc.workers.environment import engine_environment
-from verl_rc.workers.export import ExportRequest, export_checkpoint
+from verl_rc.workers.export import export_checkpoint
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(66 + row)] for row in range(4)]
 RESPONSE = 12
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(small_run_config(base), store.begin(STEP))
     store.seal(STEP)
     store.commit(STEP)
-    export_checkpoint(ExportRequest(folder / f"global_step_{STEP}", later, dtype="float32"))
+    export_checkpoint(folder / f"global_step_{STEP}", later, dtype_name="float32")
     save_resolved_config(small_run_config(base, *KEYS), folder)
     (folder / "metrics.jsonl").write_text('{"step": 4, "actor/grad_norm": 1.0}\n')
     engine = ChildProcess(

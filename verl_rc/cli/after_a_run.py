@@ -57,10 +57,10 @@ def _diagnose(options: Options) -> None:
 def _export(options: Options) -> None:
     quieten_libraries()
     # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
-    from verl_rc.workers.export import ExportRequest, export_checkpoint  # noqa: PLC0415
+    from verl_rc.workers.export import export_checkpoint  # noqa: PLC0415
 
-    request = ExportRequest(options.checkpoint, options.output, options.part, options.dtype, options.model)
-    sys.stdout.write(f"{export_checkpoint(request)}\n")
+    line = export_checkpoint(options.checkpoint, options.output, options.part, options.dtype, options.model)
+    sys.stdout.write(f"{line}\n")
 
 
 def _plot(options: Options) -> None:

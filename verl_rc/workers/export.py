@@ -48,23 +48,6 @@ class ExportError(ValueError):
 
 
 @dataclass(frozen=True)
-class ExportRequest:
-    """What to export, and where to."""
-
-    checkpoint: Path
-    """A folder ``global_step_N``."""
-    output: Path
-    """The folder to make; may exist if it is empty."""
-    part: Part = "policy"
-    """The policy with its LoRA adapters (if any) merged in, the value model, or the LoRA adapters alone."""
-    dtype: str | None = None
-    """Precision of the written weights; None: that of the base model."""
-    model: str | None = None
-    """The base model, when it is no longer where the run's configuration says; its tokenizer must be there
-    too."""
-
-
-@dataclass(frozen=True)
 class _Source:
     """The part of a checkpoint that is exported, and the model that it was trained from."""
 
@@ -80,54 +63,68 @@ class _Source:
     """Precision that the actor's base weights had in training."""
 
 
-def export_checkpoint(request: ExportRequest) -> str:
-    """Write ``request.output``; returns a line that says what is in it.
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    part: Part = "policy",
+    dtype_name: str | None = None,
+    model_path: str | None = None,
+) -> str:
+    """Write a part of a checkpoint as a model folder; returns a line that says what is in it.
 
     The folder gets its name once it is complete. Raises ``ExportError`` when the checkpoint, its base model
     or the part asked for is missing or does not fit, and when the folder is not empty or cannot be written.
+
+    Args:
+        checkpoint: A folder ``global_step_N``.
+        output: The folder to make; may exist if it is empty.
+        part: The policy with its LoRA adapters (if any) merged in, the value model, or the LoRA adapters
+            alone.
+        dtype_name: Precision of the written weights; None: that of the base model.
+        model_path: The base model, when it is no longer where the run's configuration says; its tokenizer
+            must be there too.
     """
-    output = request.output.expanduser().resolve()
+    output = output.expanduser().resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ExportError(
             f"--output must name a new or an empty folder, but {output} is neither. Name another one."
         )
     try:
-        source = _open_source(request)
-        dtype = torch_dtype(request.dtype) if request.dtype else source.model_config.dtype or torch.float32
-        model = _build(request.part, source, load_full_state_dict(source.folder), dtype)
+        source = _open_source(checkpoint, part, model_path)
+        dtype = torch_dtype(dtype_name) if dtype_name else source.model_config.dtype or torch.float32
+        model = _build(part, source, load_full_state_dict(source.folder), dtype)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     with _complete_or_absent(output) as folder:
         model.save_pretrained(folder)
-        if request.part != "adapter":
+        if part != "adapter":
             _copy_tokenizer(source, folder)
-    name = "LoRA adapter" if request.part == "adapter" else type(model).__name__
+    name = "LoRA adapter" if part == "adapter" else type(model).__name__
     return f"{output}: {name} after step {source.step}, {str(dtype).removeprefix('torch.')}"
 
 
-def _open_source(request: ExportRequest) -> _Source:
+def _open_source(checkpoint: Path, part: Part, model_path: str | None) -> _Source:
     """Find the shards and the base model. Raises ``CheckpointError`` and ``ExportError``."""
-    saved = _load_saved_run(request.checkpoint)
+    saved = _load_saved_run(checkpoint)
     actor, critic = saved.config["actor_rollout_ref"], saved.config["critic"]
-    folder = request.checkpoint / ("critic" if request.part == "critic" else "actor")
-    if request.part == "critic" and not folder.is_dir():
+    folder = checkpoint / ("critic" if part == "critic" else "actor")
+    if part == "critic" and not folder.is_dir():
         raise ExportError(
-            f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic "
-            "out."
+            f"--critic needs a run that trains a critic, but {checkpoint} holds none. Leave --critic out."
         )
-    model = ModelConfig.model_validate(critic["model"] if request.part == "critic" else actor["model"])
-    if request.part == "adapter" and model.lora_rank == 0:
+    model = ModelConfig.model_validate(critic["model"] if part == "critic" else actor["model"])
+    if part == "adapter" and model.lora_rank == 0:
         raise ExportError(
             "--adapter needs a run that trains LoRA adapters, but the checkpoint has "
             "actor_rollout_ref.model.lora_rank=0. Leave --adapter out."
         )
-    path = _local_path(request.model or model.path)
+    path = _local_path(model_path or model.path)
     return _Source(
         folder,
         saved.state.step,
         model.model_copy(update={"path": path}),
         _read_model_config(path, model.trust_remote_code),
-        path if request.model else _local_path(actor["model"]["path"]),
+        path if model_path else _local_path(actor["model"]["path"]),
         torch_dtype(actor["actor"]["fsdp_config"]["model_dtype"]),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_rc.workers import export
-from verl_rc.workers.export import ExportError, ExportRequest, export_checkpoint
+from verl_rc.workers.export import ExportError, export_checkpoint
 
 CRITIC = ("algorithm.adv_estimator=gae", "critic.fsdp_config.dtype=float32")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=12")
@@ -48,7 +48,7 @@ def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def test_the_policy_is_the_trained_one(full: SmallCheckpoint, tmp_path: Path) -> None:
-    said = export_checkpoint(ExportRequest(full.folder, tmp_path / "out"))
+    said = export_checkpoint(full.folder, tmp_path / "out")
     assert said == f"{tmp_path / 'out'}: Qwen2ForCausalLM after step {STEP}, float32"
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights.keys() == full.weights["actor"].keys()
@@ -62,14 +62,14 @@ def test_the_policy_is_the_trained_one(full: SmallCheckpoint, tmp_path: Path) ->
 def test_the_tokenizer_and_the_generation_settings_are_the_base_models(
     full: SmallCheckpoint, base: Path, tmp_path: Path
 ) -> None:
-    export_checkpoint(ExportRequest(full.folder, tmp_path / "out"))
+    export_checkpoint(full.folder, tmp_path / "out")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_precision_rounds_once(full: SmallCheckpoint, tmp_path: Path, dtype: str) -> None:
-    export_checkpoint(ExportRequest(full.folder, tmp_path / "out", dtype=dtype))
+    export_checkpoint(full.folder, tmp_path / "out", dtype_name=dtype)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     weights = load_file(tmp_path / "out" / "model.safetensors")
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in full.weights["actor"].items()}
@@ -80,9 +80,7 @@ def test_without_a_precision_it_is_the_base_models(full: SmallCheckpoint, base: 
     moved = shutil.copytree(base, tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert export_checkpoint(ExportRequest(full.folder, tmp_path / "out", model=str(moved))).endswith(
-        "bfloat16"
-    )
+    assert export_checkpoint(full.folder, tmp_path / "out", model_path=str(moved)).endswith("bfloat16")
 
 
 @pytest.mark.parametrize("run", ["full", "lora"])
@@ -90,7 +88,7 @@ def test_the_critic_gives_the_trained_values(
     run: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     checkpoint: SmallCheckpoint = request.getfixturevalue(run)
-    export_checkpoint(ExportRequest(checkpoint.folder, tmp_path / "out", "critic"))
+    export_checkpoint(checkpoint.folder, tmp_path / "out", "critic")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights.keys() == checkpoint.weights["critic"].keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in checkpoint.weights["critic"].items())
@@ -103,7 +101,7 @@ def test_the_critic_gives_the_trained_values(
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     base = write_tiny_model(tmp_path / "base", "--tie_word_embeddings")
     checkpoint = write_checkpoint(small_run_config(base), tmp_path / "global_step_3")
-    export_checkpoint(ExportRequest(checkpoint.folder, tmp_path / "out"))
+    export_checkpoint(checkpoint.folder, tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == checkpoint.weights["actor"].keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -111,7 +109,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
 
 
 def test_adapters_are_merged_in(lora: SmallCheckpoint, base: Path, tmp_path: Path) -> None:
-    export_checkpoint(ExportRequest(lora.folder, tmp_path / "out"))
+    export_checkpoint(lora.folder, tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits_of(merged), lora.outputs["actor"], atol=1e-5, rtol=1e-5)
     untrained = logits_of(AutoModelForCausalLM.from_pretrained(base))
@@ -127,7 +125,7 @@ def test_adapters_are_merged_in(lora: SmallCheckpoint, base: Path, tmp_path: Pat
 
 
 def test_the_adapter_alone_is_one_that_peft_loads(lora: SmallCheckpoint, base: Path, tmp_path: Path) -> None:
-    said = export_checkpoint(ExportRequest(lora.folder, tmp_path / "out", "adapter"))
+    said = export_checkpoint(lora.folder, tmp_path / "out", "adapter")
     assert said.endswith(f"LoRA adapter after step {STEP}, float32")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 12, str(base))
@@ -168,7 +166,7 @@ def test_a_base_model_that_does_not_fit(
 ) -> None:
     model = make_model(base, tmp_path / "model")
     with pytest.raises(ExportError, match=message):
-        export_checkpoint(ExportRequest(full.folder, tmp_path / "new" / "out", model=str(model)))
+        export_checkpoint(full.folder, tmp_path / "new" / "out", model_path=str(model))
     assert not any((tmp_path / "new").iterdir() if (tmp_path / "new").exists() else ())
 
 
@@ -181,10 +179,10 @@ def test_a_crash_leaves_no_folder_of_that_name(
 
     monkeypatch.setattr(export, "_copy_tokenizer", fail)
     with pytest.raises(ExportError, match="must be writable, but No space left on device"):
-        export_checkpoint(ExportRequest(full.folder, tmp_path / "new" / "out"))
+        export_checkpoint(full.folder, tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_an_empty_folder_may_exist(full: SmallCheckpoint, tmp_path: Path) -> None:
-    export_checkpoint(ExportRequest(full.folder, tmp_path))
+    export_checkpoint(full.folder, tmp_path)
     assert (tmp_path / "config.json").is_file()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from verl_rc.weight_sync.manifest import TensorSpec, tensor_digest
-from verl_rc.workers.export import ExportRequest, export_checkpoint
+from verl_rc.workers.export import export_checkpoint
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Names of tensors in vLLM, and of their parts in a model folder, in order."""
@@ -110,7 +110,7 @@ def _read(path: Path) -> Digests:
 def _tensors_of(folder: Path, scratch: Path) -> dict[str, Tensor]:
     """The weights of a model folder, or of a checkpoint, which is exported first."""
     if not sorted(folder.glob("*.safetensors")):
-        export_checkpoint(ExportRequest(folder, scratch, dtype="float32"))
+        export_checkpoint(folder, scratch, dtype_name="float32")
         folder = scratch
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

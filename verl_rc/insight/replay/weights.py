@@ -5,7 +5,7 @@ from pathlib import Path
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.workers.export import ExportRequest, export_checkpoint
+from verl_rc.workers.export import export_checkpoint
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -36,5 +36,5 @@ class KeptWeights:
             return self._start
         place = self._scratch / f"version_{version}"
         if not place.is_dir():
-            export_checkpoint(ExportRequest(self._checkpoints[version], place, dtype="float32"))
+            export_checkpoint(self._checkpoints[version], place, dtype_name="float32")
         return str(place)

@@ -39,7 +39,7 @@ from verl_rc.insight.replay.operations import Parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
-from verl_rc.workers.export import ExportRequest, export_checkpoint
+from verl_rc.workers.export import export_checkpoint
 
 TRAINER = ("R0", "R1", "R2", "R3", "R4")
 LENGTHS = (7, 3, 5, 6)
@@ -58,7 +58,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_checkpoint(small_run_config(base), store.begin(STEP))
     store.seal(STEP)
     store.commit(STEP)
-    export_checkpoint(ExportRequest(place / "run" / f"global_step_{STEP}", place / "later"))
+    export_checkpoint(place / "run" / f"global_step_{STEP}", place / "later")
     return {"base": base, "run": place / "run", "later": place / "later"}
 
 
