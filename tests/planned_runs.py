@@ -18,7 +18,7 @@ from verl_rc.data.batches import PolicyEvaluations, TokenScores, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.mini_batches import plan_mini_batches
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
     correct_current,
@@ -172,10 +172,15 @@ def corrected(
 ) -> tuple[TrainBatch, MiniBatchCounts]:
     """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either
     mode."""
-    options = MiniBatchOptions(
-        len(log_probs), epochs=1, shuffle=False, seed=0, denominator=config.rejection_denominator
+    (mini_batch,) = plan_mini_batches(
+        batch.response_mask,
+        batch.loss_mask,
+        rows_per_mini_batch=len(log_probs),
+        epochs=1,
+        shuffle=False,
+        seed=0,
+        denominator=config.rejection_denominator,
     )
-    (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     counts = MiniBatchCounts(mini_batch.num_tokens, mini_batch.num_sequences)
     if not config.in_actor:
         return batch, counts

@@ -22,7 +22,7 @@ from verl_rc.ppo.choices import (
 )
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
-from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.mini_batches import plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.workers.updates import ActorReport, UpdateRequest
@@ -172,13 +172,14 @@ def update_critic(
     critic = services.config.critic
     rows = critic_batch(batch, evaluations)
     record.add(critic_metrics(rows))
-    options = MiniBatchOptions(
+    mini_batches = plan_mini_batches(
+        rows.response_mask,
+        rows.response_mask,
         rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=critic.ppo_epochs,
         shuffle=critic.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
-    mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     report = record.timed(
         "update_critic", services.critic.update, rows, mini_batches, update_limit(critic), beside
     )
@@ -197,14 +198,15 @@ def update_actor(
     """One optimizer step per mini-batch and epoch."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     correction = services.config.algorithm.rollout_correction
-    options = MiniBatchOptions(
+    mini_batches = plan_mini_batches(
+        batch.response_mask,
+        batch.loss_mask,
         rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
         denominator=correction.rejection_denominator,
     )
-    mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     is_limited = correction.bypass_mode and services.config.async_training.is_synchronous
     limit = services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None
     request = UpdateRequest(

@@ -32,44 +32,46 @@ class MiniBatchShare:
     num_loss_tokens: int
 
 
-@dataclass(frozen=True)
-class MiniBatchOptions:
-    """How a train batch is cut."""
-
-    rows_per_mini_batch: int
-    """``ppo_mini_batch_size`` prompts times samples per prompt."""
-    epochs: int
-    """Passes over the train batch."""
-    shuffle: bool
-    """Draw a new order of rows in each pass."""
-    seed: int
-    """Seed of that order."""
-    denominator: str = "original"
-    """``original``: all response tokens count; ``kept``: only those that rollout correction kept."""
-
-
-def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBatchOptions) -> list[MiniBatch]:
+def plan_mini_batches(
+    response_mask: Tensor,
+    loss_mask: Tensor,
+    *,
+    rows_per_mini_batch: int,
+    epochs: int,
+    shuffle: bool,
+    seed: int,
+    denominator: str = "original",
+) -> list[MiniBatch]:
     """Mini-batches of all epochs, in the order they are trained on; both masks are bool ``[B, R]``.
 
     Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a
     loss is divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
+
+    Args:
+        response_mask: Response tokens.
+        loss_mask: Those that rollout correction kept.
+        rows_per_mini_batch: ``ppo_mini_batch_size`` prompts times samples per prompt.
+        epochs: Passes over the train batch.
+        shuffle: Draw a new order of rows in each pass.
+        seed: Seed of that order.
+        denominator: ``original``: all response tokens count; ``kept``: only those of ``loss_mask``.
     """
     num_rows = response_mask.shape[0]
-    size = options.rows_per_mini_batch
-    if num_rows % size:
+    if num_rows % rows_per_mini_batch:
         raise ValueError(
-            f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}."
+            f"a train batch must hold a multiple of {rows_per_mini_batch} rows (mini-batch size x samples), "
+            f"got {num_rows}."
         )
-    denominator_mask = loss_mask if options.denominator == "kept" else response_mask
+    denominator_mask = loss_mask if denominator == "kept" else response_mask
     denominator_tokens, loss_tokens = denominator_mask.sum(-1), loss_mask.sum(-1)
-    order = random.Random(options.seed)
+    order = random.Random(seed)
     plan = []
-    for _ in range(options.epochs):
+    for _ in range(epochs):
         rows = list(range(num_rows))
-        if options.shuffle:
+        if shuffle:
             order.shuffle(rows)
-        for start in range(0, num_rows, size):
-            chosen = sorted(rows[start : start + size])
+        for start in range(0, num_rows, rows_per_mini_batch):
+            chosen = sorted(rows[start : start + rows_per_mini_batch])
             tokens = denominator_tokens[chosen]
             num_loss_tokens = int(loss_tokens[chosen].sum())
             plan.append(MiniBatch(chosen, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))

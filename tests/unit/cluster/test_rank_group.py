@@ -20,7 +20,7 @@ from verl_rc.data.batches import Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.data.ragged import Column, Ragged
 from verl_rc.distributed.child_process import ProcessLostError
-from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.mini_batches import plan_mini_batches
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 LENGTHS = [7, 2, 5, 1, 1, 6]
@@ -56,7 +56,10 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
     mini_batches = plan_mini_batches(
         batch.response_mask,
         batch.loss_mask,
-        MiniBatchOptions(rows_per_mini_batch=3, epochs=2, shuffle=True, seed=1),
+        rows_per_mini_batch=3,
+        epochs=2,
+        shuffle=True,
+        seed=1,
     )
     parts = group_of(ranks).split(batch, mini_batches, limit)
     for number, mini_batch in enumerate(mini_batches):
@@ -130,7 +133,7 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
     assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS
     group._ranks = [EchoRank(number) for number in range(4)]  # type: ignore[misc]
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1)
+        batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
     )
     parts = group.split(batch, mini_batches, MicroBatchLimit(max_tokens=14))
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
@@ -156,7 +159,7 @@ def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
 
     monkeypatch.setattr(group, "call_update", call_update)
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1)
+        batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
     )
     group.update(batch, mini_batches, LIMITS[0], UpdateRequest(RolloutCorrectionConfig(), 0))
     (rows,) = arrived

@@ -53,11 +53,11 @@ def rates(config: OptimConfig, steps: int = 8) -> list[float]:
 
 
 def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The ``MiniBatchOptions`` that a stage of the loop cuts its batch with."""
+    """The options that a stage of the loop cuts its batch with."""
     seen = []
 
-    def stop(*arguments: Any) -> None:
-        seen.append(arguments[2])
+    def stop(*masks: Any, **options: Any) -> None:
+        seen.append(SimpleNamespace(**options))
         raise InterruptedError
 
     monkeypatch.setattr(stages, "plan_mini_batches", stop)

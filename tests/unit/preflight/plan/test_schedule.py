@@ -9,7 +9,7 @@ from planned_runs import Given, config_of
 from small_runs import ROOT
 
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
-from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.mini_batches import plan_mini_batches
 from verl_rc.preflight.plan import Phase, Plan, plan_of
 from verl_rc.preflight.plan.schedule import UpdateArithmetic
 
@@ -67,7 +67,9 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
     config = config_of(given)
     sizes = plan_of(config).sizes
     mask = torch.ones(prompts * samples, 3, dtype=torch.bool)
-    batches = plan_mini_batches(mask, mask, MiniBatchOptions(mini * samples, epochs, shuffle=True, seed=1))
+    batches = plan_mini_batches(
+        mask, mask, rows_per_mini_batch=mini * samples, epochs=epochs, shuffle=True, seed=1
+    )
     assert config.rows_per_step == len(mask)
     assert sizes.actor.optimizer_steps == len(batches)
     assert {len(batch.rows) for batch in batches} == {sizes.actor.mini_batch_rows}
