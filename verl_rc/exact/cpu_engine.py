@@ -75,11 +75,11 @@ class _RoundsFirst:
 
 
 class _RoundedRmsNorm(_RoundsFirst, RMSNorm):
-    pass
+    """Of most models."""
 
 
 class _RoundedGemmaRmsNorm(_RoundsFirst, GemmaRMSNorm):
-    pass
+    """Of Gemma's models, which multiplies by 1 + weight."""
 
 
 class _OfWholeVectors:
@@ -94,11 +94,11 @@ class _OfWholeVectors:
 
 
 class _VectorSiluAndMul(_OfWholeVectors, SiluAndMul):
-    pass
+    """With SiLU."""
 
 
 class _VectorGeluAndMul(_OfWholeVectors, GeluAndMul):
-    pass
+    """With GELU."""
 
 
 def _multiply_alike(layer: Any, remove_weight: bool) -> None:
