@@ -21,7 +21,7 @@ from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, reward_metrics, with_accuracies
 from verl_rc.driver.services import Services
-from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.rewards import RewardError, RewardOutput
 from verl_rc.rollout.response import build_rollout_batch
 
@@ -239,7 +239,7 @@ def record_batch_of_groups(
     record.ledger.sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
     lengths = samples.rollouts.tokens
-    record.count_tokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
+    record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
     record.add_records(reward_metrics(_reward_outputs(samples)))
     record.add(environment_metrics(samples.extras))
     record.add(waiting_metrics(samples.episodes))

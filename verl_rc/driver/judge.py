@@ -68,7 +68,7 @@ def record_correction(
     require_finite(statistics.nonfinite_fraction, config)
     record.add(statistics.metrics(control.correction(config)))
     if config.diagnostics == "full":
-        record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
+        record.histograms["rollout_corr/log_ratio"] = HISTOGRAM_EDGES, statistics.numbers().histograms[0]
     if control.threshold is not None:
         record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
 

@@ -32,6 +32,7 @@ class StepTokens:
     total: int
     """Prompt and response tokens."""
     num_devices: int
+    """Devices of all pools."""
 
     def milliseconds_per_token(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """``timing_per_token_ms/*``: generation by response tokens, other stages by all."""
@@ -54,12 +55,14 @@ class StepRecord:
         """Start the clock of the step."""
         self._started = time.perf_counter()
         self._began = time.time()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Seconds of every stage so far."""
         self._busy: dict[str, float] = defaultdict(float)
         self.values: dict[str, float] = {}
         """Final numbers by metric name; ``add`` adds some."""
         self._records: list[Metric] = []
-        self._tokens: StepTokens | None = None
+        self.tokens: StepTokens | None = None
+        """By which speeds are measured; None: by none."""
         self.ledger = Ledger()
         """What became of every token sampled for training."""
         self.engines_replaced = 0
@@ -69,7 +72,8 @@ class StepRecord:
         self.waits_in: str | None = None
         """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and
         samples there itself."""
-        self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        self.histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        """By name, edges and counts: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
 
     @contextmanager
     def stage(self, name: str, **facts: Any) -> Iterator[None]:
@@ -79,7 +83,7 @@ class StepRecord:
             with TRACE.driver(name, **facts):
                 yield
         finally:  # an engine that is lost in it is replaced, and the step goes on
-            self._seconds[name] += time.perf_counter() - started
+            self.seconds[name] += time.perf_counter() - started
 
     def timed(self, name: str, call: Callable[P, Timed[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """What ``call`` to workers answers, timed as stage ``name``, with the seconds that they computed."""
@@ -87,11 +91,6 @@ class StepRecord:
             answer = call(*args, **kwargs)
         self.add_busy(name, answer.busy_seconds)
         return answer.result
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of every stage of the step so far."""
-        return dict(self._seconds)
 
     def add_busy(self, name: str, seconds: float) -> None:
         """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was
@@ -107,20 +106,11 @@ class StepRecord:
         """Add records, which are reduced over ranks and mini-batches when the step is logged."""
         self._records.extend(records)
 
-    def count_tokens(self, response: int, total: int, num_devices: int) -> None:
-        """Tokens of the step, in responses and in all, and the devices of all pools: speeds are measured by
-        them."""
-        self._tokens = StepTokens(response, total, num_devices)
-
-    def add_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """Add a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
-        self._histograms[name] = (edges, counts)
-
     def log(self, tracker: Tracker, step: int, values: Mapping[str, float] | None = None) -> None:
         """Hand everything to the tracker, with finished ``values``. Raises ``LedgerError`` when the books do
         not balance."""
         tracker.log({**self.metrics(), **self.ledger.close(), **(values or {})}, step=step)
-        for name, (edges, counts) in self._histograms.items():
+        for name, (edges, counts) in self.histograms.items():
             tracker.log_histogram(name, edges, counts, step)
         TRACE.span("driver", STEP, self._began, time.time(), step=step)
         TRACE.flush()
@@ -128,7 +118,7 @@ class StepRecord:
     def metrics(self) -> dict[str, float]:
         """All metrics of the step under their final names."""
         step = time.perf_counter() - self._started
-        timing = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        timing = {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
         busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
         metrics = {**self.values, **timing, **busy, "timing_s/step": step}
         _add_once(metrics, reduce_metrics(self._records))
@@ -136,13 +126,13 @@ class StepRecord:
         metrics["recovery/engines_replaced"] = float(self.engines_replaced)
         metrics["recovery/requests_reissued"] = float(self.requests_reissued)
         if self.waits_in is not None:
-            metrics["trainer/idle_ratio"] = self._seconds[self.waits_in] / step
-        if self._tokens is not None:
+            metrics["trainer/idle_ratio"] = self.seconds[self.waits_in] / step
+        if self.tokens is not None:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
-            metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)
-            metrics |= self._tokens.milliseconds_per_token(self._seconds)
+            metrics["perf/throughput"] = self.tokens.total / (step * self.tokens.num_devices)
+            metrics |= self.tokens.milliseconds_per_token(self.seconds)
         # Stages without workers are work, not overhead.
-        driver = sum(self._seconds.get(name, 0.0) for name in ("reward", "testing", "save_checkpoint"))
+        driver = sum(self.seconds.get(name, 0.0) for name in ("reward", "testing", "save_checkpoint"))
         metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + driver) / step)
         return metrics
 

@@ -33,7 +33,7 @@ def test_milliseconds_per_token_by_what_a_stage_works_on() -> None:
 def test_throughput_counts_the_devices_of_all_pools() -> None:
     record = StepRecord()
     with record.stage("gen"):
-        record.count_tokens(10, 40, num_devices=2)
+        record.tokens = StepTokens(10, 40, num_devices=2)
     metrics = record.metrics()
     assert metrics["perf/throughput"] == pytest.approx(40 / (metrics["timing_s/step"] * 2))
     assert 0 <= metrics["perf/overhead_fraction"] <= 1
@@ -42,7 +42,7 @@ def test_throughput_counts_the_devices_of_all_pools() -> None:
 
 def test_only_tokens_trained_on_are_useful() -> None:
     record = StepRecord()
-    record.count_tokens(10, 40, num_devices=2)
+    record.tokens = StepTokens(10, 40, num_devices=2)
     record.ledger.book({"trained": 6, "rejected": 4})
     metrics = record.metrics()
     assert metrics["perf/useful_tokens_per_second"] == pytest.approx(6 / metrics["timing_s/step"])
@@ -73,7 +73,7 @@ def test_everything_reaches_the_tracker() -> None:
     record, recorder = StepRecord(), Recorder()
     record.add({"critic/score/mean": 1.0})
     record.add_records([Metric("actor/grad_norm", 1.0), Metric("actor/grad_norm", 3.0)])
-    record.add_histogram("rollout_corr/log_ratio", [0.0, 1.0], [5.0])
+    record.histograms["rollout_corr/log_ratio"] = [0.0, 1.0], [5.0]
     record.log(recorder, 3, {"training/epoch": 0})  # type: ignore[arg-type]
     assert recorder.metrics["actor/grad_norm"] == 2.0
     assert recorder.metrics["training/epoch"] == 0

@@ -51,7 +51,7 @@ from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import record_batch, update_actor
-from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.health.causes import judge_causes
@@ -912,7 +912,7 @@ def seconds_speeds_and_replacements():
         record.engines_replaced = 2
         record.requests_reissued = 3
         record.waits_in = "gen"
-        record.count_tokens(response=50, total=200, num_devices=4)
+        record.tokens = StepTokens(response=50, total=200, num_devices=4)
         record.ledger.book({"trained": 40})
         for number, stage in enumerate(stages, start=1):
             with record.stage(stage):
