@@ -204,10 +204,6 @@ class RunningLedger:
     balance: int = 0
     """Sampled tokens of the groups that were open when the last step was closed."""
 
-    def count(self, *fates: str) -> int:
-        """Groups that ended in these ways."""
-        return sum(len(self.ended[fate]) for fate in fates if fate in self.ended)
-
     def admit(self, count: int) -> "RunningLedger":
         """Put the next ``count`` numbers in flight."""
         new = NumberRanges.from_numbers(range(self.admitted, self.admitted + count))
@@ -238,7 +234,7 @@ class RunningLedger:
         them. Raises ``LedgerError`` when a group is in flight here and not there (or the other way round), or
         when tokens do not balance.
         """
-        counted = len(self.in_flight) + self.count(*FATES)
+        counted = len(self.in_flight) + sum(map(len, self.ended.values()))
         lost, surplus = set(self.in_flight) - set(open_tokens), set(open_tokens) - set(self.in_flight)
         if lost or surplus or counted != self.admitted:
             raise LedgerError(
