@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,22 +31,13 @@ def _moved(operation: str) -> str:
     return f"exact mode needs the vLLM of requirements/, whose internals it replaces: {operation}"
 
 
-class Pages(NamedTuple):
-    """Where the tokens of packed sequences lie in a cache of blocks."""
+def pages(lengths: Tensor, block: int) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+    """Where the N tokens of packed sequences of ``lengths`` (int64) lie in a cache of blocks of ``block``
+    tokens.
 
-    num_blocks: int
-    rows: Tensor
-    """int64 ``[N]``, the sequence of each token."""
-    positions: Tensor
-    """int64 ``[N]``, within the sequence."""
-    slots: Tensor
-    """int64 ``[N]``, within the cache."""
-    table: Tensor
-    """int32 ``[sequences, most blocks]``, the blocks of each sequence."""
-
-
-def pages(lengths: Tensor, block: int) -> Pages:
-    """For sequences of ``lengths`` (int64) in blocks of ``block`` tokens."""
+    Returns the number of blocks; int64 ``[N]`` each: the sequence of a token, its positions in the sequence
+    and in the cache; and int32 ``[sequences, most blocks]``: the blocks of each sequence.
+    """
     blocks = (lengths + block - 1) // block
     first_blocks = F.pad(blocks.cumsum(0), (1, 0))
     rows = torch.repeat_interleave(lengths)
@@ -55,4 +45,4 @@ def pages(lengths: Tensor, block: int) -> Pages:
     num_blocks = int(first_blocks[-1])
     within = torch.arange(int(blocks.max()), device=rows.device)
     table = (first_blocks[:-1, None] + within).clamp_max(num_blocks - 1).int()
-    return Pages(num_blocks, rows, positions, first_blocks[rows] * block + positions, table)
+    return num_blocks, rows, positions, first_blocks[rows] * block + positions, table
