@@ -19,10 +19,10 @@ from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
 from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
-from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, reward_metrics, with_accuracies
+from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, columns_of, reward_metrics, with_accuracies
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord, StepTokens
-from verl_rc.rewards import RewardError, RewardOutput
+from verl_rc.rewards import RewardError
 from verl_rc.rollout.response import build_rollout_batch
 
 _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
@@ -83,8 +83,7 @@ def _turn_rewards(episodes: Sequence[Replies]) -> list[list[float]]:
 
 def _scores_of_function(scorer: ResponseScorer, rows: Sequence[PromptRow], texts: list[str]) -> Scores:
     outputs = scorer.score(rows, texts)
-    names = sorted({name for output in outputs for name in output.extras})
-    extras = with_accuracies({name: [output.extras.get(name) for output in outputs] for name in names})
+    extras = with_accuracies(columns_of(outputs))
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
 
 
@@ -240,7 +239,12 @@ def record_batch_of_groups(
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
     lengths = samples.rollouts.tokens
     record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
-    record.add_records(reward_metrics(_reward_outputs(samples)))
+    of_function = {
+        name: column
+        for name, column in samples.extras.items()
+        if name not in _OVERLONG_COLUMNS and not name.startswith(_ENVIRONMENT)
+    }
+    record.add_records(reward_metrics(of_function, len(samples)))
     record.add(environment_metrics(samples.extras))
     record.add(waiting_metrics(samples.episodes))
     if baselines is not None:
@@ -283,19 +287,3 @@ def waiting_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
 
 def _spread(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min())}
-
-
-def _reward_outputs(samples: Samples) -> list[RewardOutput]:
-    """The reward function's output for every sample, from its columns; None in a column is a missing
-    value."""
-    columns = {
-        name: column
-        for name, column in samples.extras.items()
-        if name not in _OVERLONG_COLUMNS and not name.startswith(_ENVIRONMENT)
-    }
-    return [
-        RewardOutput(
-            score, {name: column[row] for name, column in columns.items() if column[row] is not None}
-        )
-        for row, score in enumerate(samples.scores.tolist())
-    ]

@@ -176,12 +176,17 @@ def _has_function(config: RewardConfig) -> bool:
     return config.custom_reward_function.path is not None
 
 
-def reward_metrics(outputs: Sequence[RewardOutput]) -> list[Metric]:
+def columns_of(outputs: Sequence[RewardOutput]) -> dict[str, list[object]]:
+    """What outputs say beside their scores, by name; None where one has no such value."""
+    names = sorted({name for output in outputs for name in output.extras})
+    return {name: [output.extras.get(name) for output in outputs] for name in names}
+
+
+def reward_metrics(columns: Mapping[str, Sequence[object]], num_rows: int) -> list[Metric]:
     """``reward/failed_fraction``, and the spread of every numeric column over the rows that have it."""
-    num_failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
-    metrics = [Metric("reward/failed_fraction", Mean(num_failed, len(outputs)))]
-    for column in sorted({name for output in outputs for name in output.extras}):
-        cells = [output.extras[column] for output in outputs if column in output.extras]
+    num_failed = sum(reason is not None for reason in columns.get(FAILURE_COLUMN, ()))
+    metrics = [Metric("reward/failed_fraction", Mean(num_failed, num_rows))]
+    for column, cells in sorted(columns.items()):
         values = [float(value) for value in cells if isinstance(value, Real) and math.isfinite(value)]
         if values:
             metrics += [
