@@ -113,21 +113,18 @@ def _in_one_kernel(
 ) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` without any padding."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    begins = layout.boundaries
-    longest = layout.max_length
-    grouped = key.shape[1] != query.shape[1]
     # A token's window is everything to its left and nothing to its right.
     attended = varlen_attn(
         query,
         key,
         value,
-        begins,
-        begins,
-        longest,
-        longest,
+        layout.boundaries,
+        layout.boundaries,
+        layout.max_length,
+        layout.max_length,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=grouped,
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor)  # it is a pair only with return_aux
     return attended[None]

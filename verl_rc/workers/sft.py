@@ -123,7 +123,11 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
             f"SFT ended below trainer.stop_at_accuracy={trainer.stop_at_accuracy}: raise "
             f"trainer.total_training_steps={steps}."
         )
-    return SftResult(step, result, _save(setup))
+    folder = Path(trainer.output_dir).expanduser()
+    model: Any = setup.model
+    model.save_pretrained(folder)
+    setup.tokenizer.save_pretrained(folder)
+    return SftResult(step, result, folder)
 
 
 def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: torch.optim.Optimizer) -> float:
@@ -209,11 +213,3 @@ def _progress(console: Console) -> Progress:
     """A progress bar at a terminal; elsewhere only validation lines are printed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _save(setup: SftSetup) -> Path:
-    folder = Path(setup.config.trainer.output_dir).expanduser()
-    model: Any = setup.model
-    model.save_pretrained(folder)
-    setup.tokenizer.save_pretrained(folder)
-    return folder
