@@ -142,8 +142,7 @@ def open_scorer(
     Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot
     be loaded.
     """
-    has_built_in = not _has_function(config) and not config.reward_model.enable
-    if has_built_in:
+    if not _has_function(config) and not config.reward_model.enable:
         check_data_sources(sources)
     model = RewardModel(config.reward_model) if config.reward_model.enable else None
     building = [] if model is None else model.build()

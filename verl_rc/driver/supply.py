@@ -166,17 +166,16 @@ class Supply:
             self._receive(record, version=step)
         if self._publishes_beside(step):
             self._publisher.publish_beside(step, record)
-            self._progress.admission = self._progress.admission.publish(step)
-            return
-        while self._requests and not self._options.cuts:
-            self._receive(record, version=step)
-        # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could
-        # come with. Engines that take turns with the trainer have nothing to do beside them.
-        is_alone = self._options.is_synchronous or self._options.deterministic_steps is not None
-        canaries_ride = not is_alone and step < self._services.total_steps
-        self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
-        if canaries_ride and self._publisher.canary_is_due(step):
-            self._canaries = self._publisher.submit_canary()
+        else:
+            while self._requests and not self._options.cuts:
+                self._receive(record, version=step)
+            # Counted engine steps decode nothing else, and after the last step no batch comes that canaries
+            # could come with. Engines that take turns with the trainer have nothing to do beside them.
+            is_alone = self._options.is_synchronous or self._options.deterministic_steps is not None
+            canaries_ride = not is_alone and step < self._services.total_steps
+            self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
+            if canaries_ride and self._publisher.canary_is_due(step):
+                self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
         if self._options.cuts:
             self._note_parts(record, version=step)
