@@ -136,10 +136,12 @@ class PolicyWorker(Learner):
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
-            return score_sequences(tokens, micro_batches, self._log_probs, self._device)
-
-    def _log_probs(self, tokens: TokenBatch) -> list[Tensor]:
-        return [score_tokens(self.model.module, tokens, self._forward, with_entropy=False).log_probs]
+            return score_sequences(
+                tokens,
+                micro_batches,
+                lambda part: [score_tokens(module, part, self._forward, with_entropy=False).log_probs],
+                self._device,
+            )
 
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
         squares = self._needs_sum_pi_squared
