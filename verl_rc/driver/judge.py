@@ -70,7 +70,7 @@ def record_correction(
     if config.diagnostics == "full":
         record.histograms["rollout_corr/log_ratio"] = HISTOGRAM_EDGES, statistics.numbers().histograms[0]
     if control.threshold is not None:
-        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
+        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold})
 
 
 def _judge_causes(

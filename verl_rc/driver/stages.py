@@ -149,7 +149,7 @@ def record_batch(
     )
     record.add(policy_gap_metrics(rollouts, evaluations))
     if scored.reward_kl is not None:
-        coefficient = control.kl.kl_coef
+        coefficient = control.kl_coef
         record.add(
             {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
         )

@@ -58,7 +58,7 @@ def build_train_batch(
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
-    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
+    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl_coef)
     full = config.diagnostics == "full"
     asynchronous = asynchrony is not None and not asynchrony.is_synchronous
     versions = rollouts.policy_versions if full or asynchronous else None

@@ -4,7 +4,6 @@ it is for."""
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -322,8 +321,7 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
             Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
         )
         assert step.correction is not None
-        if control.threshold is not None:
-            control = replace(control, threshold=control.threshold.updated(step.correction.statistics))
+        control = control.after_correction(step.correction.statistics)
         following = build_train_batch(
             Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
         )

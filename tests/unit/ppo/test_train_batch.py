@@ -337,4 +337,4 @@ def test_a_log_prob_that_is_no_number_costs_its_own_row_alone(estimator: str, br
     if penalised:
         assert step.reward_kl is not None
         following = Control.from_config(config).after_penalty(step.reward_kl, 4)
-        assert math.isfinite(following.kl.kl_coef)
+        assert math.isfinite(following.kl_coef)

@@ -802,7 +802,7 @@ def the_histogram_and_a_threshold_that_follows():
     fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
     config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
     statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
-    control = SimpleNamespace(correction=lambda config: config, threshold=SimpleNamespace(threshold=1.25))
+    control = SimpleNamespace(correction=lambda config: config, threshold=1.25)
     record, tracker = StepRecord(), Mock()
     record_correction(config, statistics_of_step, control, record)
     record.log(tracker, step=1)
@@ -1251,7 +1251,7 @@ def penalties_of_the_divergence():
         algorithm,
         kl_coef=0.1,
     )
-    record, control = StepRecord(), SimpleNamespace(kl=SimpleNamespace(kl_coef=0.1))
+    record, control = StepRecord(), SimpleNamespace(kl_coef=0.1)
     in_the_loss = [
         f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=True", "kl_loss_coef=0.25")
     ]
