@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -181,17 +181,9 @@ def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, 
 # decided groups
 
 
-@dataclass(frozen=True)
-class Baselines:
-    """The greedy responses of a batch (``remax``), which are no part of it."""
-
-    scores: Tensor
-    """float32 ``[prompts]``."""
-    num_tokens: int
-
-
-def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baselines | None]:
-    """Decided groups as what a step trains on, and their greedy responses where the estimator reads those.
+def join(services: Services, groups: Sequence[Group]) -> Samples:
+    """Decided groups as what a step trains on, with the scores of their greedy responses where the estimator
+    reads those.
 
     Raises ``ValueError`` when ``algorithm.gdpo_reward_keys`` names a column that a group lacks.
     """
@@ -223,17 +215,17 @@ def join(services: Services, groups: Sequence[Group]) -> tuple[Samples, Baseline
         ]
         component_scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
         joined = replace(joined, component_scores=component_scores)
-    if not config.algorithm.estimator_reads("reward_baselines"):
-        return joined, None
-    scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
-    tokens = sum(group.num_sampled for group in groups) - sum(group.num_sampled for group in sampled)
-    return replace(joined, reward_baselines=scores[rollouts.group_ids]), Baselines(scores, tokens)
+    if config.algorithm.estimator_reads("reward_baselines"):
+        scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
+        joined = replace(joined, reward_baselines=scores[rollouts.group_ids])
+    return joined
 
 
 def record_batch_of_groups(
-    config: RunConfig, samples: Samples, baselines: Baselines | None, record: StepRecord
+    config: RunConfig, samples: Samples, groups: Sequence[Group], record: StepRecord
 ) -> None:
-    """Book and count the batch that a step trains on, and record its rewards."""
+    """Book and count the batch that a step trains on, and the greedy responses of its ``groups`` (``remax``),
+    which are no part of it; record its rewards."""
     tokens = samples.num_tokens
     record.ledger.sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
@@ -247,10 +239,12 @@ def record_batch_of_groups(
     record.add_records(reward_metrics(of_function, len(samples)))
     record.add(environment_metrics(samples.extras))
     record.add(waiting_metrics(samples.episodes))
-    if baselines is not None:
-        record.ledger.sampled(baselines.num_tokens)
-        record.ledger.book({"baseline": baselines.num_tokens})
-        record.add({"critic/reward_baselines/mean": float(baselines.scores.double().mean())})
+    if samples.reward_baselines is not None:
+        count = config.actor_rollout_ref.rollout.n
+        greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
+        record.ledger.sampled(greedy)
+        record.ledger.book({"baseline": greedy})
+        record.add({"critic/reward_baselines/mean": float(samples.reward_baselines.double().mean())})
     if samples.component_scores is not None:
         for key, column in zip(
             config.algorithm.gdpo_reward_keys or (), samples.component_scores.T.double(), strict=True

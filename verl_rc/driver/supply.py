@@ -148,11 +148,11 @@ class Supply:
         if self._canaries:  # the trainer still holds the weights of their publication
             self._publisher.collect_canary(self._canaries, record)
             self._canaries = []
-        samples, baselines = join(self._services, groups)
+        samples = join(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
         progress.trained = progress.trained.add(sum(group.num_sampled for group in groups), len(groups))
-        record_batch_of_groups(self._services.config, samples, baselines, record)
+        record_batch_of_groups(self._services.config, samples, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
             rollouts = samples.rollouts
