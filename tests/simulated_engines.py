@@ -150,7 +150,7 @@ class _Loop:
         self.cluster, self.mode, self.rng = cluster, mode, random.Random(seed)
         batch = cluster.batch // mode.every
         self.rule = ReplayRule(mode.order, batch, mode.oldest, mode.late)
-        self.admission = Admission(batch, mode.every, mode.ahead)
+        self.admission = Admission(batch, math.ceil(mode.every * (1 + mode.ahead) * batch))
         self.ledger = RunningLedger()
         self.trainers = cluster.devices - round(cluster.devices * 0.5)
         self.engines = [_Engine() for _ in range(round(cluster.devices * 0.5))]

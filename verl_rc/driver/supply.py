@@ -58,8 +58,7 @@ class Supply:
         self._options = options
         admission = Admission(
             batch,
-            options.trigger_parameter_sync_step,
-            options.staleness,
+            options.groups_in_memory(batch),
             services.total_steps * batch,
             config.data.gen_batch_size if self._draws else None,
         )

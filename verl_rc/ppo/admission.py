@@ -17,12 +17,10 @@ To look at the oldest group left behind alone is not enough: several may be as o
 into its last step.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from operator import itemgetter
 from typing import Literal
 
@@ -111,10 +109,9 @@ class Admission:
 
     batch: int
     """B: groups that a step trains on."""
-    every: int = 1
-    """M: steps from one publication of weights to the next."""
-    bound: Fraction = Fraction(0)
-    """k: publications that generation may be ahead; 0 with ``every=1`` is the synchronous run."""
+    places: int
+    """M (1 + k) B (``AsyncTrainingConfig.groups_in_memory``): the groups that may be in flight or wait at
+    once, as far as training has come with the weights."""
     total: int | None = None
     """Groups that the whole run trains on, after which none is admitted; None: no end is known."""
     draw: int | None = None
@@ -132,17 +129,11 @@ class Admission:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a rule that admits nothing."""
         counts = (self.published, self.admitted, self.replaced)
-        if self.batch < 1 or self.every < 1 or self.bound < 0 or min(counts) < 0:
+        if self.batch < 1 or self.places < 1 or min(counts) < 0:
             raise ValueError(
-                "batch and every must be >= 1, bound, published, admitted and replaced >= 0, got "
-                f"{self.batch}, {self.every}, {self.bound} and {counts}."
+                "batch and places must be >= 1, published, admitted and replaced >= 0, got "
+                f"{self.batch}, {self.places} and {counts}."
             )
-
-    @property
-    def places(self) -> int:
-        """M (1 + k) B: the groups that may be in flight or wait at once, as far as training has come with the
-        weights."""
-        return math.ceil(self.every * (1 + self.bound) * self.batch)
 
     def allowance(self) -> int:
         """How many groups may be admitted now; 0 when a resumed run has more in flight than its rule would

@@ -773,7 +773,7 @@ def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Pa
     state = SavedRun.load(checkpoint).state
     assert state.supply is not None
     counted = dataclasses.replace(state, supply=dataclasses.replace(state.supply, filtered_since_batch=6))
-    saved = SupplyProgress.resumed(Admission(2), prompt_stream(), counted.supply).state()
+    saved = SupplyProgress.resumed(Admission(2, 2), prompt_stream(), counted.supply).state()
     assert (saved.filtered_since_batch, saved.waits.steps) == (6, 2)
     limit = "algorithm.filter_groups.max_num_gen_batches=3"
     with pytest.raises(ValueError, match="max_num_gen_batches=3 batches of 2 prompts gave 0"):

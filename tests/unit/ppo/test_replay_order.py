@@ -88,7 +88,8 @@ class Run:
     ) -> None:
         bound = ahead if order == "admitted" else hard
         self.rule = ReplayRule(order, batch, math.ceil(every * (1 + bound)) - 1, late)
-        self.admission = Admission(batch, every, ahead)
+        self.every = every
+        self.admission = Admission(batch, math.ceil(every * (1 + ahead) * batch))
 
     def state(self, steps: int, known: Iterable[tuple[int, bool]]) -> State:
         """With all that may be admitted now. In order of completion, which of several like groups is which
@@ -143,9 +144,9 @@ class Run:
         assert all(known[number][1] for number in numbers)
         ages = [steps - known[number][0] for number in numbers]
         left = [one for place, one in enumerate(known) if place not in numbers]
-        if steps + 1 < self.admission.every:
+        if steps + 1 < self.every:
             return self.state(steps + 1, left), ages
-        return self.state(0, [(version - self.admission.every, decided) for version, decided in left]), ages
+        return self.state(0, [(version - self.every, decided) for version, decided in left]), ages
 
     def after_just_enough_engines(self, state: State) -> Iterator[State]:
         """B groups end: any of those that are open, or the lowest numbers where nothing else makes a
@@ -232,7 +233,7 @@ def test_the_bound_is_reached_and_never_exceeded(settings: tuple[str, int, Fract
     feasible."""
     run = Run(*settings)
     # Without a lead everything is trained before the next publication, whatever the hard bound.
-    bound = run.rule.oldest if settings[2] else run.admission.every - 1
+    bound = run.rule.oldest if settings[2] else run.every - 1
     assert oldest_over_all_batches(run) == bound
     if places(settings) <= 6:
         assert oldest_over_all_interleavings(run) == oldest_over_all_interleavings(run, filters=True) == bound
@@ -262,7 +263,7 @@ def test_filters_failures_and_resumed_runs_keep_the_bound(
 )
 def test_dropping_keeps_the_bound_and_never_sticks(settings: tuple[str, int, Fraction, int, int]) -> None:
     run = Run(*settings, late="drop")
-    bound = run.rule.oldest if settings[2] else run.admission.every - 1
+    bound = run.rule.oldest if settings[2] else run.every - 1
     assert oldest_over_all_interleavings(run) == bound
     assert oldest_over_all_interleavings(run, filters=True, disturbed=True) <= run.rule.oldest
 
