@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import event_files
@@ -21,6 +22,8 @@ from verl_rc.insight.run_folder.lines import (
 )
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
+
+_T = TypeVar("_T")
 
 FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
 EVENTS = "TensorBoard event files"
@@ -73,12 +76,8 @@ def read_foreign(path: Path) -> RunData | None:
     """Read a log of another trainer; None when the path holds none that is known."""
     offline, state = wandb_files.is_offline(path), trl.newest_state(path)
     if offline is not None:
-        try:
-            return _from_rows(
-                RunData(path.stem, path, wandb_files.OFFLINE), wandb_files.offline_rows(offline)
-            )
-        except event_files.DamagedFileError:
-            return None
+        run = RunData(path.stem, path, wandb_files.OFFLINE)
+        return _from_rows(run, _before_damage(wandb_files.offline_rows(offline), offline, run.notes))
     if state is not None:
         run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
         return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
@@ -154,12 +153,19 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
 
 def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
     for file in files:
-        try:
-            for step, scalars in groupby(event_files.read_scalars(file), itemgetter(0)):
-                if as_step(step) is not None:
-                    yield step, {tag: value for _, tag, value in scalars}
-        except event_files.DamagedFileError as error:
-            notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
+        for step, scalars in groupby(
+            _before_damage(event_files.read_scalars(file), file, notes), itemgetter(0)
+        ):
+            if as_step(step) is not None:
+                yield step, {tag: value for _, tag, value in scalars}
+
+
+def _before_damage(values: Iterable[_T], file: Path, notes: list[str]) -> Iterator[_T]:
+    """What can be read of a file, and a note where it is damaged."""
+    try:
+        yield from values
+    except event_files.DamagedFileError as error:
+        notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
 
 
 def _from_rows(

@@ -90,6 +90,15 @@ def test_padding_at_the_end_of_a_block_is_no_record(tmp_path: Path) -> None:
     assert read_run(tmp_path).get("rollout_corr/k3_kl").by_step() == {1: 0.5, 2: 0.25}
 
 
+def test_what_stands_before_a_damaged_record_is_shown(tmp_path: Path) -> None:
+    records = (history(_step=1, gen_kl_error=0.5), b"\xff" * 11)
+    parts = [struct.pack("<IHB", 0, len(record), 1) + record for record in records]
+    (tmp_path / "run-a.wandb").write_bytes(struct.pack("<4sHB", b":W&B", 0xBEE1, 0) + b"".join(parts))
+    found = read_run(tmp_path)
+    assert found.get("rollout_corr/k3_kl").by_step() == {1: 0.5}
+    assert any(note.startswith("run-a.wandb is damaged: ") for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
