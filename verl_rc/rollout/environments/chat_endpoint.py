@@ -38,6 +38,11 @@ class EndpointLimits:
     calls_per_second: int = 100
     """Of one key; all wrong keys count as one."""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a limit that lets nothing through."""
+        if problems := [f"{name}={limit}" for name, limit in vars(self).items() if not limit > 0]:
+            raise ValueError(f"limits of an agent's endpoint must be above 0, got {', '.join(problems)}.")
+
 
 class ChatEndpoint:
     """A server in this event loop; every episode has a key of its own, which says whose call it is."""

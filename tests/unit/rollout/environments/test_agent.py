@@ -263,6 +263,7 @@ def test_a_client_that_gives_a_call_up_and_calls_again_gets_the_answer() -> None
         ({"command": "no-such-program"}, r"must begin with a program that can be run, got \['no-such"),
         ({"command": "true", "arguments": {"a": 1}}, "are those of a function"),
         ({"function": PLAY, "limits": {"bodies": 3}}, "unexpected keyword argument 'bodies'"),
+        ({"function": PLAY, "limits": {"body_megabytes": 0}}, "must be above 0, got body_megabytes=0"),
     ],
 )
 def test_arguments_are_refused_by_name(arguments: dict[str, Any], why: str) -> None:
