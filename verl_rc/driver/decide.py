@@ -263,9 +263,8 @@ def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, fl
     for name in (name for name in columns if name.startswith(_ENVIRONMENT)):
         numbers = [value for value in columns[name] if isinstance(value, float)]
         if numbers:
-            metrics |= {
-                f"{name}/{key}": value for key, value in _spread(torch.tensor(numbers).double()).items()
-            }
+            values = torch.tensor(numbers, dtype=torch.float64)
+            metrics |= {f"{name}/{key}": value for key, value in _spread(values).items()}
     return metrics
 
 
@@ -273,9 +272,10 @@ def waiting_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
     """How long episodes waited for their environments, and how often these were called once more."""
     if not episodes:
         return {}
-    waits = torch.tensor([math.fsum(reply.waited for reply in replies) for replies in episodes])
+    seconds = [math.fsum(reply.waited for reply in replies) for replies in episodes]
+    waits = torch.tensor(seconds, dtype=torch.float64)
     again = sum(reply.asked_again for replies in episodes for reply in replies)
-    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _spread(waits.double()).items()}
+    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _spread(waits).items()}
     return {**waiting, f"{_ENVIRONMENT}calls_again": float(again)}
 
 
