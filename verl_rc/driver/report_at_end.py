@@ -51,7 +51,7 @@ def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
         yield end
         status, reason = 0, _REASONS[0]
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
         reason = _REASONS.get(status, "the process ended itself")
         raise
     except KeyboardInterrupt:

@@ -34,6 +34,7 @@ ENDINGS = [
     (None, 0, "all done"),
     (SystemExit(143), 143, "SIGTERM"),
     (SystemExit(0), 0, "all done"),
+    (SystemExit(), 0, "all done"),
     (SystemExit("text"), 1, "the process ended itself"),
     (KeyboardInterrupt(), 130, "Ctrl-C"),
     (PlannedError("two\nlines"), 1, "PlannedError: two lines"),
