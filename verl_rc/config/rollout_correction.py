@@ -192,17 +192,16 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass "
                 f"{_SECTION}.rollout_is=token or drop it"
             )
-        if (
-            self.rollout_is is None
-            and self.rollout_is_threshold != type(self).model_fields["rollout_is_threshold"].default
-        ):
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        if self.rollout_is is None and self.rollout_is_threshold != defaults["rollout_is_threshold"]:
             raise ValueError(
                 f"{_SECTION}.rollout_is_threshold={self.rollout_is_threshold} bounds nothing: "
                 f"{_SECTION}.rollout_is is null; pass rollout_is=token or another level, or drop it"
             )
-        if self.nonfinite_logprob == "raise" and self.nonfinite_stop_fraction != 0.01:
+        allowed = self.nonfinite_stop_fraction
+        if self.nonfinite_logprob == "raise" and allowed != defaults["nonfinite_stop_fraction"]:
             raise ValueError(
-                f"{_SECTION}.nonfinite_stop_fraction={self.nonfinite_stop_fraction} is never read with "
+                f"{_SECTION}.nonfinite_stop_fraction={allowed} is never read with "
                 f"{_SECTION}.nonfinite_logprob=raise, which allows no token at all; drop one of them"
             )
         self.rejection_bounds()

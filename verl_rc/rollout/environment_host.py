@@ -205,7 +205,7 @@ class Host:
         if len(state or b"") > self._limits.state_megabytes * _MEGABYTE:
             raise EpisodeFailedError(
                 "a state must have at most actor_rollout_ref.rollout.environment.max_state_megabytes="
-                f"{self._limits.state_megabytes:g}, got {len(state or b'') / _MEGABYTE:.1f} MB."
+                f"{self._limits.state_megabytes:g}, got {len(state or b'') / _MEGABYTE:.1f} MiB."
             )
         return Answered(reply, state)
 
