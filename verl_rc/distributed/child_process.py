@@ -22,8 +22,12 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
-# not -m: what it sends must not be of a module __main__
-_PROGRAM = "from verl_rc.distributed.child_process import main; main()"
+# Not -m: what it sends must not be of a module __main__. The working directory, which -c puts first in the
+# path as an empty name, may hold another copy of the package.
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from verl_rc.distributed.child_process import main; main()"
+)
 _EXIT_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent ends."""

@@ -42,6 +42,16 @@ def test_calls_reach_the_object_and_an_error_leaves_it_alive() -> None:
         assert process.call("doubled", values).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
+def test_a_package_of_our_name_in_the_working_directory_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verl_rc").mkdir()
+    (tmp_path / "verl_rc" / "__init__.py").write_text("raise AssertionError\n")
+    monkeypatch.chdir(tmp_path)
+    with child() as process:
+        assert process.call("greeting") == "one: None"
+
+
 def test_garbage_collection_leaves_alone_what_was_imported_and_goes_on() -> None:
     with child() as process:
         is_on, left_alone = process.call("garbage_collection")
