@@ -235,11 +235,11 @@ class BigramEngine(Engine):
 
     # memory
 
-    def sleep(self) -> None:
-        """It cannot."""
+    def sleep(self) -> bool:
+        return False
 
-    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
-        """It cannot sleep."""
+    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
+        return False
 
     # for tests
 

@@ -68,9 +68,8 @@ class ObservedEngine(VllmEngine):
         recording = RecordingLoop(loop.call(lambda sampler: sampler._adapter))
         self._can_sleep, self._loop = True, recording
         try:
-            self.sleep()
-            self.wake_up(["weights"])
-            self.wake_up(["kv_cache"])
+            answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]
+            assert answers == [True, True, True]
             return [
                 (name, arguments, options) for name, arguments, options in recording.sampler._llm.mock_calls
             ]

@@ -181,13 +181,14 @@ class Engine(Protocol):
         """Beginning and end of each span in which the engine sampled since the last call, seconds since
         1970."""
 
-    def sleep(self) -> None:
-        """Free the memory of weights and KV cache, so that a trainer on the same device can use it; nothing
-        for an engine that cannot sleep.
+    def sleep(self) -> bool:
+        """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
         Waits until what was submitted has ended. What updates bring is lost: ``wake_up(["weights"])``, an
-        update and ``wake_up(["kv_cache"])`` must come before the next sample.
+        update and ``wake_up(["kv_cache"])`` must come before the next sample. Returns False, having done
+        nothing, for an engine that cannot sleep.
         """
 
-    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
-        """Take the memory of ``tags`` again, its contents undefined; nothing if it cannot sleep."""
+    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
+        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
+        sleep."""

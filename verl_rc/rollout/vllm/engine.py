@@ -150,21 +150,24 @@ class VllmEngine(Engine):
         """See ``StepLoop.take_activity``."""
         return self._loop.call(lambda _: self._loop.take_activity())
 
-    def sleep(self) -> None:
-        """Free the memory of weights and KV cache, so that a trainer on the same device can use it; nothing
-        for an engine built without ``enable_sleep_mode`` (vLLM refuses that argument on a CPU).
+    def sleep(self) -> bool:
+        """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
         The weights are lost: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
-        before the next sample.
+        before the next sample. Returns False, having done nothing, for an engine built without
+        ``enable_sleep_mode`` (vLLM refuses that argument on a CPU).
         """
         if self._can_sleep:
             self._loop.call(lambda sampler: sampler.sleep(), after="all", hold="memory")
+        return self._can_sleep
 
-    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
-        """Take the memory of ``tags`` again, its contents undefined; nothing if it cannot sleep."""
+    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
+        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
+        sleep."""
         if self._can_sleep:
             last = "memory" if "kv_cache" in tags else ""
             self._loop.call(lambda sampler: sampler.wake_up(tags), release=last)
+        return self._can_sleep
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes."""
