@@ -22,7 +22,7 @@ Field = tuple[int, int | bytes]
 
 
 class DamagedFileError(ValueError):
-    """The bytes are no event file from here on."""
+    """The bytes make no sense from here on."""
 
 
 def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
@@ -38,7 +38,7 @@ def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
                 return
             try:
                 yield from _scalars(data[:length])
-            except (IndexError, struct.error, UnicodeDecodeError) as error:
+            except (DamagedFileError, struct.error, UnicodeDecodeError) as error:
                 raise DamagedFileError(f"a record is no event ({error})") from error
 
 
@@ -80,7 +80,10 @@ def _tensor_scalar(tensor: bytes) -> float | None:
 
 
 def fields_of(message: bytes) -> Iterator[Field]:
-    """Yield number and content of each field; numbers of 4 and 8 bytes stay bytes."""
+    """Yield number and content of each field; numbers of 4 and 8 bytes stay bytes.
+
+    Raises ``DamagedFileError`` where there is no field.
+    """
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -94,9 +97,9 @@ def fields_of(message: bytes) -> Iterator[Field]:
         elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
             size = 8 if kind == _EIGHT_BYTES else 4
         else:
-            raise IndexError("unknown kind of field")
+            raise DamagedFileError("unknown kind of field")
         if at + size > len(message):
-            raise IndexError("a field is cut off")
+            raise DamagedFileError("a field is cut off")
         yield number, message[at : at + size]
         at += size
 
@@ -105,10 +108,12 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     """A number of 7 bits a byte, lowest first, and the place after it."""
     value = shift = 0
     while True:
+        if at == len(message):
+            raise DamagedFileError("a number is cut off")
         byte = message[at]
         value |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7
         if byte < 0x80:
             return value, at
         if shift > 63:
-            raise IndexError("a number has no end")
+            raise DamagedFileError("a number has no end")

@@ -43,16 +43,9 @@ def is_offline(path: Path) -> Path | None:
 def offline_rows(path: Path) -> Rows:
     """Step and metrics of each history record. Raises ``DamagedFileError`` where the bytes make no sense."""
     for record in _records(path):
-        try:
-            histories = [
-                dict(_items(history))
-                for number, history in fields_of(record)
-                if number == _HISTORY and isinstance(history, bytes)
-            ]
-        except IndexError as error:
-            raise DamagedFileError(f"a record makes no sense ({error})") from error
-        for history in histories:
-            yield from _numbers(history)
+        for number, history in fields_of(record):
+            if number == _HISTORY and isinstance(history, bytes):
+                yield from _numbers(dict(_items(history)))
 
 
 def _items(history: bytes) -> Iterator[tuple[str, Any]]:
