@@ -400,7 +400,7 @@ def _conversations(config: RunConfig) -> Iterator[str]:
     if len(speakers) > 1:
         yield f"{' and '.join(speakers)} both answer the policy's turns; drop one of them."
     if speakers and rollout.ignore_eos:
-        yield (f"{speakers[-1]} needs turns that end, but {section}.ignore_eos=True was given; drop it.")
+        yield f"{speakers[-1]} needs turns that end, but {section}.ignore_eos=True was given; drop it."
 
 
 def _engine(config: RunConfig) -> Iterator[str]:

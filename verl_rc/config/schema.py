@@ -60,7 +60,7 @@ def _as_list(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_list)
-"""Beside the type of a list of texts, of which one may stand alone."""
+"""Validator of a list of texts: a single text stands for a list of one."""
 
 
 @functools.cache

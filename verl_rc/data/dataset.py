@@ -29,7 +29,7 @@ class EpochBatches(Sampler[list[int]]):
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        """At least one batch is filled; ``shuffle=False`` keeps the order of the rows."""
+        """``num_rows`` is at least ``batch_size``; ``shuffle=False`` keeps the order of the rows."""
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed

@@ -234,7 +234,9 @@ class CustomRecords:
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
         """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no
         row."""
-        path, name = str(config.custom_cls.path), str(config.custom_cls.name)
+        path, name = config.custom_cls.path, config.custom_cls.name
+        assert path is not None
+        assert name is not None
         self.path = f"{name} of {path}"
         self._prompt_key = config.prompt_key
         cls = load_from_file(path, name, _KEY, "class", inspect.isclass)

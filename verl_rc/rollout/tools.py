@@ -170,7 +170,7 @@ class ToolFailedError(EpisodeFailedError):
 
 
 def call_tool(tool: Tool, arguments: Mapping[str, Any], timeout_seconds: float) -> str:
-    """The tool's answer, as text for the policy. It works in a thread of its own.
+    """The tool's answer, as text for the policy. The tool runs in a thread of its own.
 
     Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late.
     """

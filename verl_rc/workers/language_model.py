@@ -21,7 +21,7 @@ from verl_rc.workers.operations import Operations
 from verl_rc.workers.scoring_head import add_scoring
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The environment variable with which transformers reads weights without threads of its own."""
+"""This environment variable keeps transformers from reading weights in several threads."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
