@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from verl_rc.data.batches import TokenBatch, fingerprints, require_sampled_tokens
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.fingerprints import fingerprints, require_sampled_tokens
 from verl_rc.health.guards import RewardHistory
 from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
 

@@ -22,7 +22,8 @@ from real_steps import (
 from torch import Tensor
 
 from verl_rc.correction import NonFiniteLogProbError
-from verl_rc.data.batches import TokensChangedError, TrainBatch
+from verl_rc.data.batches import TrainBatch
+from verl_rc.data.fingerprints import TokensChangedError
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import train
 from verl_rc.driver.step_record import StepRecord

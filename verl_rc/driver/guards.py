@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import AlertAction, AlertsConfig, RunConfig
-from verl_rc.data.batches import RolloutBatch, TrainBatch, require_sampled_tokens
+from verl_rc.data.batches import RolloutBatch, TrainBatch
+from verl_rc.data.fingerprints import require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.stop import StopRequest

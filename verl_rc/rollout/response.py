@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl_rc.data.batches import FIELDS, RolloutBatch, TokenBatch, fingerprints, left_padded
+from verl_rc.data.batches import FIELDS, RolloutBatch, TokenBatch, left_padded
+from verl_rc.data.fingerprints import fingerprints
 from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
 from verl_rc.data.ragged_column import RaggedColumn
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from verl_rc.data.batches import RolloutBatch, TokensChangedError, fingerprints, require_sampled_tokens
+from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.fingerprints import TokensChangedError, fingerprints, require_sampled_tokens
 from verl_rc.data.groups import Group, GroupSample, pack, unpack
 from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.data.ragged import Ragged

@@ -12,7 +12,8 @@ from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import RolloutBatch, TokenBatch, TokensChangedError, TrainBatch, fingerprints
+from verl_rc.data.batches import RolloutBatch, TokenBatch, TrainBatch
+from verl_rc.data.fingerprints import TokensChangedError, fingerprints
 from verl_rc.data.samples import Samples
 from verl_rc.driver.guards import Guards, require_exact, withhold
 from verl_rc.driver.judge import judge, judge_health
