@@ -226,7 +226,9 @@ def record_batch_of_groups(
 ) -> None:
     """Book and count the batch that a step trains on, and the greedy responses of its ``groups`` (``remax``),
     which are no part of it; record its rewards."""
-    tokens = samples.num_tokens
+    count = config.actor_rollout_ref.rollout.n
+    # From what the engines returned, not from the batch: so tokens that it lost are missed.
+    tokens = sum(sample.num_sampled for group in groups for sample in group.samples[:count])
     record.ledger.sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
     lengths = samples.rollouts.tokens
@@ -240,7 +242,6 @@ def record_batch_of_groups(
     record.add(environment_metrics(samples.extras))
     record.add(waiting_metrics(samples.episodes))
     if samples.reward_baselines is not None:
-        count = config.actor_rollout_ref.rollout.n
         greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
         record.ledger.sampled(greedy)
         record.ledger.book({"baseline": greedy})

@@ -1,10 +1,13 @@
 """What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines,
 penalties."""
 
+from typing import Any
+
 import pytest
 from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, sample
 
 from verl_rc.checkpoint import RunState
+from verl_rc.driver import decide
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
 
@@ -60,6 +63,24 @@ def test_a_token_without_an_account_is_found_when_the_step_is_closed() -> None:
     record.ledger.book({"trained": batch.num_tokens - 1})
     with pytest.raises(LedgerError, match="the difference is 1"):
         supply.close_step(record)
+
+
+def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was sampled is counted in what the engines returned."""
+    build = decide.build_rollout_batch
+
+    def build_and_lose(*arguments: Any, **options: Any) -> Any:
+        batch = build(*arguments, **options)
+        batch.response_mask[1, 0] = False
+        return batch
+
+    monkeypatch.setattr(decide, "build_rollout_batch", build_and_lose)
+    record = StepRecord()
+    batch = new_supply(make_run(), RunState()).take(record)
+    with pytest.raises(LedgerError, match=r"must hold the 6 sampled tokens .*, it holds 5\."):
+        record.ledger.require_in_batch(batch.num_tokens)
 
 
 def test_the_next_step_draws_again_after_a_surplus() -> None:
