@@ -1,6 +1,6 @@
-"""Processor time of the ledger and the guards per step, for batches of three sizes.
+"""Processor time of the ledger and the guards per step, for batches of four sizes.
 
-A step computes fingerprints twice (when the samples arrive and before the update), checks masks, counts
+A step computes fingerprints twice (of the samples as they arrive, and of the batch before the update), counts
 tokens in the ledger and watches the reward. The last column is the time per token: a run that handles 100,000
 tokens per second, from sampling to update, has 10,000 ns for each.
 """
@@ -9,28 +9,30 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from verl_rc.data.batches import TokenBatch
-from verl_rc.data.fingerprints import fingerprints, require_sampled_tokens
+from verl_rc.data.fingerprints import fingerprints_of_samples, require_sampled_tokens
+from verl_rc.data.optimizer_step import OptimizerStep
+from verl_rc.data.parts import Part, Sample
 from verl_rc.health.guards import RewardHistory
-from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
+from verl_rc.ppo.ledger import Ledger, accounts_of_update
+from verl_rc.rollout.response import build_rollout_batch
 
-SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
+SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096), (1024, 512, 8192))
 """Rows, prompt tokens, response tokens."""
 
 
-def tokens_of(rows: int, prompt: int, response: int) -> tuple[TokenBatch, torch.Tensor]:
-    """Random tokens and lengths, and their response mask."""
+def samples_of(rows: int, prompt: int, response: int) -> tuple[list[list[int]], list[Sample]]:
+    """Prompts and samples of random tokens and lengths."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, response + 1, (rows,), generator=generator)
-    tokens = TokenBatch(
-        prompts=torch.randint(0, 150_000, (rows, prompt), generator=generator),
-        prompt_lengths=torch.randint(1, prompt + 1, (rows,), generator=generator),
-        responses=torch.randint(0, 150_000, (rows, response), generator=generator),
-        response_lengths=lengths,
-        batch_size=[rows],
-    )
-    return tokens, torch.arange(response) < lengths[:, None]
+
+    def tokens(most: int) -> Tensor:
+        length = int(torch.randint(1, most + 1, (), generator=generator))
+        return torch.randint(0, 150_000, (length,), generator=generator, dtype=torch.int32)
+
+    responses = [tokens(response) for _ in range(rows)]
+    samples = [Sample(row, [Part(ids, torch.zeros(len(ids)), 0)]) for row, ids in enumerate(responses)]
+    return [tokens(prompt).tolist() for _ in range(rows)], samples
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
@@ -42,29 +44,28 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     return 1000 * (time.process_time() - start) / repeats
 
 
-def ledger_work(mask: torch.Tensor) -> None:
-    """The ledger's work in a step with eight mini-batches: three counts of tokens, two comparisons of
-    masks."""
+def ledger_work(mask: Tensor) -> None:
+    """The ledger's work in a step with eight mini-batches: three counts of tokens."""
     ledger, count = Ledger(), int(torch.count_nonzero(mask))
     ledger.sampled(count, prompts=len(mask) // 8)
     ledger.require_in_batch(int(torch.count_nonzero(mask)))
-    require_sampled_loss(mask, mask, mask)
     ledger.book({"rejected": int(torch.count_nonzero(mask & ~mask))})
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]
-    ledger.book(accounts_of_update(parts, parts, [1.0] * 8, epochs=1))
+    ledger.book(accounts_of_update(parts, parts, [OptimizerStep(1.0)] * 8, epochs=1))
     ledger.book_prompts({"in_batch": len(mask) // 8})
     ledger.close()
 
 
 def costs_of(rows: int, prompt: int, response: int) -> list[float]:
     """Milliseconds of each part."""
-    tokens, mask = tokens_of(rows, prompt, response)
-    expected, scores, watch = fingerprints(tokens, mask), torch.rand(rows), RewardHistory()
+    prompts, samples = samples_of(rows, prompt, response)
+    batch = build_rollout_batch(prompts, range(rows), samples, pad_token_id=0)
+    scores, watch, mask = torch.rand(rows), RewardHistory(), batch.response_mask
     return [
-        milliseconds(lambda: fingerprints(tokens, mask)),
-        milliseconds(lambda: require_sampled_tokens(expected, tokens, mask)),
+        milliseconds(lambda: fingerprints_of_samples(prompts, samples)),
+        milliseconds(lambda: require_sampled_tokens(batch.fingerprints, batch.tokens, mask)),
         milliseconds(lambda: ledger_work(mask)),
-        milliseconds(lambda: watch.observed(scores, 5).collapse(5, 0.5)),
+        milliseconds(lambda: watch.with_scores(scores, 5).collapse(5, 0.5)),
     ]
 
 

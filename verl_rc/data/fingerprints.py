@@ -2,11 +2,14 @@
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import COLUMNS, TokenBatch, positions_mask, real_rows
+from verl_rc.data.batches import COLUMNS, FIELDS, TokenBatch, positions_mask, real_rows
+from verl_rc.data.parts import Answer, Part, Sample, columns_of, num_tokens
+from verl_rc.data.ragged_column import RaggedColumn
 
 _SEED = 0x5EED
 _TOKENS_AT_ONCE = 1 << 15
@@ -53,8 +56,39 @@ def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
     return total
 
 
+def fingerprints_of_samples(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
+    """int64 ``[B]``: the ``fingerprints`` of the batch that ``B`` samples behind their prompts (token ids)
+    are to become, from what the engines returned, which nobody has padded yet."""
+    prompt_factors = _factors(max(map(len, prompts), default=0), 0)
+    width = max((num_tokens(sample.parts) for sample in samples), default=0)
+    totals = []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        total = (torch.tensor(prompt).flip(0).add_(1) * prompt_factors[: len(prompt)]).sum()
+        totals.append(int(total + _fingerprint_of_parts(sample.parts, width)))
+    return torch.tensor(totals, dtype=torch.int64)
+
+
+def _fingerprint_of_parts(parts: Sequence[Part | Answer], width: int) -> Tensor:
+    """int64 ``[]``: of a response of at most ``width`` tokens."""
+    sizes = torch.tensor([len(part.token_ids) for part in parts], dtype=torch.int64)
+    is_part = torch.tensor([isinstance(part, Part) for part in parts], dtype=torch.bool)
+    ids = torch.cat([torch.empty(0, dtype=torch.int32), *(part.token_ids for part in parts)]).long()
+    terms = ids.add_(1).mul_(2).add_(is_part.repeat_interleave(sizes))
+    total = terms.mul_(_factors(width, 1)[: len(terms)]).sum()
+    for number, name in enumerate(COLUMNS):
+        if any(name in columns_of(part) for part in parts):
+            column = RaggedColumn.joined(
+                [columns_of(part).get(name) or RaggedColumn.empty(len(part.token_ids)) for part in parts]
+            )
+            total += (torch.tensor(column.counts) * _factors(width, 2 + number)[: len(terms)]).sum()
+            total += _digest(torch.tensor(column.values, dtype=FIELDS[f"{name}_ids"][0]), number)
+    return total
+
+
 def _digest(values: Tensor, stream: int) -> int:
-    """int64: BLAKE2b of the values' bytes, of which multilinear hashing would make 8 each."""
+    """int64: BLAKE2b of the values' bytes, of which multilinear hashing would make 8 each; 0 of none."""
+    if not len(values):
+        return 0
     digest = hashlib.blake2b(values.numpy().data, digest_size=8, salt=bytes([stream]))
     return int.from_bytes(digest.digest(), "little", signed=True)
 

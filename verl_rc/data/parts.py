@@ -108,6 +108,11 @@ def token_ids(parts: Sequence[Part | Answer]) -> list[int]:
     return [token for part in parts for token in part.token_ids.tolist()]
 
 
+def columns_of(part: Part | Answer) -> Mapping[str, RaggedColumn]:
+    """What is recorded beside tokens: nothing beside those of the environment."""
+    return part.columns if isinstance(part, Part) else {}
+
+
 def context(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> list[int]:
     """The tokens that the next one is sampled behind: those since a conversation began last."""
     begins = [place for place, part in enumerate(parts) if isinstance(part, Answer) and part.restarts]

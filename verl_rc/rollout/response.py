@@ -1,6 +1,6 @@
 """From samples to the padded batch that is trained on, and the proof of which weights sampled it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_rc.data.batches import FIELDS, RolloutBatch, TokenBatch, left_padded
-from verl_rc.data.fingerprints import fingerprints
-from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, num_tokens, num_turns
-from verl_rc.data.ragged_column import RaggedColumn
+from verl_rc.data.fingerprints import fingerprints_of_samples
+from verl_rc.data.parts import UNKNOWN, Part, Sample, columns_of, num_tokens, num_turns
 
 
 def build_rollout_batch(
@@ -75,7 +74,7 @@ def build_rollout_batch(
         policy_versions=versions,
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
         finished=torch.tensor([sample.finished for sample in samples], dtype=torch.bool),
-        fingerprints=fingerprints(tokens, response_mask),
+        fingerprints=fingerprints_of_samples(prompts, samples),
         num_turns=torch.tensor([num_turns(sample.parts) for sample in samples]) if with_tools else None,
         tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
         turn_rewards=None if turn_rewards is None else at_turn_ends(turn_rewards, response_mask),
@@ -87,7 +86,7 @@ def build_rollout_batch(
 def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any]:
     """The fields of ``COLUMNS``, from what the engine has recorded beside tokens."""
     by_field: dict[str, Tensor] = {}
-    recorded = {name for sample in samples for part in sample.parts for name in _columns_of(part)}
+    recorded = {name for sample in samples for part in sample.parts for name in columns_of(part)}
     for name in recorded:
         counts = torch.zeros(shape, dtype=torch.int64)
         values: list[list[np.ndarray[Any, Any]]] = [[] for _ in samples]
@@ -95,7 +94,7 @@ def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any
             start = 0
             for part in sample.parts:
                 end = start + len(part.token_ids)
-                if (column := _columns_of(part).get(name)) is not None:
+                if (column := columns_of(part).get(name)) is not None:
                     counts[row, start:end] = torch.tensor(column.counts)
                     values[row].append(column.values)
                 start = end
@@ -105,10 +104,6 @@ def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any
             np.concatenate([row[:0], *pieces], out=row[:size])
         by_field |= {f"{name}_counts": counts, f"{name}_ids": ids}
     return by_field
-
-
-def _columns_of(part: Part | Answer) -> Mapping[str, RaggedColumn]:
-    return part.columns if isinstance(part, Part) else {}
 
 
 def at_turn_ends(values: Sequence[Sequence[float]], response_mask: Tensor) -> Tensor:

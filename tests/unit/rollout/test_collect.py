@@ -1,15 +1,24 @@
 """From samples to the batch: alignment, masks, columns about tools, and refusal of what must not reach the
 loss."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conversing import tool_reply
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from made_samples import answer, part
+from torch import Tensor
 
 from verl_rc.data.batches import RolloutBatch
-from verl_rc.data.parts import Part, Sample
+from verl_rc.data.fingerprints import TokensChangedError, fingerprints, require_sampled_tokens
+from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.data.ragged_column import RaggedColumn
+from verl_rc.rollout import response
 from verl_rc.rollout.response import build_rollout_batch, check_versions
 
 SHORT = Sample(0, [part([7, 2], 4, [-0.5, -0.25])], finished=True)
@@ -101,6 +110,66 @@ def test_a_positive_log_prob_names_its_row() -> None:
 def test_a_log_prob_that_is_no_number_is_left_to_rollout_correction(broken: float) -> None:
     """``nonfinite_logprob`` says what becomes of it; the run stops where there are too many."""
     assert not build(SHORT, Sample(1, [part([8, 9], 4, [-1.0, broken])])).rollout_log_probs[1, 1].isfinite()
+
+
+COUNTS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> list[Part | Answer]:
+    """Parts and answers in any order; some parts have recorded lists beside their tokens."""
+    made: list[Part | Answer] = []
+    for _ in range(draw(st.integers(0, 4))):
+        counts = np.array(draw(COUNTS))
+        ids = draw(st.lists(st.integers(0, 5), min_size=len(counts), max_size=len(counts)))
+        if draw(st.booleans()):
+            made.append(answer(ids))
+            continue
+        values = np.arange(counts.sum()) + draw(st.integers(0, 9))
+        dtypes = {"kept": "int32", "experts": "uint8"}
+        recorded = draw(st.sets(st.sampled_from(sorted(dtypes))))
+        columns = {name: RaggedColumn.from_counts(counts, values.astype(dtypes[name])) for name in recorded}
+        made.append(replace(part(ids, 3), columns=columns))
+    return made
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), responses()), min_size=1))
+def test_fingerprints_of_samples_are_those_of_the_batch_that_they_become(
+    rows: list[tuple[list[int], list[Part | Answer]]],
+) -> None:
+    samples = [Sample(number, parts) for number, (_, parts) in enumerate(rows)]
+    batch = build_rollout_batch([prompt for prompt, _ in rows], range(len(rows)), samples, pad_token_id=5)
+    assert batch.fingerprints is not None
+    assert batch.fingerprints.tolist() == fingerprints(batch.tokens, batch.response_mask).tolist()
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "spoil"),
+    [
+        ("TokenBatch", "responses", lambda responses: responses.roll(1, dims=1)),
+        ("TokenBatch", "responses", lambda responses: responses.flip(0)),
+        ("TokenBatch", "prompts", lambda prompts: prompts.flip(0)),
+        ("TokenBatch", "kept_counts", lambda counts: counts.roll(1, dims=1)),
+        ("RolloutBatch", "response_mask", lambda mask: mask.roll(1, dims=1)),
+        ("RolloutBatch", "response_mask", torch.ones_like),
+    ],
+)
+def test_a_batch_that_is_built_wrongly_is_not_trained_on(
+    monkeypatch: pytest.MonkeyPatch, record: str, field: str, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    make: Callable[..., Any] = getattr(response, record)
+
+    def make_spoilt(**fields: Any) -> Any:
+        return make(**{**fields, field: spoil(fields[field])})
+
+    monkeypatch.setattr(response, record, make_spoilt)
+    column = RaggedColumn.from_counts(np.array([1, 2]), np.array([7, 2, 3]))
+    recorded = replace(part([7, 2], 4), columns={"kept": column})
+    batch = build(Sample(0, [recorded, answer([8])]), Sample(1, [part([7, 3], 4), answer([9, 8])]))
+    assert batch.fingerprints is not None
+    with pytest.raises(TokensChangedError):
+        require_sampled_tokens(batch.fingerprints, batch.tokens, batch.response_mask)
 
 
 def test_a_token_of_other_weights_is_refused() -> None:
