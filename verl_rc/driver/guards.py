@@ -17,7 +17,6 @@ from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
 
 _SKIPPED = "this step's updates are left out; the next publication empties the engines' caches"
@@ -44,16 +43,14 @@ class Guards:
         """Judge the step and act on the findings; returns whether its updates are made. A batch that is not
         trained on is booked as withheld.
 
-        Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and
-        ``LedgerError`` when sampled tokens are missing, or the loss would look at others than those that
-        rollout correction kept.
+        Raises ``TokensChangedError`` when a row does not hold what the engines returned, and ``LedgerError``
+        when the batch does not hold all that they sampled for it.
         """
         batch = scored.batch
         with record.stage("adv"):
             record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
             assert samples.rollouts.fingerprints is not None
             require_sampled_tokens(samples.rollouts.fingerprints, batch.tokens, batch.response_mask)
-            require_sampled_loss(batch.loss_mask, batch.response_mask, scored.keep_mask)
         collapse = rewards.collapse(self._alerts.reward_window, self._alerts.reward_drop)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
         is_allowed = True

@@ -14,9 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.ppo.admission import NumberRanges, PlainRanges
 
@@ -110,22 +107,6 @@ class Ledger:
             "ledger/prompts_sampled": float(self._sampled["prompts"]),
             **metrics,
         }
-
-
-def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Tensor | None) -> None:
-    """Raise ``LedgerError`` naming rows whose ``loss_mask`` is not exactly the sampled tokens that rollout
-    correction kept.
-
-    All bool ``[B, R]``; without ``keep_mask`` every sampled token is kept.
-    """
-    expected = response_mask if keep_mask is None else response_mask & keep_mask
-    if not torch.equal(loss_mask, expected):
-        rows = (loss_mask != expected).any(dim=-1).nonzero()[:, 0].tolist()
-        raise LedgerError(
-            "the loss must look at the sampled tokens that rollout correction kept, at these and no others, "
-            f"but its mask differs in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask "
-            "shifted by one token looks like this."
-        )
 
 
 def accounts_of_update(

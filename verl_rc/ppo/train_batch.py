@@ -25,9 +25,6 @@ class ScoredStep:
     """Rollout correction of the proximal policy; None where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
-    keep_mask: Tensor | None
-    """bool ``[B, R]``: what rollout correction, the limit of ages and that of kept sets keep; None: every
-    response token."""
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats;
     None: no penalty."""
@@ -110,16 +107,15 @@ def build_train_batch(
     else:
         advantages, returns = estimate_advantages(None)
         correction = None if config.in_actor else corrected(advantages)
-    keep_mask = None if correction is None else correction.keep_mask
+    loss_mask = comparable
+    if correction is not None:
+        loss_mask = loss_mask & correction.keep_mask
     if asynchrony is not None and asynchrony.max_token_age is not None:
-        young = current_version - rollouts.policy_versions <= asynchrony.max_token_age
-        keep_mask = young if keep_mask is None else keep_mask & young
-    if comparable is not rollouts.response_mask:
-        keep_mask = comparable if keep_mask is None else keep_mask & comparable
+        loss_mask = loss_mask & (current_version - rollouts.policy_versions <= asynchrony.max_token_age)
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
-        loss_mask=rollouts.response_mask if keep_mask is None else rollouts.response_mask & keep_mask,
+        loss_mask=loss_mask,
         proximal_log_probs=evaluations.proximal_log_probs,
         advantages=advantages,
         returns=returns,
@@ -134,7 +130,7 @@ def build_train_batch(
         engines=rollouts.engines if config.in_actor and full else None,
         batch_size=rollouts.batch_size,
     )
-    return ScoredStep(batch, correction, rewards, keep_mask, reward_kl)
+    return ScoredStep(batch, correction, rewards, reward_kl)
 
 
 def _weights_for_baseline(

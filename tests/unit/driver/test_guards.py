@@ -92,7 +92,7 @@ def look(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
     record.ledger.sampled(int(sampled.response_mask.sum()))
-    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None))
+    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch))
     rewards = BEFORE.with_scores(samples.scores, window=1)
     wanted = run.guards.decide_update(
         rewards, cast(Samples, samples), scored_step, found or findings(), record, step=3

@@ -4,7 +4,6 @@ twice."""
 import math
 
 import pytest
-import torch
 
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.metrics.catalog.samples import ACCOUNTING
@@ -14,7 +13,6 @@ from verl_rc.ppo.ledger import (
     Ledger,
     LedgerError,
     accounts_of_update,
-    require_sampled_loss,
 )
 
 
@@ -114,15 +112,3 @@ def test_a_batch_must_hold_every_token_without_an_account() -> None:
     for wrong in (39, 41, 60):
         with pytest.raises(LedgerError, match=rf"must hold the 40 sampled tokens .* it holds {wrong}\."):
             ledger.require_in_batch(wrong)
-
-
-def test_the_loss_looks_at_the_kept_tokens_and_at_no_others() -> None:
-    responses = torch.tensor([[True, True, True], [True, True, False]])
-    kept = torch.tensor([[True, False, True], [True, True, True]])
-    require_sampled_loss(responses, responses, None)
-    require_sampled_loss(torch.tensor([[True, False, True], [True, True, False]]), responses, kept)
-    shifted = torch.tensor([[True, False, True], [False, True, True]])
-    with pytest.raises(LedgerError, match=r"differs in 1 of 2 rows; the first are \[1\]"):
-        require_sampled_loss(shifted, responses, kept)
-    with pytest.raises(LedgerError, match=r"differs in 1 of 2 rows; the first are \[0\]"):
-        require_sampled_loss(responses, responses, kept)

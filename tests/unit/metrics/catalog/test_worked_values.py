@@ -791,7 +791,7 @@ def a_reward_that_has_collapsed():
     record.ledger.sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.driver.guards.require_sampled_tokens"):
-        scored, found = SimpleNamespace(batch=batch, keep_mask=None), Findings(None, HealthHistory())
+        scored, found = SimpleNamespace(batch=batch), Findings(None, HealthHistory())
         assert not guards.decide_update(rewards, Mock(), scored, found, record, step=2)
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 
