@@ -1,6 +1,7 @@
 """A tiny model and task on disk, one Ray for small processes, and one real run (Ray, an fp32 vLLM engine, an
 FSDP2 rank)."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_ov
 
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.run import RayInitConfig
+
+ACCURACY = "val-core/digits/acc/mean@1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +61,9 @@ def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPa
     assert result.returncode == 0, result.stderr[-3000:]
     said = result.stdout.splitlines()
     drawn = said.index(f"training curves: {folder / 'training_curves.png'}")
-    assert "validation accuracy: " in said[drawn + 1]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [line[ACCURACY] for line in lines if ACCURACY in line]
+    assert said[drawn + 1] == f"validation accuracy: {accuracies[0]:.3f} -> {accuracies[-1]:.3f}"
     assert said[-1] == f"report: {folder / 'report.html'}"
     assert "The run ended after 4 of 4 steps." in (folder / "report.html").read_text()
     assert (folder / "training_curves.png").read_bytes().startswith(b"\x89PNG")

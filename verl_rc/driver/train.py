@@ -42,7 +42,7 @@ def train(services: Services, state: RunState) -> None:
     supply = Supply(services, state, publisher)
     recorder = TokenRecorder(services, state.step)
     pace = Pace()
-    first = last = start(services, state, publisher)
+    first, last = start(services, state, publisher), None
     if trainer.val_only:
         return
     if state.step >= services.total_steps:

@@ -12,6 +12,7 @@ from formula_run import STEPS, World, live, without_processes
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.correction import measure
 from verl_rc.data.batches import Timed
+from verl_rc.driver import train
 from verl_rc.weight_sync.proof import LogProbGap
 
 INTERRUPTED = 2
@@ -169,3 +170,17 @@ def test_log_probs_of_which_none_is_a_number_calibrate_nothing(tmp_path: Path) -
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert not [name for line in lines for name in line if name.endswith("_gap") or "gap_mean" in name]
     assert lines[0]["sync/canary_nonfinite_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("frequency", "said"),
+    [(-1, []), (3, ["validation accuracy: 0.100 -> 0.500"])],  # steps 0, 3 and, the last, 4
+)
+def test_the_closing_line_is_about_two_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frequency: int, said: list[str]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(train, "say", lambda message, *numbers: lines.append(message % numbers))
+    monkeypatch.setattr(train, "validate", lambda *arguments: (arguments[-1] + 1) / 10)
+    live(tmp_path, RunState(), None, "trainer.val_before_train=True", f"trainer.test_freq={frequency}")
+    assert [line for line in lines if line.startswith("validation")] == said
