@@ -40,7 +40,9 @@ OWN_ROLLOUTS, CANARY = "this step's rollouts", "canary tokens of rollout engine 
 @pytest.fixture
 def stepped_run(faulty_run: RealRun) -> Iterator[RealRun]:
     """The run after an update that is not published yet; healed afterwards."""
-    faulty_run.publisher.publish(faulty_run.state.step, StepRecord())
+    publisher, state = faulty_run.publisher, faulty_run.state
+    publisher.publish(state.step, StepRecord())
+    state.canary_gap_limit = publisher.canary_gap_limit
     move_weights(faulty_run, LEARNING_RATE)
     yield faulty_run
     plant(faulty_run, None)

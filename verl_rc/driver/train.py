@@ -35,8 +35,8 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 
 
 def train(services: Services, state: RunState) -> None:
-    """The training loop: one pass per step, one stage per line. A line that changes ``state`` assigns to
-    it."""
+    """The training loop: one pass per step, one stage per line. What changes ``state`` assigns to it, here or
+    in ``update``."""
     config, trainer = services.config, services.config.trainer
     publisher = Publisher(services, state)
     supply = Supply(services, state, publisher)
@@ -79,7 +79,7 @@ def train(services: Services, state: RunState) -> None:
         state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
         state.supply = supply.close_step(record)
-        state.prompts = services.prompts.state_dict()
+        state.prompts, state.canary_gap_limit = services.prompts.state_dict(), publisher.canary_gap_limit
         state.step = step
         finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)

@@ -33,9 +33,11 @@ class Publisher:
     """Brings the actor's weights to the engines, with proof, also to those that replace lost ones."""
 
     def __init__(self, services: Services, state: RunState) -> None:
-        """``state`` has the limit of the canary tokens' gap, which the first of them calibrate."""
+        """``state`` has the steps done, and the limit that canary tokens have calibrated before."""
         self._services = services
         self._state = state
+        self.canary_gap_limit = state.canary_gap_limit
+        """Limit of the mean gap of canary tokens, nats; None until the first of them calibrate it."""
         self._rollout = services.config.actor_rollout_ref.rollout
 
     def publish(
@@ -213,7 +215,7 @@ class Publisher:
                 nonfinite += int(mine.response_mask.sum())
                 continue
             nonfinite += gap.num_nonfinite
-            gap.require_at_most(services.gap_limit.fault(self._state.canary_gap_limit), where)
+            gap.require_at_most(services.gap_limit.fault(self.canary_gap_limit), where)
             gaps.append(gap)
         record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])
         if not gaps:
@@ -225,8 +227,9 @@ class Publisher:
             record.add_records([Metric("sync/canary_own_experts_gap", gap.mean, Reduction.MAX)])
         largest = max(gaps, key=lambda gap: gap.mean)
         # The largest of the first gaps sets the limit of all engines.
-        limit = services.gap_limit.calibrate(largest, self._state.canary_gap_limit, "canary tokens")
-        self._state.canary_gap_limit = limit
+        limit = self.canary_gap_limit = services.gap_limit.calibrate(
+            largest, self.canary_gap_limit, "canary tokens"
+        )
         # New engines prove themselves too: a step may have canary tokens several times.
         gaps_of_step = {"mean": largest.mean, "max": max(gap.maximum for gap in gaps)}
         record.add_records(

@@ -282,7 +282,7 @@ def judged(*gaps: float) -> tuple[float | None, Mock]:
     trainer are -1."""
     publisher = publisher_of([[sample(0, [5, 6], 1, -1.0 - gap)] for gap in gaps])
     publish(publisher)
-    return publisher._state.canary_gap_limit, publisher._services.guards.act_on_canary_gap
+    return publisher.canary_gap_limit, publisher._services.guards.act_on_canary_gap
 
 
 def test_the_trainer_scores_canary_tokens_once_and_compares_each_engine_with_its_own() -> None:
