@@ -161,7 +161,7 @@ class Supply:
 
     def publish(self, step: int, record: StepRecord) -> None:
         """Publish the weights of ``step``."""
-        while not self._publisher.is_settled(step, record):
+        while not self._publisher.settle(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
             self._publisher.publish_beside(step, record)

@@ -63,7 +63,7 @@ class Publisher:
         """Send the current weights to every engine and return. An engine ends the samples it has, then loads
         the weights as ``version``.
 
-        ``is_settled`` tells when all engines have loaded them. If an engine is lost, it is replaced, and all
+        ``settle`` tells when all engines have loaded them. If an engine is lost, it is replaced, and all
         engines load the weights before this returns.
         """
         with record.stage("update_weights"):
@@ -73,11 +73,12 @@ class Publisher:
             except EnginesLostError as lost:
                 self._replace_and_deliver(version, record, lost)
 
-    def is_settled(self, version: int, record: StepRecord) -> bool:
-        """Whether every engine holds the weights published last, which ``publish_beside`` may have left to
-        it; proves that it does.
+    def settle(self, version: int, record: StepRecord) -> bool:
+        """Take the receipts of weights that ``publish_beside`` has left to the engines, if all have loaded
+        them, and check these; returns whether none is left to come.
 
-        Engines that are lost are replaced; all get the trainer's weights as ``version`` then.
+        Engines that are lost are replaced; all get the trainer's weights as ``version`` then. Raises
+        ``SyncProofError`` when a receipt does not fit.
         """
         transport = self._services.transport
         staged = transport.staged

@@ -185,7 +185,7 @@ class Beside(Machine):
         self.clock.return_value += 5.0
 
 
-@pytest.mark.parametrize("call", ["publish_beside", "is_settled"])
+@pytest.mark.parametrize("call", ["publish_beside", "settle"])
 def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
     with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord()
