@@ -14,6 +14,12 @@ def above_the_critic(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def log_probs_before(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Log-probs of the policy before the update, in the place of advantages."""
+    assert inputs.old_log_probs is not None
+    return inputs.old_log_probs, inputs.token_level_rewards
+
+
 def loss_of_covariances(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """It reads statistics that no loss of a user's own is given."""
     return inputs.reduce(-inputs.advantages * inputs.selection_statistics.threshold), {}

@@ -77,7 +77,7 @@ def build_train_batch(
             reward_baselines=samples.reward_baselines,
             component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=_old_log_probs(rollouts, evaluations),
+            old_log_probs=_old_log_probs(rollouts, evaluations, config),
             sum_pi_squared=evaluations.sum_pi_squared,
             rollout_is_weights=weights,
         )
@@ -185,7 +185,7 @@ def _rewards(
     assert evaluations.reference_log_probs is not None
     rewards, divergence = apply_kl_in_reward(
         outcome,
-        _old_log_probs(rollouts, evaluations),
+        _old_log_probs(rollouts, evaluations, algorithm.rollout_correction),
         evaluations.reference_log_probs,
         rollouts.response_mask,
         kl_coef,
@@ -195,11 +195,15 @@ def _rewards(
     return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
 
 
-def _old_log_probs(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
-    """Log-probs of the policy before the update, for rewards and baselines: of the proximal one, or where
-    that is not computed of the rollout policy."""
-    proximal = evaluations.proximal_log_probs
-    return rollouts.rollout_log_probs if proximal is None else proximal
+def _old_log_probs(
+    rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: RolloutCorrectionConfig
+) -> Tensor:
+    """Log-probs of the policy before the update, for rewards and baselines: of the proximal one, or where the
+    actor corrects of the rollout policy, also in a step that computes others to compare."""
+    if config.in_actor:
+        return rollouts.rollout_log_probs
+    assert evaluations.proximal_log_probs is not None
+    return evaluations.proximal_log_probs
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:

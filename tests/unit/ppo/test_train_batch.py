@@ -239,6 +239,20 @@ def test_the_ratio_divides_by_a_policy_named_by_its_role(bypass: bool) -> None:
     assert ratio_denominator(batch, current, neutral)[0].tolist() == [-9.0, *denominator[0, 1:].tolist()]
 
 
+@pytest.mark.parametrize("mode", [{}, {"bypass_mode": True}, {"proximal": "interpolate"}])
+@pytest.mark.parametrize("compares", [False, True])
+def test_baselines_see_the_same_policy_in_every_step(mode: dict[str, object], compares: bool) -> None:
+    """Interpolated log-probs are compared with the trainer's every 50th step: not a policy for that step
+    alone."""
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
+    trainer = evaluations.proximal_log_probs
+    if mode and not compares:
+        evaluations.proximal_log_probs = None
+    samples = Samples(rollouts, SCORES)
+    batch = estimated("functions_of_a_user:log_probs_before", samples, evaluations, **mode).batch
+    assert torch.equal(batch.advantages, rollouts.rollout_log_probs if mode else trainer)
+
+
 def test_what_the_driver_has_corrected_needs_no_rollout_log_probs_any_more() -> None:
     rollouts, evaluations = make_rollouts()
     step = run_step(rollouts, evaluations, algorithm(rollout_is="token", rollout_is_threshold=2.0))
