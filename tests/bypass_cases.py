@@ -47,6 +47,5 @@ def case_batch(case: dict[str, Any]) -> TrainBatch:
         loss_mask=mask,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
-        returns=advantages,
         batch_size=[rows],
     )

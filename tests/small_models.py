@@ -88,7 +88,6 @@ def make_train_batch(
         proximal_log_probs=torch.where(response_mask, log_probs, 0.0),
         rollout_log_probs=torch.where(response_mask, log_probs, 0.0),
         advantages=torch.where(response_mask, torch.randn(rows, 1, generator=generator), 0.0),
-        returns=torch.zeros(rows, 7),
         rollout_is_weights=torch.where(response_mask, 2 * torch.rand(rows, 7, generator=generator), 0.0),
         batch_size=[rows],
     )

@@ -87,7 +87,6 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
         proximal_log_probs=rollouts.rollout_log_probs,
         rollout_log_probs=rollouts.rollout_log_probs,
         advantages=zeros + 0.1,
-        returns=zeros,
         batch_size=[len(lengths)],
     )
     tokens = int(rollouts.response_mask.sum())

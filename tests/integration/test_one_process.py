@@ -68,7 +68,7 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         values = CriticBatch(
             batch.tokens,
             batch.response_mask,
-            torch.zeros_like(batch.returns),
+            torch.zeros_like(batch.advantages),
             1.0 * batch.response_mask,
             batch_size=[6],
         )

@@ -56,9 +56,7 @@ class ActorGroup(RankGroup):
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows.
         Merges all reports."""
-        rows_to_train = batch.clone(recurse=False)
-        rows_to_train.returns = None  # of no meaning to the actor
-        parts = self.split(rows_to_train, mini_batches, limit)
+        parts = self.split(batch, mini_batches, limit)
         arguments = [(rows, replace(request, mini_batches=shares)) for rows, shares in parts]
         return self.call_update(arguments, beside).map(_merged)
 

@@ -222,8 +222,6 @@ class TrainBatch(TensorClass):
     proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy; None in bypass mode, and until the actor has
     interpolated it."""
-    returns: Tensor | None = None
-    """float32 ``[B, R]``; for the critic and the driver's metrics, no rank of the actor gets them."""
     rollout_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the rollout policy; None unless the actor corrects."""
     rollout_is_weights: Tensor | None = None

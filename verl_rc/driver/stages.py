@@ -139,9 +139,8 @@ def record_batch(
     folder = services.config.trainer.rollout_data_dir
     record.add(
         batch_metrics(
-            scored.batch,
+            scored,
             samples.scores,
-            scored.rewards,
             rollouts,
             data.max_response_length,
             data.max_prompt_length,
@@ -160,7 +159,7 @@ def record_batch(
 
 def update_critic(
     services: Services,
-    batch: TrainBatch,
+    scored: ScoredStep,
     evaluations: PolicyEvaluations,
     step: int,
     record: StepRecord,
@@ -170,7 +169,7 @@ def update_critic(
     if services.critic is None:
         return []
     critic = services.config.critic
-    rows = critic_batch(batch, evaluations)
+    rows = critic_batch(scored, evaluations)
     record.add(critic_metrics(rows))
     mini_batches = plan_mini_batches(
         rows.response_mask,

@@ -6,7 +6,7 @@ from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import Beside
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
-from verl_rc.data.batches import PolicyEvaluations, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations
 from verl_rc.driver import checkpoints, guards, stages
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
@@ -20,7 +20,7 @@ from verl_rc.driver.token_records import TokenRecorder
 from verl_rc.driver.weights import Publisher
 from verl_rc.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.train_batch import build_train_batch
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -62,7 +62,7 @@ def train(services: Services, state: RunState) -> None:
         state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         updated = (
-            update(services, state, scored.batch, evaluations, control, record, supply.beside)
+            update(services, state, scored, evaluations, control, record, supply.beside)
             if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
             else None
         )
@@ -96,7 +96,7 @@ def train(services: Services, state: RunState) -> None:
 def update(
     services: Services,
     state: RunState,
-    batch: TrainBatch,
+    scored: ScoredStep,
     evaluations: PolicyEvaluations,
     control: Control,
     record: StepRecord,
@@ -111,14 +111,14 @@ def update(
     step = state.step + 1
     correction = config.algorithm.rollout_correction
     limit = config.trainer.max_nonfinite_updates
-    critic_steps = stages.update_critic(services, batch, evaluations, step, record, beside)
+    critic_steps = stages.update_critic(services, scored, evaluations, step, record, beside)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", critic_steps, limit
     )
     if step < config.trainer.critic_warmup:
-        guards.withhold(batch, record)
+        guards.withhold(scored.batch, record)
         return None
-    report = stages.update_actor(services, state, batch, control, record, beside)
+    report = stages.update_actor(services, state, scored.batch, control, record, beside)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
     )

@@ -8,32 +8,31 @@ from torch.nn.functional import pad
 
 from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.sequences import LogProbs, sequence_chunks
-from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch
 from verl_rc.losses import explained_variance
 from verl_rc.metrics.mergeable import Moments
+from verl_rc.ppo.train_batch import ScoredStep
 
 
 def batch_metrics(
-    batch: TrainBatch,
+    scored: ScoredStep,
     scores: Tensor,
-    rewards: Tensor,
     rollouts: RolloutBatch,
     max_response_length: int,
     max_prompt_length: int,
 ) -> dict[str, float]:
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
-    ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio``
-    is the share of responses that reached ``max_response_length``; the batch may be wider.
+    ``scores`` are ``[B]``; rewards have the KL penalty in them. ``response_length/clip_ratio`` is the share
+    of responses that reached ``max_response_length``; the batch may be wider.
     """
-    assert batch.returns is not None
-    mask = batch.response_mask
+    mask = rollouts.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
     columns = {
         "critic/score": scores,
-        "critic/rewards": rewards.sum(dim=-1),
-        "critic/advantages": batch.advantages[mask],
-        "critic/returns": batch.returns[mask],
+        "critic/rewards": scored.rewards.sum(dim=-1),
+        "critic/advantages": scored.batch.advantages[mask],
+        "critic/returns": scored.returns[mask],
         "response_length": lengths,
         "prompt_length": prompts,
         "global_seqlen": rollouts.tokens.sequence_lengths,

@@ -25,6 +25,8 @@ class ScoredStep:
     """Rollout correction of the proximal policy; None where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
+    returns: Tensor
+    """float32 ``[B, R]``: what the critic's values are to be, in units of reward."""
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats;
     None: no penalty."""
@@ -118,7 +120,6 @@ def build_train_batch(
         loss_mask=loss_mask,
         proximal_log_probs=evaluations.proximal_log_probs,
         advantages=advantages,
-        returns=returns,
         rollout_log_probs=rollouts.rollout_log_probs if config.in_actor else None,
         rollout_is_weights=None if correction is None else correction.weights,
         reference_log_probs=evaluations.reference_log_probs,
@@ -130,7 +131,7 @@ def build_train_batch(
         engines=rollouts.engines if config.in_actor and full else None,
         batch_size=rollouts.batch_size,
     )
-    return ScoredStep(batch, correction, rewards, reward_kl)
+    return ScoredStep(batch, correction, rewards, returns, reward_kl)
 
 
 def _weights_for_baseline(
@@ -157,15 +158,15 @@ def _weights_for_baseline(
     ).weights
 
 
-def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBatch:
+def critic_batch(scored: ScoredStep, evaluations: PolicyEvaluations) -> CriticBatch:
     """What the critic trains on in the same step."""
-    assert batch.returns is not None
+    batch = scored.batch
     assert evaluations.critic_values is not None
     return CriticBatch(
         tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
         old_values=evaluations.critic_values,
-        returns=batch.returns,
+        returns=scored.returns,
         batch_size=batch.batch_size,
     )
 

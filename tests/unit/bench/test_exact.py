@@ -176,7 +176,6 @@ def actor_coefficients(method: Method, rows: Rows, logits: torch.Tensor) -> torc
         proximal_log_probs=train,
         rollout_log_probs=rows.rollout_log_probs.float(),
         advantages=rows.advantages.float(),
-        returns=None,
         rollout_is_weights=None,
         batch_size=[count],
     )

@@ -26,7 +26,6 @@ def full_batch() -> TrainBatch:
     """A batch with a value in every field, and none of it on padding."""
     batch = make_train_batch(LENGTHS)
     mask = batch.response_mask
-    batch.returns = torch.where(mask, 0.5, 0.0)
     batch.reference_log_probs = torch.where(mask, -1.25, 0.0)
     batch.teacher_log_probs = torch.where(mask, -1.5, 0.0)
     batch.teacher_top_ids = mask[..., None] * torch.arange(1, 4, dtype=torch.int32)

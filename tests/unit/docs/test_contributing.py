@@ -65,6 +65,7 @@ from small_models import make_train_batch
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.ppo.batch_metrics import batch_metrics
+from verl_rc.ppo.train_batch import ScoredStep
 
 batch = make_train_batch([7, 2, 5, 4])
 rollouts = RolloutBatch(
@@ -76,9 +77,10 @@ rollouts = RolloutBatch(
     finished=torch.ones(4, dtype=torch.bool),
     batch_size=[4],
 )
-assert batch_metrics(batch, torch.zeros(4), torch.zeros(4, 7), rollouts, 5, 100)["response_length/median"] == 4.5
+scored = ScoredStep(batch, None, torch.zeros(4, 7), torch.zeros(4, 7), None)
+assert batch_metrics(scored, torch.zeros(4), rollouts, 5, 100)["response_length/median"] == 4.5
 assert CATALOG.find("response_length/median").unit == "tokens"
-""",  # noqa: E501
+""",
     "Add a stage": """
 import ast, inspect, logging, torch
 from types import SimpleNamespace

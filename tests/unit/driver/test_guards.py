@@ -70,7 +70,6 @@ def make_batch() -> TrainBatch:
         proximal_log_probs=zeros,
         rollout_log_probs=zeros,
         advantages=zeros,
-        returns=zeros,
         batch_size=[3],
     )
 

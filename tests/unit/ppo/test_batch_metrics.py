@@ -11,6 +11,7 @@ from small_models import make_train_batch
 
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.ppo.batch_metrics import batch_metrics, policy_gap_metrics, probability_gap
+from verl_rc.ppo.train_batch import ScoredStep
 
 
 def make_rollouts(lengths: list[int]) -> RolloutBatch:
@@ -26,12 +27,16 @@ def make_rollouts(lengths: list[int]) -> RolloutBatch:
     )
 
 
+def scored(lengths: list[int], rewards: torch.Tensor) -> ScoredStep:
+    return ScoredStep(make_train_batch(lengths), None, rewards, torch.zeros_like(rewards), None)
+
+
 def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
     lengths = [7, 2, 5, 4]
     scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
     rewards = torch.zeros(4, 7)
     rewards[:, 0] = scores - 1
-    metrics = batch_metrics(make_train_batch(lengths), scores, rewards, make_rollouts(lengths), 5, 100)
+    metrics = batch_metrics(scored(lengths, rewards), scores, make_rollouts(lengths), 5, 100)
     assert metrics["critic/rewards/mean"] == 0.0
     assert metrics["critic/score/mean"] == 1.0
     assert metrics["critic/score/max"] == 3.0
@@ -72,10 +77,10 @@ def test_equal_probabilities_give_no_nan() -> None:
 def test_turns_and_tool_calls_where_there_are_tools() -> None:
     lengths, zeros = [7, 2], torch.zeros(2, 7)
     rollouts = make_rollouts(lengths)
-    metrics = batch_metrics(make_train_batch(lengths), torch.zeros(2), zeros, rollouts, 7, 100)
+    metrics = batch_metrics(scored(lengths, zeros), torch.zeros(2), rollouts, 7, 100)
     assert not [name for name in metrics if "turn" in name.split("/")[0] and "return" not in name]
     rollouts.num_turns, rollouts.tool_calls = torch.tensor([6, 2]), torch.tensor([3, 0])
-    metrics = batch_metrics(make_train_batch(lengths), torch.zeros(2), zeros, rollouts, 7, 100)
+    metrics = batch_metrics(scored(lengths, zeros), torch.zeros(2), rollouts, 7, 100)
     assert [metrics[f"num_turns/{statistic}"] for statistic in ("mean", "max", "min")] == [4, 6, 2]
     assert [metrics[f"tool_call_counts/{statistic}"] for statistic in ("mean", "max", "min")] == [1.5, 3, 0]
 

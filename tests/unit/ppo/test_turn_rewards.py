@@ -154,7 +154,7 @@ def test_gae_skips_the_tokens_of_the_environment(seed: int) -> None:
     step = step_of(batch, "gae", gamma=GAMMA, lam=LAM)
     mask, expected = step.batch.response_mask, lambda_returns(batch)
     values = [[value for turn in episode for value in turn.values] for episode in batch]
-    assert_rows(step.batch.returns, mask, expected)
+    assert_rows(step.returns, mask, expected)
     advantages = [[g - v for g, v in zip(*pair, strict=True)] for pair in zip(expected, values, strict=True)]
     assert_rows(step.batch.advantages, mask, whitened(advantages))
 
@@ -163,7 +163,7 @@ def test_gae_skips_the_tokens_of_the_environment(seed: int) -> None:
 def test_reinforce_plus_plus_takes_the_return_to_go(seed: int) -> None:
     batch = episodes(seed)
     step = step_of(batch, "reinforce_plus_plus", gamma=GAMMA)
-    assert_rows(step.batch.returns, step.batch.response_mask, to_go(batch, GAMMA))
+    assert_rows(step.returns, step.batch.response_mask, to_go(batch, GAMMA))
     assert_rows(step.batch.advantages, step.batch.response_mask, whitened(to_go(batch, GAMMA)))
 
 

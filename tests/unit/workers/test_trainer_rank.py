@@ -80,7 +80,7 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     if role == "actor":
         rank.call("actor", "update", batch, UpdateRequest(RolloutCorrectionConfig(), 0, [share]))
     if role == "critic":
-        values = torch.zeros_like(batch.returns)
+        values = torch.zeros_like(batch.advantages)
         returns = torch.where(batch.response_mask, 1.0, 0.0)
         rank.call(
             "critic",

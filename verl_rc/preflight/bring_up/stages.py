@@ -422,7 +422,6 @@ def _train_batch(
         proximal_log_probs=log_probs,
         rollout_log_probs=log_probs,
         advantages=advantages,
-        returns=advantages,
         rollout_is_weights=torch.ones(rows, width),
         reference_log_probs=log_probs,
         batch_size=[rows],

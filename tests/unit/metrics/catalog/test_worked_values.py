@@ -64,7 +64,7 @@ from verl_rc.metrics.catalog import CATALOG
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
 from verl_rc.ppo.ledger import RunningLedger
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
-from verl_rc.ppo.train_batch import _rewards
+from verl_rc.ppo.train_batch import ScoredStep, _rewards
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.engine import Interrupted
 from verl_rc.rollout.environment import EpisodeFailedError
@@ -298,9 +298,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, Fals
 
 def train_batch(**fields: Any) -> TrainBatch:
     zeros = torch.zeros(MASK.shape)
-    given = (
-        dict.fromkeys(("proximal_log_probs", "rollout_log_probs", "advantages", "returns"), zeros) | fields
-    )
+    given = dict.fromkeys(("proximal_log_probs", "rollout_log_probs", "advantages"), zeros) | fields
     return TrainBatch(tokens=TOKENS, response_mask=MASK, loss_mask=MASK, **given, batch_size=[3])
 
 
@@ -318,15 +316,17 @@ def rollout_batch(**fields: Any) -> RolloutBatch:
 def lengths_scores_advantages():
     batch = train_batch(
         advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0], [2.0, 0.0, 0.0]]),
-        returns=torch.tensor([[3.0, 2.0, 1.0], [0.0, 0.0, 9.0], [6.0, 9.0, 9.0]]),
     )
+    returns = torch.tensor([[3.0, 2.0, 1.0], [0.0, 0.0, 9.0], [6.0, 9.0, 9.0]])
     rewards = torch.tensor([[0.0, 0.0, 0.5], [-1.0, 1.0, 0.0], [4.0, 0.0, 0.0]])
     rollouts = rollout_batch(num_turns=torch.tensor([2, 4, 6]), tool_calls=torch.tensor([0, 1, 5]))
     sizes = torch.tensor([[3, 1, 1], [0, 6, 0], [1, 0, 0]])
     rollouts.tokens = TOKENS.clone()
     rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
-    found = batch_metrics(batch, torch.tensor([1.0, 0.0, 5.0]), rewards, rollouts, 3, 3)
+    found = batch_metrics(
+        ScoredStep(batch, None, rewards, returns, None), torch.tensor([1.0, 0.0, 5.0]), rollouts, 3, 3
+    )
     spreads = {
         "critic/score": (2, 5, 0),
         "critic/rewards": (1.5, 4, 0),
@@ -404,7 +404,6 @@ def the_actors_loss():
         proximal_log_probs=one_row(-5, -5, -5, -5),
         rollout_log_probs=one_row(-5, -5, -5, -5),
         advantages=one_row(1, -1, -1, 1),
-        returns=one_row(0, 0, 0, 0),
         reference_log_probs=current - one_row(1, 1, 2, 0),
         batch_size=[1],
     )
@@ -540,7 +539,6 @@ def the_entropy_of_the_policy_that_is_updated():
         proximal_log_probs=torch.zeros(1, 4),
         rollout_log_probs=torch.zeros(1, 4),
         advantages=torch.zeros(1, 4),
-        returns=torch.zeros(1, 4),
         batch_size=[1],
     )
     objective = policy_objective(
@@ -1244,6 +1242,7 @@ def penalties_of_the_divergence():
         reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
     algorithm = SimpleNamespace(estimator=None, use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
+    algorithm.rollout_correction = RolloutCorrectionConfig()
     _, divergence = _rewards(
         SimpleNamespace(response_mask=mask, turn_rewards=None),
         torch.zeros(2),

@@ -239,7 +239,7 @@ def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
 def test_the_critics_operands() -> None:
     config = config_of({"algorithm.adv_estimator": "gae"})
     step = scored_step(config)
-    batch = critic_batch(step.batch, INPUTS.evaluations).clone()  # other tests share INPUTS
+    batch = critic_batch(step, INPUTS.evaluations).clone()  # other tests share INPUTS
     values = perturbed(batch.old_values, seed=1)
 
     def loss(of: CriticBatch, current: Tensor) -> Tensor:
