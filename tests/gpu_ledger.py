@@ -209,9 +209,9 @@ class LedgerActor(LedgerRank, PolicyWorker):
         log_probs = log_probs_of(tokens.responses, 0.0)
         return [log_probs, torch.ones_like(log_probs)]
 
-    def update(self, batch: TrainBatch, request: Any) -> ActorReport:
+    def update(self, batch: TrainBatch, mini_batches: Sequence[Any], request: Any) -> ActorReport:
         self.model.learn()
-        planned = [mini.num_loss_tokens for mini in request.mini_batches]
+        planned = [mini.num_loss_tokens for mini in mini_batches]
         return ActorReport([], [OptimizerStep(1.0)] * len(planned), planned)
 
 

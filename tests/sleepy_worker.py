@@ -2,6 +2,7 @@
 ``ACTOR_WORKER``."""
 
 import time
+from collections.abc import Sequence
 
 from verl_rc.data.batches import TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -16,9 +17,11 @@ class SleepyPolicyWorker(PolicyWorker):
 
     updates = 0
 
-    def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
+    def update(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatchShare], request: UpdateRequest
+    ) -> ActorReport:
         self.updates += 1
-        return super().update(batch, request)
+        return super().update(batch, mini_batches, request)
 
     def accumulate(
         self,

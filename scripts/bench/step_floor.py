@@ -92,8 +92,8 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     tokens = int(rollouts.response_mask.sum())
     share = MiniBatchShare(micro, tokens, len(lengths), tokens)
     forward = median_seconds(lambda: worker.compute_log_probs(rollouts.tokens, micro))
-    request = UpdateRequest(config.algorithm.rollout_correction, policy_version=0, mini_batches=[share])
-    results.put((forward, median_seconds(lambda: worker.update(batch, request))))
+    request = UpdateRequest(config.algorithm.rollout_correction, policy_version=0)
+    results.put((forward, median_seconds(lambda: worker.update(batch, [share], request))))
     worker.close()
 
 

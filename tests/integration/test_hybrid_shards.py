@@ -52,7 +52,7 @@ def updated(
     counted = batch.response_mask.sum(-1)
     micro_batches = [[[0], [1, 2]], [[3], [4]], [[5], []], [[], [6, 7]]][rank]
     share = MiniBatchShare(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
-    report = worker.update(batch, UpdateRequest(RolloutCorrectionConfig(), 0, [share]))
+    report = worker.update(batch, [share], UpdateRequest(RolloutCorrectionConfig(), 0))
     module, weights = worker.model.module, worker._sender._weights
     # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first
     # step blows up.

@@ -80,8 +80,8 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         if "critic" in workers:
             workers["critic"].update(values, [MiniBatchShare(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
-            request = UpdateRequest(RolloutCorrectionConfig(), 0, [MiniBatchShare(SHARED_ROWS, *counts)])
-            workers["actor"].update(batch, request)
+            request = UpdateRequest(RolloutCorrectionConfig(), 0)
+            workers["actor"].update(batch, [MiniBatchShare(SHARED_ROWS, *counts)], request)
         if step == 0:
             for role in [
                 role for role in workers if role != "reference"

@@ -152,7 +152,9 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
             batch.teacher_log_probs = batch.reference_log_probs
             add_top_words(batch, worker.model.module.config.vocab_size)
         correction = (
-            ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
+            ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._data_parallel)
+            if bypass
+            else None
         )
         totals = ObjectiveTotals("actor")
         worker.accumulate(batch, share_of(batch, micro_batches), totals, correction)

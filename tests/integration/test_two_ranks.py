@@ -102,7 +102,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
                 update={"loss_agg_mode": mode, "policy_loss": policy_loss}
             )
             correction = (
-                ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh) if bypass else None
+                ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh) if bypass else None
             )
             worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     # step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
+    worker.update(batch, [share], UpdateRequest(worker._correction, 0))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     worker.close()
     return found

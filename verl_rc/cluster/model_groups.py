@@ -54,10 +54,8 @@ class ActorGroup(RankGroup):
         request: UpdateRequest,
         beside: Beside | None = None,
     ) -> Timed[ActorReport]:
-        """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows.
-        Merges all reports."""
-        parts = self.split(batch, mini_batches, limit)
-        arguments = [(rows, replace(request, mini_batches=shares)) for rows, shares in parts]
+        """One optimizer step per mini-batch on all ranks. Merges all reports."""
+        arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
         return self.call_update(arguments, beside).map(_merged)
 
     def manifest(self, whole: bool) -> Manifest:

@@ -28,11 +28,12 @@ CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 class ActorCorrection:
     """Corrects one mini-batch after the other and keeps the statistics of them all."""
 
-    def __init__(self, request: UpdateRequest, mesh: DeviceMesh) -> None:
-        """``mesh``: the data-parallel ranks that share every mini-batch."""
+    def __init__(self, request: UpdateRequest, updates_per_step: int, mesh: DeviceMesh) -> None:
+        """``updates_per_step``: mini-batches of the step. ``mesh``: the data-parallel ranks that share every
+        mini-batch."""
         self.updates = 0
         """Optimizer updates of the step so far."""
-        self._updates_per_step = max(1, len(request.mini_batches))
+        self._updates_per_step = updates_per_step
         self._config = request.correction
         self._mesh = mesh
         self._policy_version = request.policy_version

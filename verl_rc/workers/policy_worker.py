@@ -151,13 +151,16 @@ class PolicyWorker(Learner):
         optional = (scores.entropies, scores.sum_pi_squared, scores.varentropies)
         return [scores.log_probs, *(values for values in optional if values is not None)]
 
-    def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
-        """One optimizer step per mini-batch.
+    def update(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatchShare], request: UpdateRequest
+    ) -> ActorReport:
+        """One optimizer step per mini-batch, in their order.
 
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor
         corrects: the current log-probs are the first that can be compared with the engine's).
         """
-        correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
+        steps, mesh = len(mini_batches), self._data_parallel
+        correction = ActorCorrection(request, steps, mesh) if self._correction.in_actor else None
         totals = ObjectiveTotals("actor")
         kept_tokens = []
         gap = None
@@ -165,14 +168,14 @@ class PolicyWorker(Learner):
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             survival = UpdateSurvival(self._weights.trained()) if request.measures_survival else None
-            for share in request.mini_batches:
+            for share in mini_batches:
                 # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
                     kept_tokens.append(0)
                     continue
                 num_kept = self.accumulate(batch, share, totals, correction)
                 if correction is not None and gap is None and not totals.num_updates:
-                    # Of the first mini-batch only: after an update the two policies differ by design.
+                    # Not behind an update: then the two policies differ by design.
                     gap = correction.gap()
                     if gap is not None and request.gap_limit is not None:
                         # Before the optimizer step: weights that were trained on rollouts of other weights

@@ -1,28 +1,24 @@
 """Updates of actor and critic: what the driver requests of each rank, and what a rank reports."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.metrics import Metric
-from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import LogProbGap
 
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """One rank's part in the updates of a step."""
+    """What is requested of all ranks of the actor alike in the updates of a step."""
 
     correction: RolloutCorrectionConfig
     """Rollout correction with the current threshold."""
     policy_version: int
     """Version of the weights before the first update."""
-    mini_batches: list[MiniBatchShare] = field(default_factory=list)
-    """The rank's share of each mini-batch, in the order they are trained on."""
     gap_limit: float | None = None
-    """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit.
-    """
+    """Bypass mode: the largest mean that ``ActorReport.gap`` may have, nats; None: no limit."""
     measures_survival: bool = False
     """Measure what the engines' rounding leaves of the step's updates."""
 
@@ -46,7 +42,7 @@ class ActorReport(UpdateReport):
     correction: CorrectionStatistics | None = None
     """Where the actor corrects: rollout correction over all mini-batches and ranks."""
     gap: LogProbGap | None = None
-    """Where the actor corrects: gap of the first mini-batch, before any update; None when no token of it has
-    two finite log-probs."""
+    """Where the actor corrects: gap of the mini-batches up to the first in which a token has two finite
+    log-probs; None when an update was made before it, or there is none."""
     signatures: CorrectionStatistics | None = None
     """Where the actor corrects, with full diagnostics: signatures of the first mini-batch, over all ranks."""

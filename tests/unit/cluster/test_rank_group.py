@@ -145,7 +145,7 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
     assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks
 
 
-def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
+def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, arrived = make_train_batch(LENGTHS), list[Ragged[TrainBatch]]()
@@ -153,8 +153,10 @@ def test_a_rank_of_the_actor_gets_no_returns_and_what_is_two_fields_once(
     group = ActorGroup.__new__(ActorGroup)
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
-    def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], UpdateRequest]], beside: None) -> object:
-        arrived.extend(rows for rows, _ in arguments)
+    def call_update(
+        arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]], beside: None
+    ) -> object:
+        arrived.extend(rows for rows, *_ in arguments)
         return Timed([ActorReport([], [], [])], 0.5)
 
     monkeypatch.setattr(group, "call_update", call_update)

@@ -83,7 +83,7 @@ def corrected_losses(
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: dict[str, Any]) -> None:
     batch, config, log_probs = case_batch(case), case_config(case), torch.tensor(case["log_probs"])
-    correction = ActorCorrection(UpdateRequest(config, 0), cast(DeviceMesh, OneRank()))
+    correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert set(reads.places) == {LENGTHS}
@@ -96,7 +96,7 @@ def test_micro_batches_are_corrected_without_a_wait_for_the_device(case: dict[st
     config = case_config(case)
     with FakeTensorMode():
         batch, log_probs = case_batch(case), torch.tensor(case["log_probs"])
-        correction = ActorCorrection(UpdateRequest(config, 0), cast(DeviceMesh, OneRank()))
+        correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
         corrected_losses(batch, log_probs, config, correction)
         with pytest.raises(DataDependentOutputException):
             correction.finish()  # the announced copy

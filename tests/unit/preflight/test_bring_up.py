@@ -18,6 +18,7 @@ from verl_rc.cli import USER_ERROR, main
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.metrics.record import Metric, Reduction
+from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up import run
 from verl_rc.preflight.bring_up import stages as stage_module
 from verl_rc.preflight.bring_up.run import STAGES, bring_up
@@ -117,8 +118,10 @@ class FakeRank:
         assert sorted(row for rows in micro_batches for row in rows) == list(range(len(tokens)))
         return (torch.zeros(tokens.responses.shape),)
 
-    def update(self, batch: TrainBatch, request: UpdateRequest) -> SimpleNamespace:
-        (share,) = request.mini_batches
+    def update(
+        self, batch: TrainBatch, mini_batches: list[MiniBatchShare], request: UpdateRequest
+    ) -> SimpleNamespace:
+        (share,) = mini_batches
         assert sorted(row for rows in share.micro_batches for row in rows) == list(range(len(batch)))
         accumulates = len(share.micro_batches) > 1
         peak = self._needs.model - (0 if accumulates else self._needs.gradients)

@@ -63,7 +63,7 @@ def test_golden_gradient_and_metrics(
     worker._correction = case_config(case)
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
-    correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh)
+    correction = ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh)
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
     kept = worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
@@ -114,12 +114,12 @@ def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: li
     for rows in (first, [row for row in range(6) if row not in first]):
         counted = batch.response_mask[rows].sum(-1)
         shares.append(MiniBatchShare([rows], int(counted.sum()), 3, int(counted.sum())))
-    request = UpdateRequest(worker._correction, 0, shares, gap_limit=1e-3)
+    request = UpdateRequest(worker._correction, 0, gap_limit=1e-3)
     if first == [0, 1, 2]:
-        assert worker.update(batch, request).gap is None
+        assert worker.update(batch, shares, request).gap is None
         return
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, request)
+        worker.update(batch, shares, request)
 
 
 def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
@@ -131,7 +131,7 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, UpdateRequest(worker._correction, 0, [share], gap_limit=1e-3))
+        worker.update(batch, [share], UpdateRequest(worker._correction, 0, gap_limit=1e-3))
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -146,7 +146,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
     )
     batch.engines = torch.arange(len(table)) % 2
-    correction = ActorCorrection(UpdateRequest(config, 0), worker._mesh)
+    correction = ActorCorrection(UpdateRequest(config, 0), 1, worker._mesh)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
             current = TokenScores(table[rows] + moved, entropies[rows], squares[rows], varentropies[rows])
@@ -170,7 +170,9 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     measured = ("engine_1_logit_noise", "surprisal_excess_bound", "missing_mass")
     assert {f"rollout_corr/{name}" for name in measured} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
-    core = ActorCorrection(UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), worker._mesh)
+    core = ActorCorrection(
+        UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), 1, worker._mesh
+    )
     core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
     assert core.signatures() is None
 
@@ -188,7 +190,7 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     worker.asked_for_squares.clear()
-    worker.update(batch, UpdateRequest(worker._correction, 0, [share, share]))
+    worker.update(batch, [share, share], UpdateRequest(worker._correction, 0))
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
@@ -211,7 +213,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         batch.loss_mask[0] &= not left_out
         counted = batch.response_mask.sum(-1)
         share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
-        report = worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
+        report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
         gradients.append(worker.table.grad)
         counts.append((report.kept_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
@@ -227,7 +229,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
-    report = worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
+    report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
     assert report.kept_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
@@ -245,7 +247,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     batch.scores, batch.proximal_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
-    report = worker.update(batch, UpdateRequest(worker._correction, 7, [share, share]))
+    report = worker.update(batch, [share, share], UpdateRequest(worker._correction, 7))
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():
         current, rollout = CASES[0]["log_probs"][row][column], CASES[0]["rollout_log_probs"][row][column]
@@ -255,6 +257,6 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
     batch.proximal_log_probs = None  # most steps have nothing to compare with
     assert "actor/proximal_interpolation_gap" not in {
-        metric.name for metric in worker.update(batch, UpdateRequest(worker._correction, 7, [share])).metrics
+        metric.name for metric in worker.update(batch, [share], UpdateRequest(worker._correction, 7)).metrics
     }
     assert report.correction is not None

@@ -93,7 +93,7 @@ def test_cutting_changes_no_gradient_and_no_two_losses_are_one(
 def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch) -> None:
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
-        report = worker.update(batch, UpdateRequest(worker._correction, 0, [share_of(batch, [ROWS])]))
+        report = worker.update(batch, [share_of(batch, [ROWS])], UpdateRequest(worker._correction, 0))
         seconds = [
             metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"
         ]

@@ -100,8 +100,8 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     batch = make_train_batch(LENGTHS)
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
-    request = UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
-    records = worker.update(batch, request).metrics
+    share = MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
+    records = worker.update(batch, [share], UpdateRequest(worker._correction, 0)).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
@@ -124,7 +124,7 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     report = worker.update(
-        batch, UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)])
+        batch, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)], UpdateRequest(worker._correction, 0)
     )
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
@@ -141,10 +141,10 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     share = MiniBatchShare(
         [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
     )
-    request = UpdateRequest(worker._correction, policy_version=0, mini_batches=[share, share])
-    worker.update(batch, request)  # the first step of all has nothing before it
+    request = UpdateRequest(worker._correction, policy_version=0)
+    worker.update(batch, [share, share], request)  # the first step of all has nothing before it
     with HostReads() as reads:
-        worker.update(batch, request)
+        worker.update(batch, [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.
     places = [place for place in reads.places if not place.startswith("data/ragged.py")]
     assert Counter(places) == {

@@ -78,7 +78,7 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
     if role == "actor":
-        rank.call("actor", "update", batch, UpdateRequest(RolloutCorrectionConfig(), 0, [share]))
+        rank.call("actor", "update", batch, [share], UpdateRequest(RolloutCorrectionConfig(), 0))
     if role == "critic":
         values = torch.zeros_like(batch.advantages)
         returns = torch.where(batch.response_mask, 1.0, 0.0)

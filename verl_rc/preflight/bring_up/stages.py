@@ -165,9 +165,9 @@ class Stages:
             scores, score_seconds = _timed(lambda: _all(ranks, "compute_log_probs", tokens, micro_batches))
             sharing = config.sequence_parallel_sizes["actor"]
             batch, share = _train_batch(tokens, scores[0][0], micro_batches, len(ranks) // sharing)
-            request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
-            _all(ranks, "update", batch, request)
-            reports, update_seconds = _timed(lambda: _all(ranks, "update", batch, request))
+            request = UpdateRequest(config.algorithm.rollout_correction, 0)
+            _all(ranks, "update", batch, [share], request)
+            reports, update_seconds = _timed(lambda: _all(ranks, "update", batch, [share], request))
             _all(ranks, "close")
         num_tokens = int(tokens.sequence_lengths.sum()) // sharing
         peaks = [

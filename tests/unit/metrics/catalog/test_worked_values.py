@@ -1197,9 +1197,9 @@ def updates_of_which_none_had_anything_to_learn_from():
         _device=SimpleNamespace(type="cpu"),
         model=model,
     )
-    request = UpdateRequest(RolloutCorrectionConfig(), 0, shares)
+    request = UpdateRequest(RolloutCorrectionConfig(), 0)
     with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
-        records = PolicyWorker.update(policy, None, request).metrics
+        records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
         "rollout_corr/skipped_updates": 2,
@@ -1223,9 +1223,9 @@ def an_update_that_the_engine_rounds():
         _rounding=EngineRounding(torch.bfloat16, None, frozenset()),
         model=MagicMock(),
     )
-    request = UpdateRequest(RolloutCorrectionConfig(), 0, [], measures_survival=True)
+    request = UpdateRequest(RolloutCorrectionConfig(), 0, measures_survival=True)
     with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
-        records = PolicyWorker.update(policy, None, request).metrics
+        records = PolicyWorker.update(policy, None, [], request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),
         "sync/changed_weights": 1 / 2,
