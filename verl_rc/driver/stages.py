@@ -29,7 +29,7 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
 def evaluate(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None = None
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside
 ) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def _frozen_policies(
-    services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside | None
+    services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
     config, policies = services.config, services.config.frozen_policies
@@ -92,7 +92,7 @@ def _frozen_policies(
 
 
 def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside | None
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
     now and then log-probs for it to compare interpolated ones with.
@@ -163,7 +163,7 @@ def update_critic(
     evaluations: PolicyEvaluations,
     step: int,
     record: StepRecord,
-    beside: Beside | None = None,
+    beside: Beside,
 ) -> list[OptimizerStep]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
@@ -192,7 +192,7 @@ def update_actor(
     batch: TrainBatch,
     control: Control,
     record: StepRecord,
-    beside: Beside | None = None,
+    beside: Beside,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout

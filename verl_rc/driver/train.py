@@ -100,7 +100,7 @@ def update(
     evaluations: PolicyEvaluations,
     control: Control,
     record: StepRecord,
-    beside: Beside | None = None,
+    beside: Beside,
 ) -> CorrectionStatistics | None:
     """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
     compute.

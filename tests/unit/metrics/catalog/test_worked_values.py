@@ -1267,8 +1267,9 @@ def penalties_of_the_divergence():
         record_batch(services, Mock(), evaluations, scored, control, record, step=1)
     batch = train_batch()
     record.ledger.sampled(int(batch.response_mask.sum()))
+    state = SimpleNamespace(step=0, rollout_gap_limit=None)
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, SimpleNamespace(step=0, rollout_gap_limit=None), batch, control, record)
+        update_actor(services, state, batch, control, record, beside=Mock())
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,
