@@ -1,9 +1,10 @@
 """The batch records that stages pass to each other, with shape and unit of every field.
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
-padded response width (padding right), ``W`` numbers beside each token. Log-probs are in nats; the log-prob
-at response position t is that *of* response token t. Records are tensordict tensorclasses: they index by
-rows, concatenate, and cross Ray as plain tensors.
+padded response width (padding right), ``W`` numbers and ``C`` candidate words beside each token; of the lists
+beside a row's tokens, padded on the right, ``K`` token ids that a filter kept and ``E`` experts. Log-probs
+are in nats; the log-prob at response position t is that *of* response token t. Records are tensordict
+tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
 """
 
 from collections.abc import Callable
@@ -130,7 +131,7 @@ class TokenBatch(TensorClass):
         plain.experts_counts = plain.experts_ids = None
         return plain
 
-    def with_known_distribution(self, response_mask: Tensor) -> Tensor:
+    def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:
         """bool ``[B, R]``: response tokens whose engine's log-prob can be compared, all but those that were
         drawn from a set that is not recorded."""
         return response_mask if self.kept_counts is None else response_mask & (self.kept_counts > 0)

@@ -6,7 +6,7 @@ after an environment's answer, an update of the weights, a lost engine and a res
 on from the tokens so far.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -69,7 +69,8 @@ class Scores:
     extras: dict[str, list[object]] = field(default_factory=dict)
     """Further columns of ``n`` plain values, e.g. ``acc``."""
     unpenalised: Tensor | None = None
-    """float32 ``[n]``: before the overlong penalty; None: there is no penalty."""
+    """float32 ``[n]``: before the overlong penalty, by which a group may be filtered; None: there is no
+    penalty, or the group was decided before a checkpoint."""
 
     def part(self, first: int, end: int) -> "Scores":
         """Return the scores of the samples from ``first`` to before ``end``."""
@@ -164,9 +165,6 @@ def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
             "are not."
         )
     names = sorted({name for one in scores for name in one.extras})
-    before = [
-        one.unpenalised for one in scores if one.unpenalised is not None
-    ]  # all groups of a run have it, or none
     return Samples(
         rollouts,
         torch.cat([one.values for one in scores]),
@@ -176,7 +174,6 @@ def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
             name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))]
             for name in names
         },
-        unpenalised=torch.cat(before) if before else None,
     )
 
 
@@ -257,7 +254,6 @@ def _plain_group(group: Group) -> dict[str, Any]:
         "scores": None if scores is None else scores.values.tolist(),
         "texts": [] if scores is None else scores.texts,
         "extras": {} if scores is None else scores.extras,
-        "unpenalised": None if scores is None or scores.unpenalised is None else scores.unpenalised.tolist(),
     }
 
 
@@ -295,9 +291,8 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
     ]
     scores = None
     if plain["scores"] is not None:
-        scores = Scores(
-            _floats(plain["scores"]), plain["texts"], plain["extras"], _floats(plain["unpenalised"])
-        )
+        values = torch.tensor(plain["scores"], dtype=torch.float32)
+        scores = Scores(values, plain["texts"], plain["extras"])
     facts = {
         name: plain[name]
         for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
@@ -308,7 +303,3 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
 def _reply(plain: dict[str, Any]) -> Reply:
     opening = plain.get("opening")
     return Reply(**{**plain, "opening": None if opening is None else Opening(**opening)})
-
-
-def _floats(values: Iterable[float] | None) -> Any:
-    return None if values is None else torch.tensor(list(values), dtype=torch.float32)

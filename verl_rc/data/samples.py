@@ -28,8 +28,6 @@ class Samples:
     episodes: Sequence[Sequence[Reply]] = ()
     """What the environment replied to the turns of each of ``B`` responses; none where there is no
     environment."""
-    unpenalised: Tensor | None = None
-    """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
     reward_baselines: Tensor | None = None
     """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is
     ``remax``."""
@@ -40,12 +38,7 @@ class Samples:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming the field whose dtype or length does not fit the rollouts."""
         rows = len(self)
-        for name, dimensions in (
-            ("scores", 1),
-            ("unpenalised", 1),
-            ("reward_baselines", 1),
-            ("component_scores", 2),
-        ):
+        for name, dimensions in (("scores", 1), ("reward_baselines", 1), ("component_scores", 2)):
             value: Tensor | None = getattr(self, name)
             if value is not None and (
                 value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows

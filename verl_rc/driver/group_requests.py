@@ -44,7 +44,7 @@ class GroupRequests:
         return bool(self._engines.submitted())
 
     def has_group(self, number: int) -> bool:
-        """Whether a group was submitted and is not closed."""
+        """Whether a group was submitted and has not come back whole."""
         return number in self._submitted_at
 
     def requests_of(self, numbers: Collection[int]) -> list[Request]:
@@ -99,8 +99,8 @@ class GroupRequests:
             num_tokens += sample.num_sampled - num_known
         return num_tokens
 
-    def close(self, group: int) -> float:
-        """Close a group that is whole; returns the seconds since it was submitted."""
+    def pop_elapsed_seconds(self, group: int) -> float:
+        """Forget a group that is whole; returns the seconds since it was submitted."""
         return time.monotonic() - self._submitted_at.pop(group)
 
     def late_groups(self, limit: float) -> list[int]:

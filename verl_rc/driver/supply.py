@@ -403,7 +403,7 @@ class Supply:
         totals = self._totals
         filtered = list[Group]()
         for group, outcome in zip(groups, decide(self._services, groups), strict=True):
-            totals.longest_group = max(totals.longest_group, self._requests.close(group.number))
+            totals.longest_group = max(totals.longest_group, self._requests.pop_elapsed_seconds(group.number))
             if isinstance(outcome, RewardError):
                 self._fail(group, outcome)
                 continue

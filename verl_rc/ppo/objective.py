@@ -197,7 +197,7 @@ def measure_current(
 
 
 def _comparable(batch: TrainBatch) -> Tensor:
-    return batch.tokens.with_known_distribution(batch.response_mask)
+    return batch.tokens.mask_of_known_distribution(batch.response_mask)
 
 
 def _rollout_log_probs(batch: TrainBatch) -> Tensor:

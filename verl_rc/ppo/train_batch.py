@@ -61,7 +61,7 @@ def build_train_batch(
     full = config.diagnostics == "full"
     asynchronous = asynchrony is not None and not asynchrony.is_synchronous
     versions = rollouts.policy_versions if full or asynchronous else None
-    comparable = rollouts.tokens.with_known_distribution(rollouts.response_mask)
+    comparable = rollouts.tokens.mask_of_known_distribution(rollouts.response_mask)
     weights = _weights_for_baseline(rollouts, comparable, evaluations, algorithm, config)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
