@@ -34,28 +34,20 @@ class GroupSample:
     """Place in the group."""
     prompt: Sequence[int]
     """Token ids."""
-    turns: list[Part | Answer] = field(default_factory=list)
-    """The response so far, in order."""
+    response: Sample
+    """So far; once it has ended, as the engine returned it."""
     ended: bool = False
     """Whether the response is whole."""
-    finished: bool = False
-    """Ended by a stop token (False: cut off at a limit, or still growing)."""
-    replies: Sequence[Reply] = ()
-    """What the environment replied, turn by turn."""
-    state: bytes | None = None
-    """Of the environment after the last reply."""
-    engine: int | None = None
-    """Number of the engine that ended it; None: the run has one, or the sample comes from a checkpoint."""
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled so far."""
-        return num_sampled(self.turns)
+        return num_sampled(self.response.parts)
 
     @property
     def versions(self) -> list[int]:
         """Versions of its parts, in order."""
-        return [turn.version for turn in self.turns if isinstance(turn, Part)]
+        return [part.version for part in self.response.parts if isinstance(part, Part)]
 
 
 @dataclass(frozen=True)
@@ -143,16 +135,6 @@ class Group:
         return replace(self, samples=self.samples[:count], scores=scores)
 
 
-def ended_samples(samples: Sequence[GroupSample]) -> list[Sample]:
-    """The same as an engine returns them, in order. Raises ``ValueError`` when one has not ended."""
-    open_samples = [(sample.number, sample.index) for sample in samples if not sample.ended]
-    if open_samples:
-        raise ValueError(
-            f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not."
-        )
-    return [Sample(one.index, one.turns, one.finished, one.replies, one.state, one.engine) for one in samples]
-
-
 def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
     """Scored groups as what a step trains on: ``rollouts`` holds their samples, group after group.
 
@@ -184,7 +166,7 @@ def pack(groups: Sequence[Group]) -> dict[str, Any]:
     Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of
     its prompt a group keeps the row's index alone, unless an environment has opened it.
     """
-    turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
+    turns = [turn for group in groups for sample in group.samples for turn in sample.response.parts]
     parts = [turn for turn in turns if isinstance(turn, Part)]
     names = sorted({name for part in parts for name in part.columns})
     columns = {
@@ -208,7 +190,7 @@ def pack(groups: Sequence[Group]) -> dict[str, Any]:
 def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[Group]:
     """The groups of ``pack``, in order. ``row_of`` gives the prompt of a row's index.
 
-    Raises ``ValueError`` when tokens are left over or missing.
+    Raises ``ValueError`` when tokens are left over or missing, or a group with scores is not whole.
     """
     turns = [turn for plain in packed["groups"] for sample in plain["samples"] for turn in sample["turns"]]
     lengths = [length for length, version, *_ in turns if version is not None]
@@ -263,12 +245,12 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
             (len(turn.token_ids), turn.version)
             if isinstance(turn, Part)
             else (len(turn.token_ids), None, turn.restarts)
-            for turn in sample.turns
+            for turn in sample.response.parts
         ],
         "ended": sample.ended,
-        "finished": sample.finished,
-        "replies": [asdict(reply) for reply in sample.replies],
-        "state": sample.state,
+        "finished": sample.response.finished,
+        "replies": [asdict(reply) for reply in sample.response.replies],
+        "state": sample.response.state,
     }
 
 
@@ -281,23 +263,23 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
             plain["number"],
             index,
             row.prompt_token_ids,
-            [turn(*facts) for facts in one["turns"]],
+            Sample(
+                index,
+                [turn(*facts) for facts in one["turns"]],
+                one["finished"],
+                [_reply(reply) for reply in one["replies"]],
+                one["state"],
+            ),
             one["ended"],
-            one["finished"],
-            [_reply(reply) for reply in one["replies"]],
-            one["state"],
         )
         for index, one in enumerate(plain["samples"])
     ]
-    scores = None
-    if plain["scores"] is not None:
-        values = torch.tensor(plain["scores"], dtype=torch.float32)
-        scores = Scores(values, plain["texts"], plain["extras"])
-    facts = {
-        name: plain[name]
-        for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")
-    }
-    return Group(row=row, samples=samples, scores=scores, **facts)
+    facts = {name: plain[name] for name in ("number", "epoch", "admitted_for_step", "admitted_at", "attempt")}
+    group = Group(row=row, samples=samples, **facts)
+    if plain["scores"] is None:
+        return group
+    values = torch.tensor(plain["scores"], dtype=torch.float32)
+    return group.scored(Scores(values, plain["texts"], plain["extras"]), plain["fate"])
 
 
 def _reply(plain: dict[str, Any]) -> Reply:

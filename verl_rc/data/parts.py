@@ -85,7 +85,7 @@ class Sample:
     state: bytes | None = None
     """Of the environment after the last reply."""
     engine: int | None = None
-    """Number of the engine; None: the run has one engine, or several have sampled it."""
+    """Number of the engine; None: the run has one, or the sample comes from a checkpoint."""
 
     @property
     def tool_calls(self) -> int:

@@ -16,7 +16,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
-from verl_rc.data.groups import Group, Scores, ended_samples, joined_samples
+from verl_rc.data.groups import Group, Scores, joined_samples
 from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, columns_of, reward_metrics, with_accuracies
@@ -117,9 +117,9 @@ def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardEr
 def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | RewardError]:
     samples = [sample for group in groups for sample in group.samples]
     rows = [group.row for group in groups for _ in group.samples]
-    responses = [token_ids(sample.turns) for sample in samples]
+    responses = [token_ids(sample.response.parts) for sample in samples]
     try:
-        scores = score(services, rows, responses, [sample.replies for sample in samples])
+        scores = score(services, rows, responses, [sample.response.replies for sample in samples])
     except RewardError as error:
         if len(groups) == 1:
             return [error]
@@ -191,21 +191,22 @@ def join(services: Services, groups: Sequence[Group]) -> Samples:
     count = config.actor_rollout_ref.rollout.n
     sampled = [group.first(count) for group in groups]
     samples = [sample for group in sampled for sample in group.samples]
+    responses = [sample.response for sample in samples]
     environment = config.actor_rollout_ref.rollout.environment
     rewards_turns = environment.name is not None and environment.reward != "function"
     rollouts = build_rollout_batch(
         [list(sample.prompt) for sample in samples],
         [place for place, group in enumerate(sampled) for _ in group.samples],
-        ended_samples(samples),
+        responses,
         services.tokenizer.pad_token_id,
         with_tools=config.actor_rollout_ref.rollout.converses,
-        turn_rewards=_turn_rewards([sample.replies for sample in samples]) if rewards_turns else None,
+        turn_rewards=_turn_rewards([one.replies for one in responses]) if rewards_turns else None,
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
     joined = joined_samples(sampled, rollouts)
     if config.actor_rollout_ref.rollout.converses:
-        joined = replace(joined, episodes=[sample.replies for sample in samples])
+        joined = replace(joined, episodes=[one.replies for one in responses])
     # Whether others have an accuracy must not depend on which groups were scored together.
     joined = replace(joined, extras=with_accuracies(joined.extras))
     if config.algorithm.gdpo_reward_keys is not None:

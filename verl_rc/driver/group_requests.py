@@ -64,10 +64,10 @@ class GroupRequests:
                 GenerationRequest(
                     group.row.prompt_token_ids,
                     0 if is_greedy else sample_seed(self._seed, group, sample.index),
-                    parts=sample.turns,
+                    parts=sample.response.parts,
                     episode=self._episode(group, sample) if self._converses else None,
-                    replies=sample.replies,
-                    state=sample.state,
+                    replies=sample.response.replies,
+                    state=sample.response.state,
                 )
                 for group, sample in samples
             ]
@@ -95,7 +95,9 @@ class GroupRequests:
         for request in self._engines.submitted():
             sample, known = request.owner, request.queued.request
             num_known = sample.num_sampled
-            sample.turns, sample.replies, sample.state = list(known.parts), known.replies, known.state
+            sample.response = replace(
+                sample.response, parts=known.parts, replies=known.replies, state=known.state
+            )
             num_tokens += sample.num_sampled - num_known
         return num_tokens
 
@@ -133,11 +135,7 @@ def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> N
             f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )
-    sample.turns = list(returned.parts)
-    sample.replies, sample.state = returned.replies, returned.state
-    sample.ended = True
-    sample.finished = returned.finished
-    sample.engine = returned.engine
+    sample.response, sample.ended = returned, True
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:

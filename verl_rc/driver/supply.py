@@ -10,6 +10,7 @@ from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
+from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.announce import say
 from verl_rc.driver.decide import decide, join, record_batch_of_groups
@@ -257,7 +258,7 @@ class Supply:
         version = self._progress.admission.published
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
-        samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
+        samples = [GroupSample(number, index, row.prompt_token_ids, Sample(index)) for index in range(count)]
         step = version + 1 if self._options.is_synchronous else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 

@@ -10,8 +10,8 @@ from conversing import tool_reply
 
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
-from verl_rc.data.groups import Group, GroupSample, Scores, ended_samples, joined_samples, pack, unpack
-from verl_rc.data.parts import UNKNOWN, Answer, Part, token_ids
+from verl_rc.data.groups import Group, GroupSample, Scores, joined_samples, pack, unpack
+from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, token_ids
 from verl_rc.rollout.response import build_rollout_batch
 
 PAD = 0
@@ -37,18 +37,16 @@ def row(index: int) -> PromptRow:
 def make_group(number: int, *, ended: bool = True) -> Group:
     """Two samples: one cut by an update in its second turn, after a tool's answer; one short."""
     prompt = row(number).prompt_token_ids
-    long = GroupSample(
-        number,
+    long = Sample(
         0,
-        prompt,
         [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)],
-        ended,
         ended,
         [tool_reply(), Reply(reward=-0.1, done=True)],
         b"\x00\xff",
     )
-    short = GroupSample(number, 1, prompt, [part([16], 5)], True, finished=True)
-    return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
+    short = Sample(1, [part([16], 5)], True, [])
+    samples = [GroupSample(number, 0, prompt, long, ended), GroupSample(number, 1, prompt, short, True)]
+    return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=samples)
 
 
 def scored(group: Group, *values: float) -> Group:
@@ -60,16 +58,11 @@ def scored(group: Group, *values: float) -> Group:
     )
 
 
-def test_a_sample_that_goes_on_is_not_trained_on() -> None:
-    with pytest.raises(ValueError, match=r"\[\(7, 0\)\] \(number, index\) have not"):
-        ended_samples(make_group(7, ended=False).samples)
-
-
 def test_groups_become_the_samples_of_a_step() -> None:
     groups = [scored(make_group(7), 1.0, 0.0), scored(make_group(9), 0.5, 0.25)]
     samples = [sample for group in groups for sample in group.samples]
     rollouts = build_rollout_batch(
-        [list(s.prompt) for s in samples], [0, 0, 1, 1], ended_samples(samples), PAD
+        [list(s.prompt) for s in samples], [0, 0, 1, 1], [s.response for s in samples], PAD
     )
     joined = joined_samples(groups, rollouts)
     assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
@@ -84,7 +77,8 @@ def test_groups_become_the_samples_of_a_step() -> None:
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
     assert make_group(7).version == 3
-    younger = Group(1, row(1), 0, 4, 3, [GroupSample(1, 0, [1], [part([5], 4), part([6], 5)], True)])
+    response = Sample(0, [part([5], 4), part([6], 5)])
+    younger = Group(1, row(1), 0, 4, 3, [GroupSample(1, 0, [1], response, True)])
     assert younger.version == 4
     younger.samples[0].ended = False
     assert younger.version == 3
@@ -128,10 +122,10 @@ def test_a_checkpoint_knows_where_another_conversation_begins() -> None:
     replies = [Reply(opening=opening, waited=0.5, asked_again=1)]
     turns = [part([11], 2), replace(answer([90, 91]), restarts=True), part([12], 2)]
     group = make_group(7)
-    group = replace(group, samples=[replace(group.samples[0], turns=turns, replies=replies)])
+    group = replace(group, samples=[replace(group.samples[0], response=Sample(0, turns, replies=replies))])
     ((found,), _) = saved([group])
-    assert [getattr(turn, "restarts", None) for turn in found.samples[0].turns] == [None, True, None]
-    (reply,) = found.samples[0].replies
+    assert [getattr(turn, "restarts", None) for turn in found.samples[0].response.parts] == [None, True, None]
+    (reply,) = found.samples[0].response.replies
     assert (reply, reply.waited, reply.asked_again) == (replies[0], 0.5, 1)
 
 
@@ -153,25 +147,17 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
         )
         assert (other.scores is None) == (group.scores is None)
         for sample, restored in zip(group.samples, other.samples, strict=True):
-            assert token_ids(restored.turns) == token_ids(sample.turns)
-            assert (restored.prompt, restored.versions) == (sample.prompt, sample.versions)
-            facts = (
+            assert (restored.number, restored.index, restored.prompt, restored.ended, restored.versions) == (
                 sample.number,
                 sample.index,
+                sample.prompt,
                 sample.ended,
-                sample.finished,
-                list(sample.replies),
-                sample.state,
+                sample.versions,
             )
-            assert (
-                restored.number,
-                restored.index,
-                restored.ended,
-                restored.finished,
-                list(restored.replies),
-                restored.state,
-            ) == facts
-            for turn, same in zip(sample.turns, restored.turns, strict=True):
+            before, after = sample.response, restored.response
+            assert token_ids(after.parts) == token_ids(before.parts)
+            assert replace(after, parts=()) == replace(before, parts=())
+            for turn, same in zip(before.parts, after.parts, strict=True):
                 assert type(turn) is type(same)
                 if isinstance(turn, Part):
                     assert torch.equal(turn.log_probs, same.log_probs)
@@ -188,10 +174,10 @@ def test_a_checkpoint_holds_what_an_environment_opened_with() -> None:
 
 
 def test_a_part_of_unknown_weights_stays_one_and_is_no_answer_of_a_tool() -> None:
-    turns = [part([11, 12], UNKNOWN), answer([90]), part([13], 4)]
-    (found,), _ = saved([Group(7, row(7), 0, 1, 0, [GroupSample(7, 0, [1], list(turns))])])
+    response = Sample(0, [part([11, 12], UNKNOWN), answer([90]), part([13], 4)])
+    (found,), _ = saved([Group(7, row(7), 0, 1, 0, [GroupSample(7, 0, [1], response)])])
     restored = found.samples[0]
-    assert [type(turn) for turn in restored.turns] == [Part, Answer, Part]
+    assert [type(turn) for turn in restored.response.parts] == [Part, Answer, Part]
     assert (restored.versions, restored.num_sampled) == ([UNKNOWN, 4], 3)
 
 
@@ -200,9 +186,17 @@ def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
     tokens = 2000
     parts = [part(list(range(1, tokens // 2 + 1)), version) for version in (0, 1)]
     groups = [
-        Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, True) for i in range(4)]) for n in range(8)
+        Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], Sample(i, parts), True) for i in range(4)])
+        for n in range(8)
     ]
     assert saved(groups)[1] <= 9 * tokens * 4 * 8
+
+
+def test_a_checkpoint_with_scores_of_a_sample_that_goes_on_is_refused() -> None:
+    packed = pack([scored(make_group(7), 1.0, 0.0)])
+    packed["groups"][0]["samples"][1]["ended"] = False
+    with pytest.raises(ValueError, match="group 7 must be whole"):
+        unpack(packed, row)
 
 
 @pytest.mark.parametrize("change", [1, -1])

@@ -57,18 +57,19 @@ def test_lists_travel_with_their_part_and_through_a_checkpoint() -> None:
     answer = Answer(torch.tensor([90, 91], dtype=torch.int32))
     turns: list[Part | Answer] = [part(0, 2), answer, part(2, 4, 5), part(0, 3, 5, recorded=False)]
     row = PromptRow(0, [1, 2], [], "digits", "3", {})
-    group = Group(7, row, 0, 4, 3, [GroupSample(7, 0, [1, 2], turns), GroupSample(7, 1, [1, 2], [part()])])
+    responses = [Sample(0, turns), Sample(1, [part()])]
+    group = Group(7, row, 0, 4, 3, [GroupSample(7, one.number, [1, 2], one) for one in responses])
     file = io.BytesIO()
     torch.save(pack([group]), file)
     packed = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     (restored,) = unpack(packed, lambda _: row)
     found = [
-        [lists(turn.columns["kept"]) for turn in sample.turns if isinstance(turn, Part)]
+        [lists(turn.columns["kept"]) for turn in sample.response.parts if isinstance(turn, Part)]
         for sample in restored.samples
     ]
     assert found == [[SETS[:2], SETS[2:], [[], [], []]], [SETS]]
     del packed["columns"]  # a checkpoint of an older version
-    assert unpack(packed, lambda _: row)[0].samples[1].turns[0].columns == {}  # type: ignore[union-attr]
+    assert unpack(packed, lambda _: row)[0].samples[1].response.parts[0].columns == {}  # type: ignore[union-attr]
 
 
 def rollouts() -> RolloutBatch:

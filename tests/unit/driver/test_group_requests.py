@@ -10,16 +10,16 @@ from verl_rc.driver.group_requests import end_sample
 
 
 def growing(*parts: Part | Answer) -> GroupSample:
-    return GroupSample(7, 2, [1, 2], list(parts))
+    return GroupSample(7, 2, [1, 2], Sample(2, parts))
 
 
 def test_a_response_with_the_answers_of_tools_ends_its_sample() -> None:
     parts = [part([11, 12], 3), answer([90, 91]), part([13], 4)]
     ended = growing(parts[0])
     end_sample(ended, Sample(5, parts, finished=True, replies=[tool_reply()]), one_version=False)
-    assert ended.turns == parts
-    assert (ended.versions, ended.num_sampled, ended.replies) == ([3, 4], 3, [tool_reply()])
-    assert (ended.ended, ended.finished) == (True, True)
+    assert ended.response.parts == parts
+    assert (ended.versions, ended.num_sampled, ended.response.replies) == ([3, 4], 3, [tool_reply()])
+    assert (ended.ended, ended.response.finished) == (True, True)
 
 
 def test_a_sample_cut_while_its_tools_were_at_work_may_end_without_another_token() -> None:
