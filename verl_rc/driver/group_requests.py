@@ -24,17 +24,14 @@ class GroupRequests:
         num_sampled: int,
         seed: int,
         *,
-        one_version: bool,
         converses: bool = False,
     ) -> None:
         """``num_sampled``: samples of a group by ``options``, a further one is greedy. ``seed`` is that of
-        the run. ``one_version``: one version of the weights must sample all tokens of a response.
-        ``converses``: each sample is an episode of an environment."""
+        the run. ``converses``: each sample is an episode of an environment."""
         self._engines = engines
         self._options = options
         self._num_sampled = num_sampled
         self._seed = seed
-        self._one_version = one_version
         self._converses = converses
         self._submitted_at: dict[int, float] = {}
         """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
@@ -81,13 +78,6 @@ class GroupRequests:
         seed = environment_seed(self._seed, group)
         return Episode(key, group.row.for_environment(), seed, group.row.opening)
 
-    def take(self, ended: Request) -> int:
-        """Store the response of a request in its sample; returns the number of new tokens."""
-        sample: GroupSample = ended.owner
-        known = sample.num_sampled
-        end_sample(sample, ended.sample, one_version=self._one_version)
-        return sample.num_sampled - known
-
     def take_parts(self) -> int:
         """Store the tokens so far of requests that a publication cut in their samples; returns the number of
         new tokens."""
@@ -117,25 +107,28 @@ class GroupRequests:
             self._engines.cancel(requests)
 
 
-def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> None:
-    """Store the whole response that an engine returned in the group's sample.
+def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> int:
+    """Store the whole response that an engine returned in the group's sample; returns the number of new
+    tokens.
 
     Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
     lacks and did not. It lacks none when an update came while its environment was at work, and no turn
     followed.
     """
+    known = sample.num_sampled
     parts = [part for part in returned.parts if isinstance(part, Part)]
     ends = accumulate(len(part.token_ids) for part in parts)
-    lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > sample.num_sampled}
+    lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > known}
     if (one_version and len(lacking) > 1) or not (lacking or returned.replies):
         versions = sorted({part.version for part in parts})
         source = "one version of the weights" if one_version else "the weights that the engine holds"
         raise RuntimeError(
             f"every response must come from {source}, but sample {sample.index} of group {sample.number} has "
-            f"{sample.num_sampled} known tokens and comes back with tokens of {versions}: an engine took an "
+            f"{known} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )
     sample.response, sample.ended = returned, True
+    return sample.num_sampled - known
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:

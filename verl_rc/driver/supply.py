@@ -14,7 +14,7 @@ from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.announce import say
 from verl_rc.driver.decide import decide, join, record_batch_of_groups
-from verl_rc.driver.group_requests import GroupRequests, environment_seed
+from verl_rc.driver.group_requests import GroupRequests, end_sample, environment_seed
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
@@ -83,7 +83,6 @@ class Supply:
             SamplingOptions.for_training(rollout, services.stop_token_ids),
             rollout.n,
             config.trainer.seed,
-            one_version=not options.cuts,
             converses=rollout.converses,
         )
         self._stepped: int | None = None
@@ -387,7 +386,8 @@ class Supply:
             if isinstance(request.outcome, str):
                 failures.setdefault(request.owner.number, request.outcome)
             else:
-                self._totals.arrived += self._requests.take(request)
+                one_version = not self._options.cuts
+                self._totals.arrived += end_sample(request.owner, request.sample, one_version=one_version)
         self._arrived_at = time.perf_counter()
         for number, why in failures.items():
             self._fail(self._progress.groups[number], EpisodeFailedError(why))

@@ -16,7 +16,8 @@ def growing(*parts: Part | Answer) -> GroupSample:
 def test_a_response_with_the_answers_of_tools_ends_its_sample() -> None:
     parts = [part([11, 12], 3), answer([90, 91]), part([13], 4)]
     ended = growing(parts[0])
-    end_sample(ended, Sample(5, parts, finished=True, replies=[tool_reply()]), one_version=False)
+    returned = Sample(5, parts, finished=True, replies=[tool_reply()])
+    assert end_sample(ended, returned, one_version=False) == 1  # new token
     assert ended.response.parts == parts
     assert (ended.versions, ended.num_sampled, ended.response.replies) == ([3, 4], 3, [tool_reply()])
     assert (ended.ended, ended.response.finished) == (True, True)
@@ -25,13 +26,14 @@ def test_a_response_with_the_answers_of_tools_ends_its_sample() -> None:
 def test_a_sample_cut_while_its_tools_were_at_work_may_end_without_another_token() -> None:
     """The answer left no room: nothing was sampled after the update."""
     ended = growing(part([11, 12], 3))
-    end_sample(ended, Sample(5, [part([11, 12], 3)], replies=[tool_reply()]), one_version=True)
+    returned = Sample(5, [part([11, 12], 3)], replies=[tool_reply()])
+    assert end_sample(ended, returned, one_version=True) == 0
     assert (ended.num_sampled, ended.ended) == (2, True)
 
 
 def test_what_is_known_may_have_another_version_than_what_was_lacking() -> None:
     ended = growing(part([11], 2))
-    end_sample(ended, Sample(5, [part([11], 2), part([12, 13], 3)]), one_version=True)
+    assert end_sample(ended, Sample(5, [part([11], 2), part([12, 13], 3)]), one_version=True) == 2
     assert ended.versions == [2, 3]
 
 
