@@ -21,9 +21,8 @@ from verl_rc.ppo.control import Control
 from verl_rc.ppo.mini_batches import plan_mini_batches
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
-    correct_current,
+    corrected_current,
     loss_counts,
-    measure_current,
     policy_objective,
     with_interpolated_proximal,
 )
@@ -189,10 +188,9 @@ def corrected(
             batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99
         )
         log_probs = batch.proximal_log_probs
-    statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
+    batch, statistics = corrected_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)
-    batch = correct_current(batch, log_probs, config, statistics)
     if config.rejection_denominator == "kept":
         counts = MiniBatchCounts(*loss_counts(batch).tolist())
     return batch, counts

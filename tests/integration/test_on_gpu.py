@@ -16,7 +16,7 @@ from verl_rc.data.batches import CriticBatch
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import compute_policy_loss
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.ppo.objective import correct_current, measure_current
+from verl_rc.ppo.objective import corrected_current
 from verl_rc.workers import attention
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.critic_worker import CriticWorker
@@ -109,7 +109,7 @@ def test_golden_policy_losses(case: dict[str, Any]) -> None:
 def test_correction(case: dict[str, Any]) -> None:
     batch, config = case_batch(case).to("cuda"), case_config(case)
     log_probs = torch.tensor(case["log_probs"], device="cuda")
-    corrected = correct_current(batch, log_probs, config, measure_current(batch, log_probs, config, 0))
+    corrected, _ = corrected_current(batch, log_probs, config, 0)
     keep = torch.tensor(case["expected"]["keep_mask"]).bool()
     assert torch.equal(corrected.loss_mask.cpu(), keep & batch.response_mask.cpu())
     result = compute_rollout_correction(log_probs, batch.rollout_log_probs, batch.response_mask, config)

@@ -7,6 +7,7 @@ from verl_rc.correction.correct import (
     apply,
     compute_rollout_correction,
     measure,
+    measure_and_apply,
     require_finite,
 )
 from verl_rc.correction.metrics import Numbers, acceptance, bound_for_acceptance
@@ -26,5 +27,6 @@ __all__ = [
     "compute_rollout_correction",
     "interpolate_proximal",
     "measure",
+    "measure_and_apply",
     "require_finite",
 ]

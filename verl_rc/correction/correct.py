@@ -1,5 +1,5 @@
 """THE PAGE of rollout correction: ``measure`` the statistics of some sequences, ``apply`` weights and
-rejection to them, or do both for a whole batch in one pass over its log-ratios."""
+rejection to them, or do both in one pass over their log-ratios."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +92,27 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context.check(train_log_probs.shape)
     if policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(policy_versions, response_mask))
-    log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), config.settings()
+    result = measure_and_apply(train_log_probs, rollout_log_probs, response_mask, config, context)
+    if config.nonfinite_logprob == "raise":
+        require_finite(result.statistics.nonfinite_fraction, config)
+    return result
+
+
+@torch.no_grad()
+def measure_and_apply(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig,
+    context: SequenceContext,
+    batch: CorrectionStatistics | None = None,
+) -> CorrectionResult:
+    """``measure`` and ``apply`` in one pass; nothing is raised for log-probs that are not finite.
+
+    ``batch``: statistics of the whole batch that the sequences belong to; None: those of these sequences do.
+    """
+    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
+    settings = config.settings()
     output = _Output(log_probs, settings)
 
     def apply_and_measure(tokens: TokenDecisions) -> Measured:
@@ -101,9 +121,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
 
     sequences, measured = decide(log_probs, settings, context, apply_and_measure)
     statistics = measure_sequences(measured, sequences, settings, context, log_probs)
-    if config.nonfinite_logprob == "raise":
-        require_finite(statistics.nonfinite_fraction, config)
-    weights, keep_mask = output.finish(sequences, statistics)
+    weights, keep_mask = output.finish(sequences, batch or statistics)
     return CorrectionResult(weights, keep_mask, sequences.rejected_rows, statistics, config)
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, interpolate_proximal, measure
+from verl_rc.correction import (
+    CorrectionStatistics,
+    SequenceContext,
+    interpolate_proximal,
+    measure,
+    measure_and_apply,
+)
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
@@ -178,22 +184,34 @@ class MiniBatchCounts:
     num_sequences: int
 
 
-def measure_current(
-    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, policy_version: int
-) -> CorrectionStatistics:
-    """Mergeable statistics of current ``log_probs`` (float32 ``[B, R]``, nats, detached) over the batch's
-    rollout log-probs.
+def corrected_current(
+    batch: TrainBatch,
+    log_probs: Tensor,
+    config: RolloutCorrectionConfig,
+    policy_version: int,
+    mini_batch: CorrectionStatistics | None = None,
+) -> tuple[TrainBatch, CorrectionStatistics]:
+    """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, nats, detached)
+    over the batch's rollout log-probs demand, and mergeable statistics of them.
 
-    Those of a mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective
-    sample sizes of prompts are not among them: a prompt's rows may lie on several ranks.
+    They are current log-probs, or those of the proximal policy where it is interpolated. Statistics of a
+    mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective sample
+    sizes of prompts are not among them: a prompt's rows may lie on several ranks. ``mini_batch`` are those of
+    the whole mini-batch, which only weights that are normalised by it depend on.
     """
     context = SequenceContext(
         policy_versions=batch.policy_versions,
-        current_version=None if batch.policy_versions is None else policy_version,
+        current_version=policy_version,
         advantages=batch.advantages,
         scores=batch.scores,
     )
-    return measure(log_probs, _rollout_log_probs(batch), _comparable(batch), config, context)
+    found = measure_and_apply(
+        log_probs, _rollout_log_probs(batch), _comparable(batch), config, context, mini_batch
+    )
+    corrected = batch.clone(recurse=False)
+    corrected.loss_mask = batch.response_mask & batch.loss_mask & found.keep_mask
+    corrected.rollout_is_weights = found.weights if config.applies_weights else None
+    return corrected, found.statistics
 
 
 def _comparable(batch: TrainBatch) -> Tensor:
@@ -247,28 +265,6 @@ def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[
     assert recomputed.proximal_log_probs is not None
     gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()
     return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
-
-
-def correct_current(
-    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, statistics: CorrectionStatistics
-) -> TrainBatch:
-    """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, detached) demand.
-
-    They are current ones, or those of the proximal policy where it is interpolated. ``statistics`` need to be
-    those of the whole mini-batch only where ``needs_statistics_first`` says so.
-    """
-    weights, keep = apply(
-        log_probs,
-        _rollout_log_probs(batch),
-        _comparable(batch),
-        config,
-        statistics,
-        advantages=batch.advantages,
-    )
-    corrected = batch.clone(recurse=False)
-    corrected.loss_mask = batch.response_mask & batch.loss_mask & keep
-    corrected.rollout_is_weights = weights if config.applies_weights else None
-    return corrected
 
 
 def loss_counts(batch: TrainBatch) -> Tensor:

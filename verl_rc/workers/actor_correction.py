@@ -12,9 +12,8 @@ from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_re
 from verl_rc.ppo.choices import needs_statistics_first
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
-    correct_current,
+    corrected_current,
     loss_counts,
-    measure_current,
     measure_signatures,
     with_interpolated_proximal,
 )
@@ -41,7 +40,8 @@ class ActorCorrection:
         """Statistics of the mini-batch over all ranks, where the loss needs them before its first
         micro-batch."""
         self._corrected: CorrectionStatistics | None = None
-        """Statistics of this rank's micro-batches of the mini-batch that were corrected so far."""
+        """Statistics of this rank's micro-batches of the mini-batch that were corrected so far, in one pass
+        over it."""
         self._in_loss: Tensor | None = None
         """Of these micro-batches, tokens in the loss, and rows with any."""
         self._step_statistics: CorrectionStatistics | None = None
@@ -59,35 +59,21 @@ class ActorCorrection:
 
         Returns the loss's denominators, or None where they are known without the pass.
         """
-        self._corrected = self._measured_before = self._in_loss = None
+        self._measured_before = None
         if not needs_statistics_first(self._config):
             return None
         started = time.perf_counter()
-        counts_kept = self._config.rejection_denominator == "kept"
-        parts: CorrectionStatistics | None = None
-        in_loss: Tensor | None = None
-        for rows in micro_batches:
-            batch, log_probs = self._against_rollout(*current(rows))
-            statistics = measure_current(batch, log_probs, self._config, self._policy_version)
-            parts = _merged(parts, statistics)
-            if counts_kept:
-                # What is kept is decided by each row for itself: statistics of the part do.
-                counts = loss_counts(correct_current(batch, log_probs, self._config, statistics))
-                in_loss = counts if in_loss is None else in_loss + counts
-        assert parts is not None
-        # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
-        self._measured_before = self._over_ranks(parts)
-        whole = None if in_loss is None else MiniBatchCounts(*all_reduce_sum(in_loss, self._mesh).tolist())
+        for rows in micro_batches:  # what is kept is decided by each row for itself: no weight matters yet
+            self.correct(*current(rows))
+        self._measured_before, counts = self._totals()
         self.statistics_seconds += time.perf_counter() - started
-        return whole
+        return counts if self._config.rejection_denominator == "kept" else None
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
         # Weights and masks are constants of the loss.
-        batch, log_probs = self._against_rollout(batch, log_probs.detach())
-        statistics = measure_current(batch, log_probs, self._config, self._policy_version)
+        corrected, statistics = self._against_rollout(batch, log_probs.detach())
         self._corrected = _merged(self._corrected, statistics)
-        corrected = correct_current(batch, log_probs, self._config, self._measured_before or statistics)
         counts = loss_counts(corrected)
         self._in_loss = counts if self._in_loss is None else self._in_loss + counts
         return corrected
@@ -105,36 +91,43 @@ class ActorCorrection:
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
-        statistics = self._measured_before or measure_current(
-            batch, log_probs, self._config, self._policy_version
-        )
-        return correct_current(batch, log_probs, self._config, statistics)
+        return self._against_rollout(batch, log_probs)[0]
 
-    def _against_rollout(self, batch: TrainBatch, log_probs: Tensor) -> tuple[TrainBatch, Tensor]:
-        """The batch, and the log-probs compared with the rollout policy's: current ones, or interpolated
-        proximal ones."""
-        if self._config.bypass_mode:
-            return batch, log_probs
-        batch = with_interpolated_proximal(
-            batch, log_probs, self._policy_version, self.updates, self._updates_per_step
-        )
-        assert batch.proximal_log_probs is not None
-        return batch, batch.proximal_log_probs
+    def _against_rollout(
+        self, batch: TrainBatch, log_probs: Tensor
+    ) -> tuple[TrainBatch, CorrectionStatistics]:
+        """The micro-batch, corrected by current or interpolated proximal log-probs over the rollout policy's,
+        and their statistics."""
+        if not self._config.bypass_mode:
+            batch = with_interpolated_proximal(
+                batch, log_probs, self._policy_version, self.updates, self._updates_per_step
+            )
+            assert batch.proximal_log_probs is not None
+            log_probs = batch.proximal_log_probs
+        return corrected_current(batch, log_probs, self._config, self._policy_version, self._measured_before)
 
     def finish(self) -> int:
         """End a mini-batch; returns how many of its tokens, over all ranks, are in the loss. Collective.
 
         Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
         """
-        assert self._corrected is not None
-        assert self._in_loss is not None
-        mini_batch = self._over_ranks(self._corrected)
+        mini_batch, counts = self._totals()
         # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
         # the next collective.
         require_finite(mini_batch.nonfinite_fraction, self._config)
         self._step_statistics = _merged(self._step_statistics, mini_batch)
-        num_tokens, _ = all_reduce_sum(self._in_loss, self._mesh).tolist()
-        return int(num_tokens)
+        return counts.num_tokens
+
+    def _totals(self) -> tuple[CorrectionStatistics, MiniBatchCounts]:
+        """Statistics and counts of the micro-batches corrected since the last call, over all ranks;
+        collective."""
+        # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
+        assert self._corrected is not None
+        assert self._in_loss is not None
+        statistics = self._over_ranks(self._corrected)
+        counts = MiniBatchCounts(*all_reduce_sum(self._in_loss, self._mesh).tolist())
+        self._corrected = self._in_loss = None
+        return statistics, counts
 
     def gap(self) -> LogProbGap | None:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks; None when no

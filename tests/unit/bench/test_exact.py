@@ -16,7 +16,7 @@ from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.objective import correct_current, measure_current, policy_objective
+from verl_rc.ppo.objective import corrected_current, policy_objective
 
 PROBLEM = make_problem(0)
 UNCAPPED = 4.9e8
@@ -179,8 +179,7 @@ def actor_coefficients(method: Method, rows: Rows, logits: torch.Tensor) -> torc
         rollout_is_weights=None,
         batch_size=[count],
     )
-    statistics = measure_current(batch, train, method.correction, 0)
-    corrected = correct_current(batch, train, method.correction, statistics)
+    corrected, _ = corrected_current(batch, train, method.correction, 0)
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2)
     totals = Aggregation("seq-mean-token-sum", float(mask.sum()) / count, 1.0, float(width))
     current = TokenScores(train.clone().requires_grad_(), entropies=None)

@@ -26,7 +26,7 @@ from verl_rc.workers.updates import UpdateRequest
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 LENGTHS, NUMBERS = "correction/sequences.py:sequence_chunks", "correction/statistics.py:_numbers"
 """Lengths of responses, on a CPU only, where they cost nothing; and all statistics in one copy."""
-COUNTS = "workers/actor_correction.py:finish"
+COUNTS = "workers/actor_correction.py:_totals"
 """What is in the loss."""
 
 
@@ -88,7 +88,7 @@ def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: d
         corrected_losses(batch, log_probs, config, correction)
         assert set(reads.places) == {LENGTHS}
         correction.finish()
-    assert Counter(reads.places) == {LENGTHS: 4, NUMBERS: 1, COUNTS: 1}
+    assert Counter(reads.places) == {LENGTHS: 2, NUMBERS: 1, COUNTS: 1}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -21,9 +21,8 @@ from verl_rc.losses import Aggregation, PolicyLossInputs, SelectionStatistics, s
 from verl_rc.losses.selection import selection_scores
 from verl_rc.ppo.choices import needs_statistics_first, selecting_loss_name
 from verl_rc.ppo.objective import (
-    correct_current,
+    corrected_current,
     loss_counts,
-    measure_current,
     policy_objective,
     selection_inputs,
     value_objective,
@@ -309,8 +308,7 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
 def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
     batch, config = case_batch(case), case_config(case)
     log_probs = torch.tensor(case["log_probs"]).requires_grad_()
-    statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
-    corrected = correct_current(batch, log_probs.detach(), config, statistics)
+    corrected, _ = corrected_current(batch, log_probs.detach(), config, policy_version=0)
     num_tokens, num_sequences = loss_counts(corrected).tolist()
     totals = Aggregation(case["loss_agg_mode"], num_tokens=num_tokens, num_sequences=num_sequences)
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
@@ -339,7 +337,7 @@ def test_what_the_driver_left_out_of_the_loss_stays_out(fields: dict[str, object
     ):
         log_probs = batch.rollout_log_probs.clone()
         log_probs[0, 1] += 3.0
-        corrected = correct_current(batch, log_probs, rule, measure_current(batch, log_probs, rule, 0))
+        corrected, _ = corrected_current(batch, log_probs, rule, 0)
         expected = batch.loss_mask.clone()
         for place in further:
             expected[place] = False
@@ -356,8 +354,8 @@ def test_a_token_from_a_set_that_is_not_recorded_is_compared_with_nothing() -> N
     log_probs = batch.rollout_log_probs + 0.1
     for reported in (-1.0, -9.0):
         batch.rollout_log_probs[0, 1] = reported
-        statistics = measure_current(batch, log_probs, config, 0)
-        results.append((correct_current(batch, log_probs, config, statistics), statistics.metrics(config)))
+        corrected, statistics = corrected_current(batch, log_probs, config, 0)
+        results.append((corrected, statistics.metrics(config)))
     (one, metrics), (other, same) = results
     assert metrics == same
     assert metrics["rollout_corr/rollout_is_mean"] > 1
@@ -374,16 +372,16 @@ def test_parts_of_a_mini_batch_are_normalised_by_all_of_it() -> None:
     assert needs_statistics_first(config)
     batch = make_train_batch([7, 2, 5, 1])
     log_probs = batch.rollout_log_probs + 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(2))
-    whole = measure_current(batch, log_probs, config, 0)
-    parts = [measure_current(batch[rows], log_probs[rows], config, 0) for rows in (slice(0, 1), slice(1, 4))]
-    merged = parts[0].merge(parts[1])
+    _, whole = corrected_current(batch, log_probs, config, 0)
+    halves = (slice(0, 1), slice(1, 4))
+    one, other = (corrected_current(batch[rows], log_probs[rows], config, 0)[1] for rows in halves)
     mean = (
         torch.minimum((log_probs - batch.rollout_log_probs).exp(), torch.tensor(2.0))[batch.response_mask]
         .double()
         .mean()
     )
-    for statistics in (whole, merged):
-        weights = correct_current(batch[1:], log_probs[1:], config, statistics).rollout_is_weights
+    for statistics in (whole, one.merge(other)):
+        weights = corrected_current(batch[1:], log_probs[1:], config, 0, statistics)[0].rollout_is_weights
         ratio = (log_probs - batch.rollout_log_probs)[1:].exp().clamp(max=2.0)
         torch.testing.assert_close(
             weights[batch.response_mask[1:]], (ratio / mean).float()[batch.response_mask[1:]]
@@ -393,8 +391,7 @@ def test_parts_of_a_mini_batch_are_normalised_by_all_of_it() -> None:
 def test_ppo_clip_takes_no_weights() -> None:
     config = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
     batch = make_train_batch([3, 2])
-    statistics = measure_current(batch, batch.rollout_log_probs, config, 0)
-    assert correct_current(batch, batch.rollout_log_probs, config, statistics).rollout_is_weights is None
+    assert corrected_current(batch, batch.rollout_log_probs, config, 0)[0].rollout_is_weights is None
     assert not needs_statistics_first(config)
 
 
@@ -433,7 +430,7 @@ def test_an_interpolated_policy_is_weighted_against_the_rollout_policy() -> None
     config = RolloutCorrectionConfig(proximal="interpolate", rollout_is="token", rollout_is_threshold=9.0)
     batch = make_train_batch([3, 2])
     proximal = batch.rollout_log_probs + 0.5
-    corrected = correct_current(batch, proximal, config, measure_current(batch, proximal, config, 0))
+    corrected, _ = corrected_current(batch, proximal, config, 0)
     assert corrected.rollout_is_weights is not None
     torch.testing.assert_close(
         corrected.rollout_is_weights[batch.response_mask], torch.full((5,), math.exp(0.5))
@@ -444,5 +441,5 @@ def test_token_ages_count_from_the_version_given() -> None:
     config = RolloutCorrectionConfig(bypass_mode=True, diagnostics="full")
     batch = make_train_batch([3, 2])
     batch.policy_versions = torch.where(batch.response_mask, 4, -1)
-    metrics = measure_current(batch, batch.rollout_log_probs, config, policy_version=6).metrics(config)
-    assert metrics["rollout_corr/token_age_mean"] == 2.0
+    _, statistics = corrected_current(batch, batch.rollout_log_probs, config, policy_version=6)
+    assert statistics.metrics(config)["rollout_corr/token_age_mean"] == 2.0

@@ -22,9 +22,8 @@ from verl_rc.distributed.sequence_parallel import SequenceParallel
 from verl_rc.losses import Aggregation, selection_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
-    correct_current,
+    corrected_current,
     loss_counts,
-    measure_current,
     measure_signatures,
     policy_objective,
     selection_inputs,
@@ -166,8 +165,7 @@ def test_every_correction_in_the_actor_and_in_the_driver(
             current = score_tokens(
                 model, part.tokens, ForwardOptions(), with_entropy=True, with_sum_pi_squared=True
             )
-        statistics = measure_current(part, current.log_probs, config, 0)
-        corrected = correct_current(part, current.log_probs, config, statistics)
+        corrected, statistics = corrected_current(part, current.log_probs, config, 0)
         counts, signatures = loss_counts(corrected), measure_signatures(part, current)
         found = compute_rollout_correction(
             current.log_probs, part.rollout_log_probs, part.response_mask, config, advantages=part.advantages
