@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
 from verl_rc.data.parts import Answer, Part, Sample, num_sampled
 from verl_rc.data.ragged_column import RaggedColumn
-from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 
@@ -63,6 +61,19 @@ class Scores:
     unpenalised: Tensor | None = None
     """float32 ``[n]``: before the overlong penalty, by which a group may be filtered; None: there is no
     penalty, or the group was decided before a checkpoint."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """The scores of all their samples, in order. An extra that a part lacks is None there."""
+        names = sorted({name for part in parts for name in part.extras})
+        return cls(
+            torch.cat([part.values for part in parts]),
+            [text for part in parts for text in part.texts],
+            {
+                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.values))]
+                for name in names
+            },
+        )
 
     def part(self, first: int, end: int) -> "Scores":
         """Return the scores of the samples from ``first`` to before ``end``."""
@@ -133,30 +144,6 @@ class Group:
         """Return the group with its first ``count`` samples and their scores."""
         scores = None if self.scores is None else self.scores.part(0, count)
         return replace(self, samples=self.samples[:count], scores=scores)
-
-
-def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch) -> Samples:
-    """Scored groups as what a step trains on: ``rollouts`` holds their samples, group after group.
-
-    An extra that a group lacks is None there. Raises ``ValueError`` when a group has no scores.
-    """
-    scores = [group.scores for group in groups if group.scores is not None]
-    if len(scores) != len(groups):
-        raise ValueError(
-            f"every group must be scored, {[group.number for group in groups if group.scores is None][:5]} "
-            "are not."
-        )
-    names = sorted({name for one in scores for name in one.extras})
-    return Samples(
-        rollouts,
-        torch.cat([one.values for one in scores]),
-        prompts=[group.row for group in groups],
-        texts=[text for one in scores for text in one.texts],
-        extras={
-            name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))]
-            for name in names
-        },
-    )
 
 
 def pack(groups: Sequence[Group]) -> dict[str, Any]:

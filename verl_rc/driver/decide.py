@@ -16,7 +16,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
-from verl_rc.data.groups import Group, Scores, joined_samples
+from verl_rc.data.groups import Group, Scores
 from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, columns_of, reward_metrics, with_accuracies
@@ -187,39 +187,46 @@ def join(services: Services, groups: Sequence[Group]) -> Samples:
 
     Raises ``ValueError`` when ``algorithm.gdpo_reward_keys`` names a column that a group lacks.
     """
-    config = services.config
-    count = config.actor_rollout_ref.rollout.n
-    sampled = [group.first(count) for group in groups]
+    config, rollout = services.config, services.config.actor_rollout_ref.rollout
+    sampled = [group.first(rollout.n) for group in groups]
     samples = [sample for group in sampled for sample in group.samples]
     responses = [sample.response for sample in samples]
-    environment = config.actor_rollout_ref.rollout.environment
-    rewards_turns = environment.name is not None and environment.reward != "function"
+    episodes = [response.replies for response in responses]
+    rewards_turns = rollout.environment.name is not None and rollout.environment.reward != "function"
     rollouts = build_rollout_batch(
         [list(sample.prompt) for sample in samples],
         [place for place, group in enumerate(sampled) for _ in group.samples],
         responses,
         services.tokenizer.pad_token_id,
-        with_tools=config.actor_rollout_ref.rollout.converses,
-        turn_rewards=_turn_rewards([one.replies for one in responses]) if rewards_turns else None,
+        with_tools=rollout.converses,
+        turn_rewards=_turn_rewards(episodes) if rewards_turns else None,
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None
-    joined = joined_samples(sampled, rollouts)
-    if config.actor_rollout_ref.rollout.converses:
-        joined = replace(joined, episodes=[one.replies for one in responses])
+    scores = Scores.joined([group.scores for group in sampled if group.scores is not None])
     # Whether others have an accuracy must not depend on which groups were scored together.
-    joined = replace(joined, extras=with_accuracies(joined.extras))
+    extras = with_accuracies(scores.extras)
+    baselines = components = None
+    if config.algorithm.estimator_reads("reward_baselines"):
+        greedy = [group.scores.values[rollout.n :] for group in groups if group.scores is not None]
+        baselines = torch.cat(greedy)[rollouts.group_ids]
     if config.algorithm.gdpo_reward_keys is not None:
         columns = [
-            _numbers(joined.scores, joined.extras, key, "algorithm.gdpo_reward_keys")
+            _numbers(scores.values, extras, key, "algorithm.gdpo_reward_keys")
             for key in config.algorithm.gdpo_reward_keys
         ]
-        component_scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
-        joined = replace(joined, component_scores=component_scores)
-    if config.algorithm.estimator_reads("reward_baselines"):
-        scores = torch.cat([group.scores.values[count:] for group in groups if group.scores is not None])
-        joined = replace(joined, reward_baselines=scores[rollouts.group_ids])
-    return joined
+        components = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+    return Samples(
+        rollouts,
+        scores.values,
+        [group.row for group in groups],
+        scores.texts,
+        extras,
+        episodes if rollout.converses else (),
+        scores.unpenalised,
+        baselines,
+        components,
+    )
 
 
 def record_batch_of_groups(

@@ -10,11 +10,8 @@ from conversing import tool_reply
 
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
-from verl_rc.data.groups import Group, GroupSample, Scores, joined_samples, pack, unpack
+from verl_rc.data.groups import Group, GroupSample, Scores, pack, unpack
 from verl_rc.data.parts import UNKNOWN, Answer, Part, Sample, token_ids
-from verl_rc.rollout.response import build_rollout_batch
-
-PAD = 0
 
 
 def part(tokens: list[int], version: int) -> Part:
@@ -58,21 +55,15 @@ def scored(group: Group, *values: float) -> Group:
     )
 
 
-def test_groups_become_the_samples_of_a_step() -> None:
-    groups = [scored(make_group(7), 1.0, 0.0), scored(make_group(9), 0.5, 0.25)]
-    samples = [sample for group in groups for sample in group.samples]
-    rollouts = build_rollout_batch(
-        [list(s.prompt) for s in samples], [0, 0, 1, 1], [s.response for s in samples], PAD
-    )
-    joined = joined_samples(groups, rollouts)
-    assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
-    assert joined.scores.tolist() == [1.0, 0.0, 0.5, 0.25]
-    assert joined.texts == ["1.0", "0.0", "0.5", "0.25"]
-    assert joined.extras == {"acc": [True, False, True, True]}
-    assert joined.num_tokens == 2 * 6 == sum(group.num_sampled for group in groups)
-    assert rollouts.tokens.prompts.tolist() == [[1, 2, 7], [1, 2, 7], [1, 2, 9], [1, 2, 9]]
-    with pytest.raises(ValueError, match=r"every group must be scored, \[7\] are not"):
-        joined_samples([make_group(7)], rollouts[:2])
+def test_scores_are_joined_in_order_and_a_column_that_some_lack_has_gaps() -> None:
+    one = Scores(torch.tensor([1.0, 0.0]), ["a", "b"], {"acc": [True, False]}, torch.tensor([1.5, 0.5]))
+    other = Scores(torch.tensor([0.25]), ["c"], {"note": ["late"], "acc": [True]}, torch.tensor([0.75]))
+    joined = Scores.joined([one, other])
+    assert joined.values.tolist() == [1.0, 0.0, 0.25]
+    assert joined.texts == ["a", "b", "c"]
+    assert list(joined.extras.items()) == [("acc", [True, False, True]), ("note", [None, None, "late"])]
+    assert joined.unpenalised is not None
+    assert joined.unpenalised.tolist() == [1.5, 0.5, 0.75]
 
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
