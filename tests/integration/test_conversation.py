@@ -47,7 +47,7 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
         faulty_run, MultiTurnConfig(enable=True, tools=["calculator"], format="tag", max_assistant_turns=3)
     )
     try:
-        samples = run.engines.generate(requests, options).result
+        samples = run.engines.generate(requests, options)
     finally:
         converse(faulty_run, None)
     prompts = [request.prompt_token_ids for request in requests]

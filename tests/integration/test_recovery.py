@@ -32,8 +32,8 @@ def sample(run: RealRun, record: StepRecord | None = None) -> list[list[tuple[in
         run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids
     )
     on_loss = run.publisher.replacing(0, record or StepRecord())
-    answer = run.services.engines.generate(requests, options, on_loss).result
-    return [of_parts(one.parts) for one in answer]
+    samples = run.services.engines.generate(requests, options, on_loss)
+    return [of_parts(one.parts) for one in samples]
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork, Request, num_unfinished
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, answers, longest_busy, wait_for_all
-from verl_rc.data.batches import Timed
+from verl_rc.cluster.remote import Pending, RemoteProcess, answers, wait_for_all
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.metrics.trace import TRACE
@@ -330,7 +329,7 @@ class EngineGroup:
 
     def generate(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
-    ) -> Timed[list[Sample]]:
+    ) -> list[Sample]:
         """One sample per request, in order; the requests are shared out evenly.
 
         When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is
@@ -342,32 +341,30 @@ class EngineGroup:
         self._hand_over(added)
         return self.finish(added, on_loss)
 
-    def finish(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> Timed[list[Sample]]:
+    def finish(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> list[Sample]:
         """The samples of these requests, in this order, once all have ended. See ``generate``.
 
         Raises ``EpisodeFailedError`` when one failed.
         """
         try:
-            busy_seconds = self.wait_for(requests, on_loss)
+            self.wait_for(requests, on_loss)
         except RemoteError:
             self._work.cancel(requests)
             raise
-        return Timed([request.sample for request in requests], busy_seconds)
+        return [request.sample for request in requests]
 
-    def wait_for(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> float:
+    def wait_for(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> None:
         """Wait until these have ended, also where engines would wait for the next update, and count them as
-        collected; returns the time of the slowest engine.
+        collected.
 
         Losses are dealt with as in ``collect``.
         """
-        busy_seconds = 0.0
         while unfinished := num_unfinished(requests):
             self._go_on_after_losses()
             if self._options.deterministic:
                 self._tell_all("finish", [request.number for request in requests])
-            busy_seconds = max(busy_seconds, self._collect(unfinished, None, on_loss))
+            self._collect(unfinished, None, on_loss)
         self._work.take(requests)
-        return busy_seconds
 
     def _hand_over(self, requests: Sequence[Request]) -> None:
         """Submit requests to their engines; returns at once: an engine that takes 256 requests in may not
@@ -384,16 +381,14 @@ class EngineGroup:
 
     def _collect(
         self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None
-    ) -> float:
-        """Wait until each of these engines has finished its number of samples, and store them; returns the
-        longest wait."""
+    ) -> None:
+        """Wait until each of these engines has finished its number of samples, and store them."""
         self._go_on_after_losses()
         pending = {
             engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
             for engine, number in at_least.items()
         }
         self._record(pending, self._work.record, on_loss)
-        return longest_busy(list(pending.values()))
 
     def _go_on_after_losses(self) -> None:
         """Submit the unfinished samples of lost engines to the engines that replaced them, and let these

@@ -214,7 +214,7 @@ def wait_for_all(
 def wait_timed(pending: Sequence[Pending], beside: Beside | None = None) -> Timed[list[Any]]:
     """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
     results = wait_for_all(pending, beside=beside)
-    return Timed(results, longest_busy(pending))
+    return Timed(results, max((item.busy_seconds for item in pending), default=0.0))
 
 
 def _report(
@@ -268,11 +268,6 @@ def answers(
         reason = _report(pending, remaining, timeout_seconds or 0.0, limit_key)
     for reference in remaining:
         yield waiting[reference], HangError(reason)
-
-
-def longest_busy(pending: Sequence[Pending]) -> float:
-    """Compute seconds of the slowest of these answered calls."""
-    return max((item.busy_seconds for item in pending), default=0.0)
 
 
 def _result_of(item: Pending) -> Any:

@@ -105,7 +105,7 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
     samples: list[Sample] = []
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
-        samples += services.engines.generate(batch, sampling, on_loss).result
+        samples += services.engines.generate(batch, sampling, on_loss)
     rollouts = build_rollout_batch(
         [row.prompt_token_ids for row in rows],
         range(len(rows)),

@@ -122,7 +122,7 @@ class Publisher:
         version = self._state.step
         with record.stage("sync_canary"):
             on_loss = self.replacing(version, record)
-            answers = [self._services.engines.finish(of_engine, on_loss).result for of_engine in requests]
+            answers = [self._services.engines.finish(of_engine, on_loss) for of_engine in requests]
             self._judge_answers(answers, version, record)
 
     def _add_size(self, record: StepRecord) -> None:

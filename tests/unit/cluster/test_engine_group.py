@@ -32,7 +32,6 @@ class Call:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.reference = object()
-        self.busy_seconds = 0.25
 
 
 class Engine:
@@ -129,9 +128,7 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
         engines[1].failure = failure if len(losses) == 1 else None
 
     engines[1].failure = failure
-    answer = group.generate(requests(*range(8)), OPTIONS, on_loss)
-    assert first_tokens(answer.result) == list(range(8))
-    assert answer.busy_seconds == 0.25
+    assert first_tokens(group.generate(requests(*range(8)), OPTIONS, on_loss)) == list(range(8))
     assert [engine.asked for engine in engines] == [[[0, 1, 6]], [[2, 3, 7]], [[4, 5]]]
     assert losses == [([1], 3), ([1], 3)]
     assert [engine.replaced for engine in engines] == [0, 2, 0]
@@ -156,7 +153,7 @@ def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPa
         group.generate(requests(0), OPTIONS)
     assert group._work.num_busy() == {}  # nobody waits for it any more
     engines[0].failure = None
-    assert first_tokens(group.generate(requests(5), OPTIONS).result) == [5]
+    assert first_tokens(group.generate(requests(5), OPTIONS)) == [5]
 
 
 def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
@@ -167,7 +164,7 @@ def test_samples_are_handed_over_now_and_collected_later_beside_a_generation(
     group.submit(requests(12, 13), OPTIONS, owners="cd")
     assert [engine.asked for engine in engines] == [[[10, 11]], [[12, 13]]]
     assert of_owners(group.collect(0.1)) == {"a": 10, "c": 12}
-    assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
+    assert first_tokens(group.generate(requests(0, 1), OPTIONS)) == [0, 1]
     assert of_owners(group.collect(0.1)) == {"b": 11, "d": 13}
     assert group.collect(0.1) == group.submitted() == []
 
@@ -228,7 +225,7 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
     group.begin_steps()
     assert not group._submitting  # they were waited for, so that the steps begin with them
-    assert first_tokens(group.finish(group.submitted()).result) == [10, 11, 12]
+    assert first_tokens(group.finish(group.submitted())) == [10, 11, 12]
     assert [engine.told for engine in engines] == [[("resume",), ("finish", [0, 1, 2])]] * 2
     group.submit(requests(14, 15), OPTIONS, owners="de")
     group.replace([1], TIMEOUT)
@@ -380,8 +377,8 @@ def test_work_that_comes_after_a_replacement_is_handed_over_once(
     group, engines = group_of(2, monkeypatch)
     group.replace([0], TIMEOUT)
     if call == "generate":
-        assert first_tokens(group.generate(requests(0, 1), OPTIONS).result) == [0, 1]
-        assert first_tokens(group.generate(requests(2, 3), OPTIONS).result) == [2, 3]
+        assert first_tokens(group.generate(requests(0, 1), OPTIONS)) == [0, 1]
+        assert first_tokens(group.generate(requests(2, 3), OPTIONS)) == [2, 3]
     else:
         group.submit(requests(10, 11), OPTIONS, owners="ab")
         collected = [one for _ in range(4) for one in group.collect(0.0)]

@@ -24,7 +24,7 @@ class Call:
     """A call that has been answered."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.reference, self.busy_seconds = answer, object(), 0.25
+        self.answer, self.reference = answer, object()
 
 
 class ProcessHere:
@@ -86,7 +86,7 @@ def test_samples_of_two_versions_come_from_both_engines_in_the_order_of_their_re
     requests = group.submitted()
     assert [num_tokens(request.queued.request.parts) for request in requests] == [4] * 6
     group.begin_steps()
-    samples = group.finish(requests).result
+    samples = group.finish(requests)
     assert [one.number for one in samples] == list(range(6))
     assert [one.engine for one in samples] == [0, 1, 0, 1, 0, 1]  # by their seeds
     for one in samples:
