@@ -151,7 +151,7 @@ class EngineContract:
         assert all(versions_of(one) == [2] * STEPS for one in so_far.values())
         prompts = sum(len(one.request.prompt_token_ids) for one in queued)
         assert interrupted.recomputed_tokens == prompts + 5 * STEPS
-        again = [replace(one, request=replace(one.request, parts=so_far[one.number].parts)) for one in queued]
+        again = [replace(one, request=replace(one.request, so_far=so_far[one.number])) for one in queued]
         subject.engine.call("submit", numbered(again, first=10))
         subject.engine.call("resume")
         subject.engine.call("finish", [*range(5), *range(10, 15)])

@@ -338,8 +338,7 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
         assert max(gaps[0][:12].max(), gaps[1][12:].max()) < 1e-4
         assert min(gaps[0][12:].max(), gaps[1][:12].max()) > 0.01
     again = [
-        replace(sample, request=replace(sample.request, parts=so_far[sample.number].parts))
-        for sample in wanted
+        replace(sample, request=replace(sample.request, so_far=so_far[sample.number])) for sample in wanted
     ]
     engine.call("submit", again)  # as after a loss or in a resumed run: the same tokens, to the bit
     engine.call("after_steps", 100)

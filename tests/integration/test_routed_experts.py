@@ -56,7 +56,7 @@ def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
 def sampled(engine: ChildProcess, options: SamplingOptions = SAMPLING, *before: Sample) -> list[Sample]:
     requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
     if before:
-        requests = [one.continued(sample) for one, sample in zip(requests, before, strict=True)]
+        requests = [replace(one, so_far=sample) for one, sample in zip(requests, before, strict=True)]
     samples: list[Sample] = engine.call("generate", requests, options)
     return samples
 

@@ -179,8 +179,9 @@ class EngineWork:
             for sample in interrupted.samples:
                 request = self._requests.get(sample.number)
                 if request is not None and request.engine == engine and request.outcome is None:
-                    known = request.queued.request.continued(sample)
-                    request.queued = replace(request.queued, request=known)
+                    request.queued = replace(
+                        request.queued, request=replace(request.queued.request, so_far=sample)
+                    )
 
     def take(self, requests: Sequence[Request]) -> None:
         """Strike out requests that have ended."""

@@ -61,10 +61,8 @@ class GroupRequests:
                 GenerationRequest(
                     group.row.prompt_token_ids,
                     0 if is_greedy else sample_seed(self._seed, group, sample.index),
-                    parts=sample.response.parts,
+                    so_far=sample.response,
                     episode=self._episode(group, sample) if self._converses else None,
-                    replies=sample.response.replies,
-                    state=sample.response.state,
                 )
                 for group, sample in samples
             ]
@@ -83,12 +81,9 @@ class GroupRequests:
         new tokens."""
         num_tokens = 0
         for request in self._engines.submitted():
-            sample, known = request.owner, request.queued.request
-            num_known = sample.num_sampled
-            sample.response = replace(
-                sample.response, parts=known.parts, replies=known.replies, state=known.state
-            )
-            num_tokens += sample.num_sampled - num_known
+            num_known = request.owner.num_sampled
+            request.owner.response = request.queued.request.so_far
+            num_tokens += request.owner.num_sampled - num_known
         return num_tokens
 
     def pop_elapsed_seconds(self, group: int) -> float:

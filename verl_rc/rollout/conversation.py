@@ -235,7 +235,7 @@ class OpenSamples:
         if key in self._open:
             return self[key], None
         request = queued.request
-        sample = Sample(queued.number, request.parts, replies=request.replies, state=request.state)
+        sample = replace(request.so_far, number=queued.number, finished=False)
         stopped = _ends_with(sample, queued.options.stop_token_ids)
         limit = request.limit(queued.options)
         is_full = num_tokens(sample.parts) >= limit

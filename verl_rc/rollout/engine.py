@@ -39,7 +39,7 @@ class QueuedSample:
 
         One that an environment answers may still wait for its last reply.
         """
-        limit, written = self.request.limit(self.options), num_tokens(self.request.parts)
+        limit, written = self.request.limit(self.options), num_tokens(self.request.so_far.parts)
         if written >= limit and self.request.episode is None:
             raise ValueError(
                 f"a response that is to be sampled must have room for a token, but request {self.number} has "
@@ -120,7 +120,7 @@ class Engine(Protocol):
         """Properties of the running engine."""
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples and return at once. One with ``request.parts`` goes on behind these, with the tokens
+        """Queue samples and return at once. One with ``request.so_far`` goes on behind it, with the tokens
         that it would have had without the interruption."""
 
     def cancel(self, numbers: Sequence[int]) -> None:

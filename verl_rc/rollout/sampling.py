@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
-from verl_rc.data.episode import Episode, Reply
+from verl_rc.data.episode import Episode
 from verl_rc.data.parts import Answer, Part, Sample, last_turn, num_answers, num_tokens
 
 
@@ -75,18 +75,10 @@ class GenerationRequest:
     """Seed of the first part; see ``next_seed``."""
     max_tokens: int | None = None
     """Limit of the whole response, tokens; None: that of the sampling options."""
-    parts: Sequence[Part | Answer] = ()
-    """What there is of the response already: it continues behind these tokens."""
+    so_far: Sample = field(default_factory=lambda: Sample(0))
+    """What there is of the response already, under whatever number: it continues behind these tokens."""
     episode: Episode | None = None
     """Of the environment that answers its turns; None: there is none."""
-    replies: Sequence[Reply] = ()
-    """What the environment replied to the turns in ``parts``."""
-    state: bytes | None = None
-    """Of the environment after the last reply."""
-
-    def continued(self, sample: Sample) -> "GenerationRequest":
-        """The request that goes on from what there is of its sample."""
-        return replace(self, parts=sample.parts, replies=sample.replies, state=sample.state)
 
     def limit(self, options: SamplingOptions) -> int:
         """Longest response, tokens, with those of the environment."""

@@ -64,7 +64,7 @@ class Engine:
             self.asked.append([sample.request.seed for sample in samples])
             self.ended += samples
             self.parts += [
-                [int(token) for part in sample.request.parts for token in part.token_ids]
+                [int(token) for part in sample.request.so_far.parts for token in part.token_ids]
                 for sample in samples
             ]
             return Call(None)
@@ -197,7 +197,7 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     ended, interrupted = group.collect_parts()
     assert of_owners(ended) == {"a": 10, "c": 12}
     assert {engine: one.pause_seconds for engine, one in interrupted.items()} == {0: 1, 1: 3}
-    known = {one.owner: token_ids(one.queued.request.parts) for one in group.submitted()}
+    known = {one.owner: token_ids(one.queued.request.so_far.parts) for one in group.submitted()}
     assert known == {"b": [51], "d": [53]}
     engines[1].failure = DEAD
     with pytest.raises(EnginesLostError):

@@ -180,9 +180,9 @@ def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is
     work.record_parts({0: Interrupted(so_far), 1: Interrupted([])})
     (continued,) = work.unfinished([0])
     assert continued is added[1]
-    assert of_parts(continued.queued.request.parts) == [(71, 0.0, 4)]
-    assert [request.queued.request.parts for request in work.unfinished([1])] == [(), ()]
-    assert added[0].queued.request.parts == ()
+    assert of_parts(continued.queued.request.so_far.parts) == [(71, 0.0, 4)]
+    assert [request.queued.request.so_far.parts for request in work.unfinished([1])] == [(), ()]
+    assert added[0].queued.request.so_far.parts == ()
 
 
 def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_do() -> None:

@@ -84,7 +84,7 @@ def test_samples_of_two_versions_come_from_both_engines_in_the_order_of_their_re
     ended, interrupted = group.collect_parts()
     assert (ended, sorted(interrupted)) == ([], [0, 1])
     requests = group.submitted()
-    assert [num_tokens(request.queued.request.parts) for request in requests] == [4] * 6
+    assert [num_tokens(request.queued.request.so_far.parts) for request in requests] == [4] * 6
     group.begin_steps()
     samples = group.finish(requests)
     assert [one.number for one in samples] == list(range(6))

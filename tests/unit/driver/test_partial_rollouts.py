@@ -58,15 +58,15 @@ class Cutting(World):
         self.numbers += len(requests)
         for number, request in zip(numbers, requests, strict=True):
             self.requests[number] = request
-            self.grown[number] = list(request.parts)
-            self.told[number] = list(request.parts)
+            self.grown[number] = list(request.so_far.parts)
+            self.told[number] = list(request.so_far.parts)
         self.note(numbers, requests, owners)
         return numbers
 
     def submitted(self) -> list[Request]:
         """With their parts, as the driver has been told."""
         for number, parts in self.told.items():
-            known = SimpleNamespace(parts=parts, replies=(), state=None)
+            known = SimpleNamespace(so_far=Sample(number, parts))
             self.handles[number].queued = cast(QueuedSample, SimpleNamespace(number=number, request=known))
         return [self.handles[number] for number in self.grown]
 
@@ -191,7 +191,7 @@ def test_several_steps_have_one_publication_and_the_bound_in_steps(
     assert max(ages) <= found[1]["async/group_age/bound"] == bound
     assert max(ages) == bound or not deterministic  # by completion only an unlucky order reaches it
     assert any(found[step]["fully_async/partial/partial_ratio"] > 0 for step in range(3, 9))
-    versions = {part.version for request in world.requests.values() for part in request.parts}  # type: ignore[attr-defined]
+    versions = {part.version for request in world.requests.values() for part in request.so_far.parts}  # type: ignore[attr-defined]
     assert versions | world.versions <= {0, 2, 4, 6}  # type: ignore[attr-defined]
     assert len(world.versions) > 2  # type: ignore[attr-defined]
     trained = [
@@ -238,7 +238,7 @@ def test_a_resumed_run_continues_cut_responses_as_the_undisturbed_one_does(
             without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
         ]
         assert str(states[0]) == str(states[1])
-    assert any(part.version < step for request in found.requests.values() for part in request.parts)  # type: ignore[attr-defined]
+    assert any(part.version < step for request in found.requests.values() for part in request.so_far.parts)  # type: ignore[attr-defined]
 
 
 def test_a_run_that_forgets_the_parts_trains_on_other_samples(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_run_that_forgets_the_parts_trains_on_other_samples(tmp_path: Path) ->
     forgetful = Cutting()
     submit = forgetful.submit
     forgetful.submit = lambda requests, options, **more: submit(  # type: ignore[method-assign]
-        [dataclasses.replace(request, parts=()) for request in requests], options, **more
+        [dataclasses.replace(request, so_far=Sample(0)) for request in requests], options, **more
     )
     found = run(tmp_path / "again", *partial(2), state=state, checkpoint=checkpoint, world=forgetful)
     assert found.trained != expected.trained

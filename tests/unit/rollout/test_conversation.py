@@ -21,7 +21,7 @@ from conversing import (
 from made_samples import of_parts, part
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.parts import Answer, last_turn, num_answers, num_tokens, token_ids
+from verl_rc.data.parts import Answer, Sample, last_turn, num_answers, num_tokens, token_ids
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, next_seed
@@ -191,7 +191,7 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
         sampler, loop, box = talk(tokenizer, [])
         sampler.scripts = {0: [call, said]}
         replies = [tool_reply()] if parts[1] is told else []
-        request = GenerationRequest([0], 100, None, parts, episode(9), replies, b"")
+        request = GenerationRequest([0], 100, None, Sample(0, parts, False, replies, b""), episode(9))
         loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
         assert token_ids(response.parts) == call + answer + said

@@ -8,7 +8,7 @@ import torch
 from bigram_engine import BigramOptions, Bigrams
 from engine_contract import STEPS, EngineContract, Subject
 
-from verl_rc.data.parts import Part
+from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import EngineOptions, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -39,7 +39,7 @@ def test_a_response_without_room_for_a_token_is_refused_before_an_engine_gets_it
     own_limit: int | None, limit: int
 ) -> None:
     written = Part(torch.tensor([4, 5], dtype=torch.int32), torch.tensor([-1.0, -2.0]), version=3)
-    request = GenerationRequest([1], seed=0, max_tokens=own_limit, parts=[written])
+    request = GenerationRequest([1], seed=0, max_tokens=own_limit, so_far=Sample(0, [written]))
     options = SamplingOptions(1.0, 1.0, -1, limit, (0,))
     allowed = limit if own_limit is None else own_limit
     message = f"request 7 has 2 tokens and a limit of {allowed}; raise max_tokens"

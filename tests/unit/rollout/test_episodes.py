@@ -107,18 +107,17 @@ def test_an_episode_goes_on_from_its_sample_as_it_would_have(
     first, second = asyncio.run(answers_to(script[:2], Guess(max_turns=4, snapshot=snapshot)))
     assert [first.reply, second.reply] == list(whole.replies[:2])
     *before, last, answer = whole.parts[:4]
-    request = GenerationRequest([0], 100, episode=episode(0))
     if cut == "after a reply":
         replies = [first.reply, second.reply]
-        request = replace(request, parts=[*before, last, answer], replies=replies, state=second.state)
+        so_far = Sample(0, [*before, last, answer], replies=replies, state=second.state)
     else:
         assert isinstance(last, Part)
         if cut == "in a turn":
             last = part(last.token_ids.tolist()[:-1], last.version)
             script = [script[0], script[1][-1:], *script[2:]]
-        request = replace(request, parts=[*before, last], replies=[first.reply], state=first.state)
+        so_far = Sample(0, [*before, last], replies=[first.reply], state=first.state)
     games = Games(tokenizer, max_turns=4, snapshot=snapshot)
-    _, (resumed,) = games.play([script], [request])
+    _, (resumed,) = games.play([script], [GenerationRequest([0], 100, None, so_far, episode(0))])
     assert token_ids(resumed.parts) == token_ids(whole.parts)
     assert list(resumed.replies) == list(whole.replies)
     assert games.host.counts == {"restored" if snapshot else "replayed": 1}
