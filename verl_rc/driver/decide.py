@@ -222,10 +222,10 @@ def join(services: Services, groups: Sequence[Group]) -> Samples:
         [group.row for group in groups],
         scores.texts,
         extras,
-        episodes if rollout.converses else (),
-        scores.unpenalised,
-        baselines,
-        components,
+        episodes=episodes if rollout.converses else (),
+        unpenalised=scores.unpenalised,
+        reward_baselines=baselines,
+        component_scores=components,
     )
 
 
