@@ -223,7 +223,6 @@ def join(services: Services, groups: Sequence[Group]) -> Samples:
         scores.texts,
         extras,
         episodes=episodes if rollout.converses else (),
-        unpenalised=scores.unpenalised,
         reward_baselines=baselines,
         component_scores=components,
     )

@@ -62,8 +62,6 @@ def test_scores_are_joined_in_order_and_a_column_that_some_lack_has_gaps() -> No
     assert joined.values.tolist() == [1.0, 0.0, 0.25]
     assert joined.texts == ["a", "b", "c"]
     assert list(joined.extras.items()) == [("acc", [True, False, True]), ("note", [None, None, "late"])]
-    assert joined.unpenalised is not None
-    assert joined.unpenalised.tolist() == [1.5, 0.5, 0.75]
 
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
