@@ -28,8 +28,8 @@ from verl_rc.correction import (
 )
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_policy_loss,
     loss_options,
@@ -173,7 +173,7 @@ class Known:
     aggregation: Aggregation
     """With denominators of a row: losses of rows are averaged."""
     correction: CorrectionStatistics | None
-    selection: SelectionStatistics | None
+    selection: MiniBatchStatistics | None
 
 
 def coefficients(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Tensor:

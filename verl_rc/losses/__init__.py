@@ -4,9 +4,9 @@ from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_l
 from verl_rc.losses.distillation import TopWords, compute_distillation_loss
 from verl_rc.losses.inputs import (
     LossMetrics,
+    MiniBatchStatistics,
     PolicyLoss,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     loss_options,
     policy_loss_names,
@@ -20,7 +20,7 @@ from verl_rc.losses.value import compute_value_loss, explained_variance
 __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
-    "SelectionStatistics",
+    "MiniBatchStatistics",
     "TopWords",
     "LossMetrics",
     "PolicyLoss",

@@ -19,11 +19,8 @@ LossMetrics = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
-class SelectionStatistics:
-    """What losses that select tokens need to know about the whole mini-batch.
-
-    A pass without gradient finds it: ``selection_statistics``.
-    """
+class Selection:
+    """Which tokens of the whole mini-batch a loss selects."""
 
     advantage_mean: Tensor
     """0-d; mean advantage over the mini-batch's trained tokens; 0 where the order does not depend on it."""
@@ -33,8 +30,21 @@ class SelectionStatistics:
     """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
     """0-d, in [0, 1]; how much of each token with this very score is selected."""
-    ratio_bounds: Tensor | None = None
-    """``[2]``; lowest and highest ratio, of ``bapo``, which selects no tokens."""
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """The clip range that a loss sets for the whole mini-batch."""
+
+    low: Tensor
+    """0-d, float64; the lowest ratio."""
+    high: Tensor
+    """0-d, float64; the highest ratio."""
+
+
+MiniBatchStatistics = Selection | RatioBounds
+"""What a loss must know about the whole mini-batch; a pass without gradient finds it:
+``selection_statistics``."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class PolicyLossInputs:
     """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
-    selection_statistics: SelectionStatistics | None = None
+    selection_statistics: MiniBatchStatistics | None = None
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property

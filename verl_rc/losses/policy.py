@@ -7,8 +7,8 @@ from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (t
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
     LossMetrics,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     loss_options,
     resolve_policy_loss,
@@ -27,7 +27,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     rollout_is_weights: Tensor | None = None,
     config: object | None = None,
     aggregation: str | Aggregation = "token-mean",
-    selection_statistics: SelectionStatistics | None = None,
+    selection_statistics: MiniBatchStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute a policy loss and its metrics for one micro-batch.
 

@@ -15,8 +15,8 @@ from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, int
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     TopWords,
     clean_policy_loss_inputs,
     compute_distillation_loss,
@@ -49,7 +49,7 @@ def policy_objective(
     config: ActorConfig,
     correction: RolloutCorrectionConfig,
     totals: Aggregation,
-    selection: SelectionStatistics | None = None,
+    selection: MiniBatchStatistics | None = None,
     distillation: DistillationLossConfig | None = None,
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL) + distillation_loss_coef *

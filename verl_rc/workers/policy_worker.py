@@ -22,7 +22,7 @@ from verl_rc.distributed.process_group import (
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
-from verl_rc.losses import Aggregation, SelectionStatistics, selection_statistics
+from verl_rc.losses import Aggregation, MiniBatchStatistics, selection_statistics
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.ppo.choices import selecting_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -268,7 +268,7 @@ class PolicyWorker(Learner):
 
     def _selection(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
-    ) -> SelectionStatistics | None:
+    ) -> MiniBatchStatistics | None:
         """The statistics of the whole mini-batch for losses that select tokens, by a pass without gradient;
         None for other losses. Collective."""
         name = selecting_loss_name(self._actor, self._correction)

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_entropy_loss,
     compute_kl_loss,
@@ -89,7 +89,7 @@ OTHERS = ("aggregation", "old_log_probs")
 
 def statistics_of_parts(
     name: str, arguments: dict[str, Any], parts: list[Tensor]
-) -> SelectionStatistics | None:
+) -> MiniBatchStatistics | None:
     """What a trainer computes for a mini-batch from its parts, before the losses."""
     if not POLICY_LOSSES[name].selects_tokens:
         return None
