@@ -14,7 +14,7 @@ from verl_rc.losses.inputs import (
     resolve_policy_loss,
 )
 from verl_rc.losses.policy import compute_entropy_loss, compute_kl_loss, compute_policy_loss
-from verl_rc.losses.selection import selection_statistics
+from verl_rc.losses.selection import mini_batch_statistics
 from verl_rc.losses.value import compute_value_loss, explained_variance
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "compute_kl_loss",
     "compute_policy_loss",
     "compute_value_loss",
-    "selection_statistics",
+    "mini_batch_statistics",
     "explained_variance",
     "loss_options",
     "policy_loss_names",

@@ -44,7 +44,7 @@ class RatioBounds:
 
 MiniBatchStatistics = Selection | RatioBounds
 """What a loss must know about the whole mini-batch; a pass without gradient finds it:
-``selection_statistics``."""
+``mini_batch_statistics``."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PolicyLossInputs:
     """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
-    selection_statistics: MiniBatchStatistics | None = None
+    mini_batch_statistics: MiniBatchStatistics | None = None
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
@@ -114,8 +114,8 @@ PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    remedy="Weights are there with algorithm.rollout_correction.rollout_is, selection_statistics only for "
-    "losses of verl_rc that select tokens.",
+    remedy="Weights are there with algorithm.rollout_correction.rollout_is, mini_batch_statistics only for "
+    "losses of verl_rc that read the whole mini-batch.",
 )
 
 
@@ -192,7 +192,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
         else _at_least_float32(weights).detach().where(loss_mask, 0),
         parameters=inputs.parameters,
         aggregation=inputs.aggregation,
-        selection_statistics=inputs.selection_statistics,
+        mini_batch_statistics=inputs.mini_batch_statistics,
     )
 
 

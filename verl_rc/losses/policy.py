@@ -27,7 +27,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     rollout_is_weights: Tensor | None = None,
     config: object | None = None,
     aggregation: str | Aggregation = "token-mean",
-    selection_statistics: MiniBatchStatistics | None = None,
+    mini_batch_statistics: MiniBatchStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute a policy loss and its metrics for one micro-batch.
 
@@ -45,8 +45,8 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
         config: the section ``actor_rollout_ref.actor``, a mapping with its keys, ``LossOptions``, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
-        selection_statistics: for losses that select tokens, of the whole mini-batch; computed from the
-            tensors given when None.
+        mini_batch_statistics: for losses that read the whole mini-batch; computed from the tensors given
+            when None.
 
     Returns:
         The loss, 0-d, and the metrics as mergeable means.
@@ -66,7 +66,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights=rollout_is_weights,
         parameters=loss_options(config),
         aggregation=Aggregation.from_name(aggregation),
-        selection_statistics=selection_statistics,
+        mini_batch_statistics=mini_batch_statistics,
     )
     found: object = resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
     match found:

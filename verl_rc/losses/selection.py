@@ -112,7 +112,7 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, the metrics of ``ppo_clip_loss``, ``actor/ratio_low`` and ``actor/ratio_high``.
     """
-    found = inputs.selection_statistics or selection_statistics("bapo", [inputs])
+    found = inputs.mini_batch_statistics or mini_batch_statistics("bapo", [inputs])
     assert isinstance(found, RatioBounds)
     low, high = (bound.to(inputs.log_probs.dtype) for bound in (found.low, found.high))
     ratio = inputs.log_ratio.exp()
@@ -124,7 +124,7 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return loss, {**metrics, **means}
 
 
-def selection_statistics(
+def mini_batch_statistics(
     name: str,
     micro_batches: Sequence[PolicyLossInputs],
     over_ranks: SumOverRanks | None = None,
@@ -278,7 +278,7 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
     # Without statistics the mini-batch is given whole, as in a notebook.
-    statistics = inputs.selection_statistics or selection_statistics(name, [inputs])
+    statistics = inputs.mini_batch_statistics or mini_batch_statistics(name, [inputs])
     assert isinstance(statistics, Selection)
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold

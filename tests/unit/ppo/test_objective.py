@@ -17,15 +17,15 @@ from torch import Tensor
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, MiniBatchStatistics, PolicyLossInputs, selection_statistics
+from verl_rc.losses import Aggregation, MiniBatchStatistics, PolicyLossInputs, mini_batch_statistics
 from verl_rc.losses.selection import selection_scores
-from verl_rc.ppo.choices import needs_statistics_first, selecting_loss_name
+from verl_rc.ppo.choices import mini_batch_loss_name, needs_statistics_first
 from verl_rc.ppo.objective import (
     correct_current,
     loss_counts,
     measure_current,
     policy_objective,
-    selection_inputs,
+    statistics_inputs,
     value_objective,
     with_interpolated_proximal,
 )
@@ -172,10 +172,10 @@ def alone(tensor: Tensor) -> Tensor:
 
 def statistics_of(config: ActorConfig, batch: TrainBatch, split: list[list[int]]) -> MiniBatchStatistics:
     log_probs = current(batch)
-    seen = [selection_inputs(batch[rows], log_probs[rows], config, correction()) for rows in split]
-    name = selecting_loss_name(config, RolloutCorrectionConfig())
+    seen = [statistics_inputs(batch[rows], log_probs[rows], config, correction()) for rows in split]
+    name = mini_batch_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    return selection_statistics(name, seen, alone, alone)
+    return mini_batch_statistics(name, seen, alone, alone)
 
 
 def expected_kl_cov(batch: TrainBatch) -> tuple[float, float, set[tuple[int, int]]]:
@@ -200,7 +200,7 @@ def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[li
     assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx(
         [advantage, log_prob], rel=1e-5
     )
-    inputs = selection_inputs(batch, current(batch), config, correction())
+    inputs = statistics_inputs(batch, current(batch), config, correction())
     scores = selection_scores("kl_cov", inputs, found.advantage_mean, found.log_prob_mean)
     assert {(row, t) for row, t in (scores >= found.score_threshold).nonzero().tolist()} == expected
     assert found.share_at_threshold == 1
@@ -218,7 +218,7 @@ def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(
     assert (cut.score_threshold, cut.share_at_threshold) == (whole.score_threshold, whole.share_at_threshold)
     scores = selection_scores(
         "kl_cov",
-        selection_inputs(batch, current(batch), config, correction()),
+        statistics_inputs(batch, current(batch), config, correction()),
         cut.advantage_mean,
         cut.log_prob_mean,
     )
@@ -274,7 +274,7 @@ def over_two_ranks(
 
     def run(rank: int) -> MiniBatchStatistics:
         over = exchange(rank, lambda parts: parts[0] + parts[1])
-        return selection_statistics(name, shares[rank], over, exchange(rank, torch.cat))
+        return mini_batch_statistics(name, shares[rank], over, exchange(rank, torch.cat))
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(run, (0, 1))
@@ -289,13 +289,13 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: f
         batch.advantages = torch.full_like(batch.advantages, advantage)
     log_probs = current(batch)
     shares = [
-        [selection_inputs(batch[rows], log_probs[rows], config, correction()) for rows in of_rank]
+        [statistics_inputs(batch[rows], log_probs[rows], config, correction()) for rows in of_rank]
         for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
     ]
-    name = selecting_loss_name(config, RolloutCorrectionConfig())
+    name = mini_batch_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    whole = selection_statistics(
-        name, [selection_inputs(batch, log_probs, config, correction())], alone, alone
+    whole = mini_batch_statistics(
+        name, [statistics_inputs(batch, log_probs, config, correction())], alone, alone
     )
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):

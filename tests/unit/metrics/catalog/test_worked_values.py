@@ -1200,7 +1200,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         model=model,
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0, shares)
-    with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
+    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
@@ -1226,7 +1226,7 @@ def an_update_that_the_engine_rounds():
         model=MagicMock(),
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0, [], measures_survival=True)
-    with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
+    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),
