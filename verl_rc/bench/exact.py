@@ -32,8 +32,8 @@ from verl_rc.losses import (
     PolicyLossInputs,
     clean_policy_loss_inputs,
     compute_policy_loss,
-    loss_options,
     mini_batch_statistics,
+    read_loss_options,
 )
 from verl_rc.ppo.choices import needs_statistics_first
 
@@ -264,7 +264,7 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
             response_mask=mask,
             denominator_mask=mask & keep if config.rejection_denominator == "kept" else mask,
             rollout_is_weights=weights,
-            parameters=loss_options(method.options),
+            parameters=read_loss_options(method.options),
             aggregation=known.aggregation,
         )
     )

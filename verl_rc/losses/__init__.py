@@ -10,6 +10,7 @@ from verl_rc.losses.inputs import (
     clean_policy_loss_inputs,
     loss_options,
     policy_loss_names,
+    read_loss_options,
     register_policy_loss,
     resolve_policy_loss,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "explained_variance",
     "loss_options",
     "policy_loss_names",
+    "read_loss_options",
     "register_policy_loss",
     "resolve_policy_loss",
     "token_mean",

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from torch import Tensor
 
-from verl_rc.config.algorithms import LossOptions
+from verl_rc.config.algorithms import LossOptions, RatioOptions
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.user_code import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.metrics.mergeable import Mean
@@ -129,22 +130,27 @@ resolve_policy_loss = _FUNCTIONS.resolve
 when there is no such loss."""
 
 
-def loss_options(config: object | None) -> LossOptions:
-    """Read the section ``actor_rollout_ref.actor``, as a mapping or as an object with the same names.
+def loss_options(section: RatioOptions | DistillationLossConfig) -> LossOptions:
+    """The options of the losses in a section of the configuration."""
+    return read_loss_options(section.model_dump())
 
-    The keys of ``policy_loss`` are looked for in that subsection first, then beside the others. None gives
-    the defaults.
+
+def read_loss_options(section: Mapping[str, object]) -> LossOptions:
+    """The options of the losses in a mapping with keys of ``actor_rollout_ref.actor``, and maybe others.
+
+    The keys of ``policy_loss`` are looked for in that subsection first, then beside the others. None stands
+    for the default.
 
     Raises:
         ValueError: when a number is outside its range.
     """
-    if config is None or isinstance(config, LossOptions):
-        return config or LossOptions()
-    options: dict[str, object] = {}
-    for section in (config, _entry(config, "policy_loss")):
-        options |= {
-            name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None
-        }
+    options = {
+        name: part[name]
+        for part in (section, section.get("policy_loss"))
+        if isinstance(part, Mapping)
+        for name in LossOptions.model_fields
+        if part.get(name) is not None
+    }
     try:
         return LossOptions.model_validate(options)
     except ValidationError as error:
@@ -159,10 +165,6 @@ def _explain(item: ErrorDetails) -> str:
         f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got "
         f"{item['input']!r}"
     )
-
-
-def _entry(section: object, name: str) -> object | None:
-    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
 def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:

@@ -1,8 +1,11 @@
 """The terms of the actor's loss: the policy loss by its name, entropy, and divergence from the reference
 policy."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from verl_rc.config.algorithms import RatioOptions
 from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (they bind functions to names)
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
@@ -11,6 +14,7 @@ from verl_rc.losses.inputs import (
     PolicyLossInputs,
     clean_policy_loss_inputs,
     loss_options,
+    read_loss_options,
     resolve_policy_loss,
 )
 from verl_rc.tensor_ops import kl_penalty
@@ -25,7 +29,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     response_mask: Tensor | None = None,
     denominator_mask: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
-    config: object | None = None,
+    config: Mapping[str, object] | RatioOptions | None = None,
     aggregation: str | Aggregation = "token-mean",
     mini_batch_statistics: MiniBatchStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
@@ -64,7 +68,9 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         response_mask=response_mask,
         denominator_mask=response_mask if denominator_mask is None else denominator_mask,
         rollout_is_weights=rollout_is_weights,
-        parameters=loss_options(config),
+        parameters=loss_options(config)
+        if isinstance(config, RatioOptions)
+        else read_loss_options(config or {}),
         aggregation=Aggregation.from_name(aggregation),
         mini_batch_statistics=mini_batch_statistics,
     )

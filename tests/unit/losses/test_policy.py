@@ -19,8 +19,8 @@ from verl_rc.losses import (
     compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss,
-    loss_options,
     mini_batch_statistics,
+    read_loss_options,
     register_policy_loss,
     resolve_policy_loss,
 )
@@ -93,7 +93,7 @@ def statistics_of_parts(
     """What a trainer computes for a mini-batch from its parts, before the losses."""
     if not POLICY_LOSSES[name].reads_mini_batch:
         return None
-    parameters = loss_options(CONFIG)
+    parameters = read_loss_options(CONFIG)
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
