@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from verl_rc.config.algorithms import RatioOptions
+from verl_rc.config.algorithms import LossAggregation, RatioOptions
 from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (they bind functions to names)
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
@@ -30,7 +30,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     denominator_mask: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     config: Mapping[str, object] | RatioOptions | None = None,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
     mini_batch_statistics: MiniBatchStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute a policy loss and its metrics for one micro-batch.
@@ -88,7 +88,7 @@ def compute_entropy_loss(
     entropy: Tensor,
     loss_mask: Tensor,
     denominator_mask: Tensor | None = None,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
     """Aggregate the policy's entropy; subtract it, times ``entropy_coeff``, from the policy loss to raise
     entropy.
@@ -117,7 +117,7 @@ def compute_kl_loss(
     kind: str,
     loss_mask: Tensor,
     denominator_mask: Tensor | None = None,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
     """Aggregate an estimate of KL(current ‖ reference); add it, times ``kl_loss_coef``, to the policy loss.
 
