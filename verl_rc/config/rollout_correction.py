@@ -287,8 +287,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     @property
     def rejects(self) -> bool:
         """Whether anything can reject tokens whose log-probs are finite."""
-        causes = (self.rollout_rs, self.rollout_token_veto_threshold, self.rollout_opsm_threshold)
-        return any(cause is not None for cause in causes)
+        return self.settings().rejects
 
     def settings(self) -> CorrectionSettings:
         """The options as typed values."""
