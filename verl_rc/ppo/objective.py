@@ -148,7 +148,7 @@ def value_objective(
     """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's
     ``totals``."""
     loss, averages = compute_value_loss(
-        values, batch.old_values, batch.returns, batch.response_mask, config.cliprange_value, totals
+        values, batch.critic_values, batch.returns, batch.response_mask, config.cliprange_value, totals
     )
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
 

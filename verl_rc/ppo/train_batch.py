@@ -168,7 +168,7 @@ def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBat
     return CriticBatch(
         tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
-        old_values=evaluations.critic_values,
+        critic_values=evaluations.critic_values,
         returns=batch.returns,
         batch_size=batch.batch_size,
     )

@@ -130,7 +130,7 @@ def test_value_loss_equals_a_float64_loop() -> None:
     critic_batch = CriticBatch(
         tokens=batch.tokens,
         response_mask=batch.response_mask,
-        old_values=old,
+        critic_values=old,
         returns=returns,
         batch_size=[6],
     )

@@ -190,7 +190,11 @@ def test_the_critic(model_folder: Path) -> None:
     random = torch.randn(3, len(LENGTHS), 7, generator=torch.Generator().manual_seed(1))
     mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
     batch = CriticBatch(
-        tokens=tokens, response_mask=mask, old_values=random[0], returns=random[1], batch_size=[len(LENGTHS)]
+        tokens=tokens,
+        response_mask=mask,
+        critic_values=random[0],
+        returns=random[1],
+        batch_size=[len(LENGTHS)],
     )
 
     def work(device: torch.device) -> list[Tensor]:

@@ -577,7 +577,7 @@ def the_critics_loss():
     batch = CriticBatch(
         tokens=ROW,
         response_mask=mask,
-        old_values=one_row(0, 1, 9, 9),
+        critic_values=one_row(0, 1, 9, 9),
         returns=one_row(1, 3, 9, 9),
         batch_size=[1],
     )
