@@ -49,7 +49,7 @@ from verl_rc.driver.decide import environment_metrics, waiting_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
-from verl_rc.driver.scoring import FAILURE_COLUMN, columns_of, reward_metrics
+from verl_rc.driver.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
 from verl_rc.driver.stages import record_batch, update_actor
 from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
@@ -630,7 +630,7 @@ def rewards_that_fail_and_columns():
         RewardOutput(0.0, {FAILURE_COLUMN: "x"}),
     ]
     outputs.append(RewardOutput(2.0, {"acc": 0.5}))
-    found = reduce_metrics(reward_metrics(columns_of(outputs), len(outputs)))
+    found = reduce_metrics(reward_metrics(extra_columns(outputs), len(outputs)))
     expected = {
         "reward/failed_fraction": 1 / 4,
         "reward/acc/mean": 1 / 2,
