@@ -22,4 +22,4 @@ def log_probs_before(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 def loss_of_covariances(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """It reads statistics that no loss of a user's own is given."""
-    return inputs.reduce(-inputs.advantages * inputs.selection_statistics.threshold), {}
+    return inputs.reduce(-inputs.advantages * inputs.mini_batch_statistics.threshold), {}

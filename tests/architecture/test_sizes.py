@@ -10,7 +10,6 @@ MAX_FUNCTION_LINES = 100
 MAX_LOOP_LINES = 80
 MAX_ARGUMENTS = 7
 PUBLIC_BY_DESIGN = {
-    "aggregate_loss",
     "compute_advantages",
     "compute_policy_loss",
     "compute_rollout_correction",

@@ -65,7 +65,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
                 critic_batch = CriticBatch(
                     tokens=batch.tokens,
                     response_mask=batch.response_mask,
-                    old_values=values,
+                    critic_values=values,
                     returns=values + 1,
                     batch_size=[6],
                 )

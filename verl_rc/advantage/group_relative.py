@@ -61,9 +61,9 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, [B, T].
     """
     groups, scores = required_groups(inputs, "grpo_passk"), row_scores(inputs)
-    best = groups.counted & (scores == groups.per_row(groups.amax(scores)))
+    best = groups.is_counted & (scores == groups.per_row(groups.amax(scores)))
     unique = groups.per_row(groups.sum(best.to(scores.dtype))) == 1
-    second = groups.per_row(replace(groups, counted=groups.counted & ~best).amax(scores))
+    second = groups.per_row(replace(groups, is_counted=groups.is_counted & ~best).amax(scores))
     advantages = (scores - second).where(best & unique & second.isfinite(), 0)
     if inputs.norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.stds(scores) + STD_EPSILON)
@@ -138,9 +138,9 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, in units of reward, [B, T].
     """
     groups, scores = required_groups(inputs, "gpg"), row_scores(inputs)
-    with_signal = (groups.counted & (scores != 0)).sum()
+    with_signal = (groups.is_counted & (scores != 0)).sum()
     return _broadcast_over_tokens(
-        _centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs
+        _centred(groups, scores) * groups.is_counted.sum() / with_signal.clamp(min=1), inputs
     )
 
 
@@ -194,7 +194,7 @@ def _compared(
     per_turn = rewards.new_zeros((len(mask), most))
     to_go = per_turn.scatter_add(-1, turns, rewards).flip(-1).cumsum(dim=-1).flip(-1)
     taken = per_turn.scatter_add(-1, turns, mask.double()) > 0
-    members = groups.index[:, None] * most + torch.arange(most, device=mask.device)
+    members = groups.group_of_row[:, None] * most + torch.arange(most, device=mask.device)
     by_turn = Groups(members.flatten(), taken.flatten(), groups.num_groups * most)
     credits = compare(by_turn, to_go.flatten()).where(by_turn.sizes(torch.float64) > 1, 0).view(-1, most)
     advantages = torch.where(mask, credits.gather(-1, turns).to(inputs.token_level_rewards.dtype), 0)

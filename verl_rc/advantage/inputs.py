@@ -15,31 +15,33 @@ from verl_rc.tensor_ops.masked import group_numbers
 class Groups:
     """The group of each row, and which rows count."""
 
-    index: Tensor
+    group_of_row: Tensor
     """[B], int64, in [0, num_groups)."""
-    counted: Tensor
+    is_counted: Tensor
     """[B], bool; rows without it neither enter a sum nor add to a size."""
     num_groups: int
     """An upper bound of the number of groups; the length of every per-group tensor."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up the counted rows of ``values`` [B, ...] per group: [num_groups, ...]."""
-        counted = self.counted.view(-1, *(1,) * (values.ndim - 1))
+        counted = self.is_counted.view(-1, *(1,) * (values.ndim - 1))
         sums = values.new_zeros((self.num_groups, *values.shape[1:]))
-        return sums.index_add(0, self.index, values.where(counted, 0))
+        return sums.index_add(0, self.group_of_row, values.where(counted, 0))
 
     def amax(self, values: Tensor) -> Tensor:
         """Largest counted value [B] per group: [num_groups]; −inf for a group without one."""
-        values = values.where(self.counted, values.new_full((), -torch.inf))
-        return values.new_full((self.num_groups,), -torch.inf).scatter_reduce(0, self.index, values, "amax")
+        values = values.where(self.is_counted, values.new_full((), -torch.inf))
+        return values.new_full((self.num_groups,), -torch.inf).scatter_reduce(
+            0, self.group_of_row, values, "amax"
+        )
 
     def per_row(self, values: Tensor) -> Tensor:
         """Spread values of groups [num_groups, ...] over their rows: [B, ...]."""
-        return values[self.index]
+        return values[self.group_of_row]
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
         """Counted rows in each row's group: [B]."""
-        return self.per_row(self.sum(self.counted.to(dtype)))
+        return self.per_row(self.sum(self.is_counted.to(dtype)))
 
     def means(self, values: Tensor) -> Tensor:
         """Mean over the counted rows of each row's group: [B]; 0 for a group without any."""
@@ -52,24 +54,24 @@ class Groups:
         return (squares / (self.sizes(values.dtype) - 1).clamp(min=1)).sqrt()
 
 
-def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Groups:
+def make_groups(group_ids: Sequence[Hashable] | Tensor, is_counted: Tensor) -> Groups:
     """Number the groups.
 
     Args:
         group_ids: B identifiers of prompts, strings or integers, or an integer tensor [B]; order means
             nothing.
-        counted: [B], bool; rows that count.
+        is_counted: [B], bool; rows that count.
 
     Raises:
         ValueError: when there is not one identifier per row.
     """
-    rows = counted.shape[0]
+    rows = is_counted.shape[0]
     if len(group_ids) != rows:
         raise ValueError(
             f"group_ids must name the prompt of each of the {rows} rows; got {len(group_ids)} identifiers"
         )
     num_groups = rows if isinstance(group_ids, Tensor) else len(set(group_ids))
-    return Groups(group_numbers(group_ids, counted.device), counted, num_groups)
+    return Groups(group_numbers(group_ids, is_counted.device), is_counted, num_groups)
 
 
 @dataclass(frozen=True)

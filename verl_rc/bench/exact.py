@@ -28,12 +28,12 @@ from verl_rc.correction import (
 )
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_policy_loss,
-    loss_options,
-    selection_statistics,
+    mini_batch_statistics,
+    read_loss_options,
 )
 from verl_rc.ppo.choices import needs_statistics_first
 
@@ -173,7 +173,7 @@ class Known:
     aggregation: Aggregation
     """With denominators of a row: losses of rows are averaged."""
     correction: CorrectionStatistics | None
-    selection: SelectionStatistics | None
+    mini_batch: MiniBatchStatistics | None
 
 
 def coefficients(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Tensor:
@@ -200,8 +200,8 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
     tokens = float(rows.weights @ rows.responses.mask.sum(dim=-1).double())
     width = float(rows.responses.mask.shape[1])
     known = Known(Aggregation("seq-mean-token-sum", tokens, 1.0, width), None, None)
-    selects = method.loss in POLICY_LOSSES and POLICY_LOSSES[method.loss].selects_tokens
-    if not selects and not needs_statistics_first(method.correction):
+    reads_mini_batch = method.loss in POLICY_LOSSES and POLICY_LOSSES[method.loss].reads_mini_batch
+    if not reads_mini_batch and not needs_statistics_first(method.correction):
         return known
     mini_batch = rows.mini_batch()
     parts = [mini_batch.take(numbers) for numbers in mini_batch.of_ranks(ranks)]
@@ -227,9 +227,9 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
             )
             aggregation = replace(known.aggregation, num_tokens=tokens, num_sequences=sequences)
             known = replace(known, aggregation=aggregation)
-    if selects:
+    if reads_mini_batch:
         inputs = [_loss_inputs(method, part, part.responses.log_probs(logits), known) for part in parts]
-        known = replace(known, selection=selection_statistics(method.loss, inputs))
+        known = replace(known, mini_batch=mini_batch_statistics(method.loss, inputs))
     return known
 
 
@@ -264,7 +264,7 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
             response_mask=mask,
             denominator_mask=mask & keep if config.rejection_denominator == "kept" else mask,
             rollout_is_weights=weights,
-            parameters=loss_options(method.options),
+            parameters=read_loss_options(method.options),
             aggregation=known.aggregation,
         )
     )
@@ -284,7 +284,7 @@ def _part_coefficients(method: Method, rows: Rows, train: Tensor, known: Known) 
         rollout_is_weights=inputs.rollout_is_weights,
         config=inputs.parameters,
         aggregation=known.aggregation,
-        selection_statistics=known.selection,
+        mini_batch_statistics=known.mini_batch,
     )
     if not loss.requires_grad:
         return torch.zeros_like(train)

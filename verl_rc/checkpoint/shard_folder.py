@@ -48,8 +48,8 @@ class SafeReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Find a class as torch does. Raises ``pickle.UnpicklingError`` for a file that names anything
-        else."""
+        """Read the file. Raises ``pickle.UnpicklingError`` where it names or holds anything but a description
+        of tensors."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata: Metadata = _DescriptionUnpickler(file).load()
         if not isinstance(metadata, Metadata):

@@ -1,4 +1,7 @@
-"""``verl-rc <subcommand>``: the tools around a training run."""
+"""``verl-rc <subcommand>``: the tools around a training run.
+
+A subcommand imports what it needs when it runs: no other one and no help text waits for torch, Ray or Hydra.
+"""
 
 import argparse
 import sys

@@ -20,7 +20,7 @@ from verl_rc.cli.subcommand import (
 
 
 def _convert(options: Options) -> None:
-    from verl_rc.insight.convert import convert  # noqa: PLC0415  (numpy)
+    from verl_rc.insight.convert import convert
 
     write_lines(convert(options.path, options.output))
 
@@ -28,11 +28,11 @@ def _convert(options: Options) -> None:
 def _diagnose(options: Options) -> None:
     if options.digests is not None:
         quieten_libraries()
-        from verl_rc.insight.replay.digests import compare_weights  # noqa: PLC0415  (torch, transformers)
+        from verl_rc.insight.replay.digests import compare_weights
 
         write_lines(compare_weights(options.folder, options.digests).lines())
         return
-    from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.diagnosis import REPLAYS, DiagnosisRequest, diagnose
 
     names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAYS]:
@@ -41,12 +41,12 @@ def _diagnose(options: Options) -> None:
     request = DiagnosisRequest(options.folder, names, options.rows, **given, **step_range(options))
     if options.model is not None:
         quieten_libraries()
-        from verl_rc.insight.replay.foreign import diagnose_with_model  # noqa: PLC0415  (torch, transformers)
+        from verl_rc.insight.replay.foreign import diagnose_with_model
 
         diagnosis = diagnose_with_model(request)
     elif names:
         quieten_libraries()
-        from verl_rc.insight.replay.diagnosis import diagnose_with_replays  # noqa: PLC0415  (torch, transformers)
+        from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 
         diagnosis = diagnose_with_replays(request)
     else:
@@ -56,21 +56,20 @@ def _diagnose(options: Options) -> None:
 
 def _export(options: Options) -> None:
     quieten_libraries()
-    # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
-    from verl_rc.workers.export import export_checkpoint  # noqa: PLC0415
+    from verl_rc.workers.export import export_checkpoint
 
     line = export_checkpoint(options.checkpoint, options.output, options.part, options.dtype, options.model)
     sys.stdout.write(f"{line}\n")
 
 
 def _plot(options: Options) -> None:
-    from verl_rc.insight.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+    from verl_rc.insight.picture import draw_run
 
     sys.stdout.write(f"{draw_run(options.folder)}\n")
 
 
 def _report(options: Options) -> None:
-    from verl_rc.insight.page import Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.insight.page import Request, write_report
 
     request = Request(
         tuple(options.paths),
@@ -95,7 +94,7 @@ def _report(options: Options) -> None:
 
 
 def _trace(options: Options) -> None:
-    from verl_rc.insight.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
+    from verl_rc.insight.timeline import write_timeline
 
     sys.stdout.write(write_timeline(options.folder, options.steps))
 
@@ -105,7 +104,7 @@ def _wandb_workspace(options: Options) -> None:
     if not (entity and slash and project) or "/" in project:
         raise ValueError(f"the project must be given as ENTITY/PROJECT, got {options.project}")
     try:
-        from verl_rc.metrics.sinks import wandb_workspace as views  # noqa: PLC0415  (an optional package)
+        from verl_rc.metrics.sinks import wandb_workspace as views
     except ImportError as error:
         raise ValueError(
             "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
@@ -115,9 +114,9 @@ def _wandb_workspace(options: Options) -> None:
 
 
 def _what_if(options: Options) -> None:
-    from verl_rc.insight.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
-    from verl_rc.insight.verdict import judge  # noqa: PLC0415  (as above)
-    from verl_rc.insight.what_if import (  # noqa: PLC0415  (torch)
+    from verl_rc.insight.run_folder import read_run
+    from verl_rc.insight.verdict import judge
+    from verl_rc.insight.what_if import (
         answer,
         bias_updates,
         clip_of,
@@ -131,7 +130,7 @@ def _what_if(options: Options) -> None:
     steps, gradients = options.steps or (), None
     if options.gradients:
         quieten_libraries()
-        from verl_rc.insight.replay.gradients import ParameterGradients  # noqa: PLC0415  (transformers)
+        from verl_rc.insight.replay.gradients import ParameterGradients
 
         gradients = ParameterGradients(options.folder, *steps)
     batch = read_batch(options.folder, *steps) if gradients is None else gradients.batch

@@ -25,9 +25,9 @@ def _bench(options: Options) -> None:
     if options.track != "exact":
         _bench_with_engines(options)
         return
-    from verl_rc.bench.method import find_method  # noqa: PLC0415  (torch)
-    from verl_rc.bench.results import record_results  # noqa: PLC0415  (as above)
-    from verl_rc.bench.standing import known_methods, run, stand  # noqa: PLC0415  (as above)
+    from verl_rc.bench.method import find_method
+    from verl_rc.bench.results import record_results
+    from verl_rc.bench.standing import known_methods, run, stand
 
     if options.method == "all":
         if options.save is None:
@@ -44,8 +44,8 @@ def _bench(options: Options) -> None:
 
 
 def _bench_with_engines(options: Options) -> None:
-    from verl_rc.study.bench import run_method  # noqa: PLC0415  (torch)
-    from verl_rc.study.machine import cores_of  # noqa: PLC0415  (as above)
+    from verl_rc.study.bench import run_method
+    from verl_rc.study.machine import cores_of
 
     if options.save is None:
         raise ValueError(f"the track {options.track} trains for long: say with --save where runs are kept")
@@ -55,7 +55,7 @@ def _bench_with_engines(options: Options) -> None:
 
 def _exact(options: Options) -> int:
     quieten_libraries()
-    from verl_rc.preflight.certificate import certify  # noqa: PLC0415  (transformers)
+    from verl_rc.preflight.certificate import certify
 
     certificate = certify(options.model, options.dtype, options.prompts, exact=not options.ordinary)
     write_lines(certificate.lines())
@@ -64,8 +64,8 @@ def _exact(options: Options) -> int:
 
 def _explain(options: Options) -> None:
     config = configuration(options.overrides)
-    from verl_rc.ppo.step_time import MeasuredStep  # noqa: PLC0415  (pydantic, which no help text should wait for)
-    from verl_rc.preflight.explain import plan_text  # noqa: PLC0415  (as above)
+    from verl_rc.ppo.step_time import MeasuredStep
+    from verl_rc.preflight.explain import plan_text
 
     seconds = [
         seconds for seconds in (options.sampling_seconds, options.training_seconds) if seconds is not None
@@ -83,11 +83,11 @@ def _doctor(options: Options) -> int:
     quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     config = configuration(options.overrides)
-    from verl_rc.preflight.finding import verdict  # noqa: PLC0415  (no help text should wait for it)
+    from verl_rc.preflight.finding import verdict
 
     if options.gpu or options.only:
-        from verl_rc.preflight.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
-        from verl_rc.preflight.machine import uses_gpus  # noqa: PLC0415  (as above)
+        from verl_rc.preflight.bring_up.run import STAGES, bring_up
+        from verl_rc.preflight.machine import uses_gpus
 
         if unknown := set(options.only) - set(STAGES):
             raise refuse(f"--only must name one of {', '.join(STAGES)}; got {', '.join(sorted(unknown))}.")
@@ -98,7 +98,7 @@ def _doctor(options: Options) -> int:
             )
         findings = bring_up(config, _GPU_FILE, {name: STAGES[name] for name in options.only or STAGES})
     else:
-        from verl_rc.preflight.doctor import examine  # noqa: PLC0415  (Ray)
+        from verl_rc.preflight.doctor import examine
 
         findings = examine(config)
     failures = 0
@@ -113,7 +113,7 @@ def _doctor(options: Options) -> int:
 
 
 def _migrate(options: Options) -> None:
-    from verl_rc.config.verl.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+    from verl_rc.config.verl.migration import migrate
 
     legacy_options = {"era": options.era, "k1_bound_convention": options.k1_bound_convention}
     migration = migrate(
@@ -127,7 +127,7 @@ def _migrate(options: Options) -> None:
 
 
 def _presets(options: Options) -> None:
-    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415  (pydantic)
+    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 
     configs = {name: RolloutCorrectionConfig.from_preset(name) for name in options.names or PRESETS}
     for name, config in configs.items():

@@ -87,8 +87,8 @@ def configuration(overrides: Sequence[str]) -> "RunConfig":
 
     Ends the process with a line for each mistake, as a run does.
     """
-    from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
-    from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script  # noqa: PLC0415  (as above)
+    from verl_rc.config.load import load_run_config
+    from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script
 
     try:
         if is_recipe_script(overrides[0]):

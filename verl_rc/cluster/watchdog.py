@@ -315,7 +315,8 @@ def identity_of(process: WatchedProcess) -> ProcessIdentity | None:
 
 
 def _is_here(identity: ProcessIdentity) -> bool:
-    return identity.node_id == ray.get_runtime_context().get_node_id()
+    here: str = ray.get_runtime_context().get_node_id()
+    return identity.node_id == here
 
 
 def _on_node(function: Any, identity: ProcessIdentity) -> "ray.ObjectRef[Any]":

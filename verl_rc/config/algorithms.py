@@ -190,7 +190,7 @@ class LossSpec:
     """An average that overrides ``loss_agg_mode``; None: ``loss_agg_mode`` applies."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
-    selects_tokens: bool = False
+    reads_mini_batch: bool = False
     """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
@@ -294,7 +294,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
             LossOption("policy_loss.clip_cov_ub", "cov_high"),
         ),
         only_negative=(_LOW,),
-        selects_tokens=True,
+        reads_mini_batch=True,
     ),
     "kl_cov": LossSpec(
         title="KL-Cov",
@@ -303,7 +303,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.kl_cov_ratio", "share"), LossOption("policy_loss.ppo_kl_coef", "κ")),
-        selects_tokens=True,
+        reads_mini_batch=True,
         ppo_kl="distance",
     ),
     "dppo_tv": LossSpec(
@@ -334,7 +334,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.m2_threshold", "τ"),),
-        selects_tokens=True,
+        reads_mini_batch=True,
     ),
     "bapo": LossSpec(
         title="Balanced policy optimisation with an adaptive clip",
@@ -353,7 +353,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
             _CAP,
         ),
         only_negative=(_CAP,),
-        selects_tokens=True,
+        reads_mini_batch=True,
     ),
     "prime_rl": LossSpec(
         title="The default loss of prime-rl",

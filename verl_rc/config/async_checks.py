@@ -176,9 +176,9 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
             "corrected after the first update; pass proximal=recompute, or raise "
             f"{SECTION}.staleness_threshold."
         )
-    if spec is not None and spec.selects_tokens:
+    if spec is not None and spec.reads_mini_batch:
         yield (
-            f"{key} cannot go with loss_mode={loss}, which orders tokens before the loss; pass "
+            f"{key} cannot go with loss_mode={loss}, which looks at the whole mini-batch first; pass "
             "proximal=recompute."
         )
     if algorithm.use_kl_in_reward:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -35,8 +35,11 @@ __all__ = [
 ]
 
 _SECTION = "algorithm.rollout_correction"
-WEIGHT_LEVELS = ("token", "prefix", "turn", "sequence", "geometric")
+WeightLevel = Literal["token", "prefix", "turn", "sequence", "geometric"]
 """What a weight is made of: see ``RolloutCorrectionConfig.rollout_is``."""
+WEIGHT_LEVELS: tuple[WeightLevel, ...] = get_args(WeightLevel)
+RejectionDenominator = Literal["original", "kept"]
+"""What a loss is divided by: see ``RolloutCorrectionConfig.rejection_denominator``."""
 
 ThresholdInput = float | str | dict[str, float] | list[Any] | None
 """A threshold as a user may write it; kept as a number or as text."""
@@ -46,8 +49,7 @@ ThresholdInput = float | str | dict[str, float] | list[Any] | None
 class WeightSettings:
     """Which importance weights, and their bounds."""
 
-    level: str
-    """One of ``WEIGHT_LEVELS``."""
+    level: WeightLevel
     threshold: Threshold
     """A band, or only the bound that larger weights are truncated to."""
     batch_normalize: bool
@@ -93,7 +95,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     mode.
     """
 
-    rollout_is: Literal["token", "prefix", "turn", "sequence", "geometric"] | None = None
+    rollout_is: WeightLevel | None = None
     """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix), of
     its turn between two answers of an environment (turn) or of all of its row (sequence), or the geometric
     mean of its row's ratios (geometric); null: no weights."""
@@ -128,7 +130,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
     """The loss of bypass mode. ppo_clip: the one of ``policy_loss.loss_mode``, PPO's clip by default, without
     weights; reinforce: the policy gradient with weights; topr: TOPR, without weights."""
-    rejection_denominator: Literal["original", "kept"] = "original"
+    rejection_denominator: RejectionDenominator = "original"
     """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
     1/acceptance)."""
     rejected_in_group_baseline: Literal["include", "exclude"] = "include"
@@ -285,8 +287,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     @property
     def rejects(self) -> bool:
         """Whether anything can reject tokens whose log-probs are finite."""
-        causes = (self.rollout_rs, self.rollout_token_veto_threshold, self.rollout_opsm_threshold)
-        return any(cause is not None for cause in causes)
+        return self.settings().rejects
 
     def settings(self) -> CorrectionSettings:
         """The options as typed values."""

@@ -47,7 +47,6 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "top_log_probs": (torch.float32, "BRW"),
     "flipped_experts": (torch.float32, "BR"),
     "critic_values": (torch.float32, "BR"),
-    "old_values": (torch.float32, "BR"),
     "advantages": (torch.float32, "BR"),
     "returns": (torch.float32, "BR"),
     "rollout_is_weights": (torch.float32, "BR"),
@@ -255,7 +254,7 @@ class CriticBatch(TensorClass):
     """Prompts and responses."""
     response_mask: Tensor
     """bool ``[B, R]``: tokens the policy produced."""
-    old_values: Tensor
+    critic_values: Tensor
     """float32 ``[B, R]``: the critic's value before each token, before the update; in units of reward."""
     returns: Tensor
     """float32 ``[B, R]``: regression targets of the values; in units of reward."""

@@ -116,7 +116,7 @@ class MixedBatches(EpochBatches):
             )
         self._file_sizes = list(file_sizes)
         self._weights = list(weights)
-        self._files = interleave(weights, len(self) * batch_size)
+        self._files = spread_files_by_weight(weights, len(self) * batch_size)
         self._rows_per_epoch = [self._files.count(file) for file in range(len(self._file_sizes))]
 
     def _identity(self) -> dict[str, int | bool | str]:
@@ -139,7 +139,7 @@ class MixedBatches(EpochBatches):
         return rows[first % size : first % size + count]
 
 
-def interleave(weights: Sequence[float], count: int) -> list[int]:
+def spread_files_by_weight(weights: Sequence[float], count: int) -> list[int]:
     """``count`` file numbers, spread as evenly as ``weights`` (positive, in any unit) allow: the file that is
     furthest behind its share comes next, the first of several.
     """

@@ -61,10 +61,10 @@ def shard_model(
         for layer in transformer_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    assert isinstance(model, FSDPModule)
     # FSDP2 looks again at its modules' parameters when the model is moved. Cloned: what was read lies in the
     # mapped file, where others may write.
     model._apply(torch.clone)
+    assert isinstance(model, FSDPModule)
     if mesh.ndim > 1:
         _copy_from_first_group(model, mesh)
     return model

@@ -5,6 +5,7 @@ Imports nothing heavy: processes need it before their environment is complete.
 """
 
 import socket
+from typing import Any
 
 import psutil
 
@@ -14,7 +15,7 @@ _LISTENERS: dict[tuple[str, int], socket.socket] = {}
 
 def interface_of(address: str) -> str:
     """The name of the network interface that carries an IP address of this node."""
-    found = psutil.net_if_addrs()
+    found: dict[str, list[Any]] = psutil.net_if_addrs()
     for name, carried in found.items():
         # Link-local IPv6 addresses end in "%interface".
         if any(one.address.partition("%")[0] == address for one in carried):

@@ -81,9 +81,10 @@ class SequenceParallel:
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """Part i of rank j becomes part j of rank i; the gradients of the parts travel back the same way."""
-        return funcol.wait_tensor(
+        exchanged: Tensor = funcol.wait_tensor(
             funcol.all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
         )
+        return exchanged
 
 
 def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParallel | None]:

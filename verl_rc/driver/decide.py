@@ -19,7 +19,13 @@ from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores
 from verl_rc.data.parts import token_ids
 from verl_rc.data.samples import Samples
-from verl_rc.driver.scoring import FAILURE_COLUMN, ResponseScorer, columns_of, reward_metrics, with_accuracies
+from verl_rc.driver.scoring import (
+    FAILURE_COLUMN,
+    ResponseScorer,
+    extra_columns,
+    reward_metrics,
+    with_accuracies,
+)
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.rewards import RewardError
@@ -83,7 +89,7 @@ def _turn_rewards(episodes: Sequence[Replies]) -> list[list[float]]:
 
 def _scores_of_function(scorer: ResponseScorer, rows: Sequence[PromptRow], texts: list[str]) -> Scores:
     outputs = scorer.score(rows, texts)
-    extras = with_accuracies(columns_of(outputs))
+    extras = with_accuracies(extra_columns(outputs))
     return Scores(torch.tensor([output.score for output in outputs], dtype=torch.float32), texts, extras)
 
 

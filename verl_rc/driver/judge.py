@@ -69,8 +69,8 @@ def record_correction(
     record.add(statistics.metrics(control.correction(config)))
     if config.diagnostics == "full":
         record.histograms["rollout_corr/log_ratio"] = HISTOGRAM_EDGES, statistics.numbers().histograms[0]
-    if control.threshold is not None:
-        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold})
+    if control.rejection_threshold is not None:
+        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.rejection_threshold})
 
 
 def _judge_causes(

@@ -175,7 +175,7 @@ def _has_function(config: RewardConfig) -> bool:
     return config.custom_reward_function.path is not None
 
 
-def columns_of(outputs: Sequence[RewardOutput]) -> dict[str, list[object]]:
+def extra_columns(outputs: Sequence[RewardOutput]) -> dict[str, list[object]]:
     """What outputs say beside their scores, by name; None where one has no such value."""
     names = sorted({name for output in outputs for name in output.extras})
     return {name: [output.extras.get(name) for output in outputs] for name in names}

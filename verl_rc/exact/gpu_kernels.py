@@ -69,12 +69,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Over the last dimension, as vLLM's sampler in its batch-invariant mode."""
-    return batch_invariant.log_softmax(logits)
+    log_probs: Tensor = batch_invariant.log_softmax(logits)
+    return log_probs
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """vLLM's RMSNorm of ``x`` times ``weight``."""
-    return batch_invariant.rms_norm_batch_invariant(x, weight.detach(), epsilon)
+    normal: Tensor = batch_invariant.rms_norm_batch_invariant(x, weight.detach(), epsilon)
+    return normal
 
 
 @torch.no_grad()

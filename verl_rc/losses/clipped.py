@@ -127,14 +127,14 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
         ``actor/pg_clipfrac_lower`` (the same with A < 0), those of ``ppo_kl_metrics``.
     """
-    keep_mask = inputs.loss_mask
+    kept = inputs.loss_mask
     weights = inputs.rollout_is_weights
     if weights is not None:
         # log(0 + 1e-10) = −23 nats in a single token would pull down the weight of the whole sequence.
-        keep_mask = keep_mask & (weights > 0)
+        kept = kept & (weights > 0)
     log_ratio = inputs.log_ratio
     # Rejected tokens stay in the mean, so that the ratio does not change, and lose only their gradient.
-    log_ratio = log_ratio.where(keep_mask, log_ratio.detach())
+    log_ratio = log_ratio.where(kept, log_ratio.detach())
     low, high = inputs.parameters.clip_bounds
     clamped = log_ratio.clamp(-low, high)
     sign = inputs.advantages.sign()
@@ -143,9 +143,9 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ratio = _sequence_mean(pessimistic, inputs.response_mask).exp()
     sequence_loss = -_sequence_mean(inputs.advantages, inputs.response_mask) * ratio
     if weights is not None:
-        sequence_loss = sequence_loss * _sequence_mean((weights + WEIGHT_FLOOR).log(), keep_mask).exp()
+        sequence_loss = sequence_loss * _sequence_mean((weights + WEIGHT_FLOOR).log(), kept).exp()
     loss = inputs.aggregation.with_mode("seq-mean-token-sum").reduce(
-        sequence_loss, keep_mask.any(dim=-1, keepdim=True), inputs.denominator_mask.any(dim=-1, keepdim=True)
+        sequence_loss, kept.any(dim=-1, keepdim=True), inputs.denominator_mask.any(dim=-1, keepdim=True)
     )
     outside = log_ratio.detach() != clamped.detach()
     return loss, {

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from torch import Tensor
 
-from verl_rc.config.algorithms import LossOptions
+from verl_rc.config.algorithms import LossOptions, RatioOptions
+from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.user_code import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.metrics.mergeable import Mean
@@ -19,11 +20,8 @@ LossMetrics = Mapping[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
-class SelectionStatistics:
-    """What losses that select tokens need to know about the whole mini-batch.
-
-    A pass without gradient finds it: ``selection_statistics``.
-    """
+class Selection:
+    """Which tokens of the whole mini-batch a loss selects."""
 
     advantage_mean: Tensor
     """0-d; mean advantage over the mini-batch's trained tokens; 0 where the order does not depend on it."""
@@ -33,8 +31,21 @@ class SelectionStatistics:
     """0-d, int64; tokens whose selection score is above it are selected."""
     share_at_threshold: Tensor
     """0-d, in [0, 1]; how much of each token with this very score is selected."""
-    ratio_bounds: Tensor | None = None
-    """``[2]``; lowest and highest ratio, of ``bapo``, which selects no tokens."""
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """The clip range that a loss sets for the whole mini-batch."""
+
+    low: Tensor
+    """0-d, float64; the lowest ratio."""
+    high: Tensor
+    """0-d, float64; the highest ratio."""
+
+
+MiniBatchStatistics = Selection | RatioBounds
+"""What a loss must know about the whole mini-batch; a pass without gradient finds it:
+``mini_batch_statistics``."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class PolicyLossInputs:
     """The options of the losses."""
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
-    selection_statistics: SelectionStatistics | None = None
+    mini_batch_statistics: MiniBatchStatistics | None = None
     """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
 
     @property
@@ -104,8 +115,8 @@ PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    remedy="Weights are there with algorithm.rollout_correction.rollout_is, selection_statistics only for "
-    "losses of verl_rc that select tokens.",
+    remedy="Weights are there with algorithm.rollout_correction.rollout_is, mini_batch_statistics only for "
+    "losses of verl_rc that read the whole mini-batch.",
 )
 
 
@@ -119,22 +130,27 @@ resolve_policy_loss = _FUNCTIONS.resolve
 when there is no such loss."""
 
 
-def loss_options(config: object | None) -> LossOptions:
-    """Read the section ``actor_rollout_ref.actor``, as a mapping or as an object with the same names.
+def loss_options(section: RatioOptions | DistillationLossConfig) -> LossOptions:
+    """The options of the losses in a section of the configuration."""
+    return read_loss_options(section.model_dump())
 
-    The keys of ``policy_loss`` are looked for in that subsection first, then beside the others. None gives
-    the defaults.
+
+def read_loss_options(section: Mapping[str, object]) -> LossOptions:
+    """The options of the losses in a mapping with keys of ``actor_rollout_ref.actor``, and maybe others.
+
+    The keys of ``policy_loss`` are looked for in that subsection first, then beside the others. None stands
+    for the default.
 
     Raises:
         ValueError: when a number is outside its range.
     """
-    if config is None or isinstance(config, LossOptions):
-        return config or LossOptions()
-    options: dict[str, object] = {}
-    for section in (config, _entry(config, "policy_loss")):
-        options |= {
-            name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None
-        }
+    options = {
+        name: part[name]
+        for part in (section, section.get("policy_loss"))
+        if isinstance(part, Mapping)
+        for name in LossOptions.model_fields
+        if part.get(name) is not None
+    }
     try:
         return LossOptions.model_validate(options)
     except ValidationError as error:
@@ -149,10 +165,6 @@ def _explain(item: ErrorDetails) -> str:
         f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got "
         f"{item['input']!r}"
     )
-
-
-def _entry(section: object, name: str) -> object | None:
-    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
 def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -182,7 +194,7 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
         else _at_least_float32(weights).detach().where(loss_mask, 0),
         parameters=inputs.parameters,
         aggregation=inputs.aggregation,
-        selection_statistics=inputs.selection_statistics,
+        mini_batch_statistics=inputs.mini_batch_statistics,
     )
 
 

@@ -1,16 +1,20 @@
 """The terms of the actor's loss: the policy loss by its name, entropy, and divergence from the reference
 policy."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from verl_rc.config.algorithms import LossAggregation, RatioOptions
 from verl_rc.losses import clipped, policy_gradient, selection  # noqa: F401  (they bind functions to names)
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import (
     LossMetrics,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     loss_options,
+    read_loss_options,
     resolve_policy_loss,
 )
 from verl_rc.tensor_ops import kl_penalty
@@ -25,9 +29,9 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     response_mask: Tensor | None = None,
     denominator_mask: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
-    config: object | None = None,
-    aggregation: str | Aggregation = "token-mean",
-    selection_statistics: SelectionStatistics | None = None,
+    config: Mapping[str, object] | RatioOptions | None = None,
+    aggregation: LossAggregation | Aggregation = "token-mean",
+    mini_batch_statistics: MiniBatchStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute a policy loss and its metrics for one micro-batch.
 
@@ -45,8 +49,8 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
         config: the section ``actor_rollout_ref.actor``, a mapping with its keys, ``LossOptions``, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
-        selection_statistics: for losses that select tokens, of the whole mini-batch; computed from the
-            tensors given when None.
+        mini_batch_statistics: for losses that read the whole mini-batch; computed from the tensors given
+            when None.
 
     Returns:
         The loss, 0-d, and the metrics as mergeable means.
@@ -64,9 +68,11 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         response_mask=response_mask,
         denominator_mask=response_mask if denominator_mask is None else denominator_mask,
         rollout_is_weights=rollout_is_weights,
-        parameters=loss_options(config),
+        parameters=loss_options(config)
+        if isinstance(config, RatioOptions)
+        else read_loss_options(config or {}),
         aggregation=Aggregation.from_name(aggregation),
-        selection_statistics=selection_statistics,
+        mini_batch_statistics=mini_batch_statistics,
     )
     found: object = resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
     match found:
@@ -82,7 +88,7 @@ def compute_entropy_loss(
     entropy: Tensor,
     loss_mask: Tensor,
     denominator_mask: Tensor | None = None,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
     """Aggregate the policy's entropy; subtract it, times ``entropy_coeff``, from the policy loss to raise
     entropy.
@@ -111,7 +117,7 @@ def compute_kl_loss(
     kind: str,
     loss_mask: Tensor,
     denominator_mask: Tensor | None = None,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
     """Aggregate an estimate of KL(current ‖ reference); add it, times ``kl_loss_coef``, to the policy loss.
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_rc.losses.clipped import dual_clip, surrogates
-from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, SelectionStatistics, register_policy_loss
+from verl_rc.losses.inputs import (
+    LossMetrics,
+    MiniBatchStatistics,
+    PolicyLossInputs,
+    RatioBounds,
+    Selection,
+    register_policy_loss,
+)
 from verl_rc.metrics.mergeable import Mean
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -105,9 +112,9 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, the metrics of ``ppo_clip_loss``, ``actor/ratio_low`` and ``actor/ratio_high``.
     """
-    statistics = inputs.selection_statistics or selection_statistics("bapo", [inputs])
-    assert statistics.ratio_bounds is not None
-    low, high = statistics.ratio_bounds.to(inputs.log_probs.dtype)
+    found = inputs.mini_batch_statistics or mini_batch_statistics("bapo", [inputs])
+    assert isinstance(found, RatioBounds)
+    low, high = (bound.to(inputs.log_probs.dtype) for bound in (found.low, found.high))
     ratio = inputs.log_ratio.exp()
     loss, metrics = dual_clip(inputs, ratio, ratio.clamp(low, high))
     bounds = {"actor/ratio_low": low, "actor/ratio_high": high}
@@ -117,12 +124,12 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return loss, {**metrics, **means}
 
 
-def selection_statistics(
+def mini_batch_statistics(
     name: str,
     micro_batches: Sequence[PolicyLossInputs],
     over_ranks: SumOverRanks | None = None,
     from_ranks: GatherOverRanks | None = None,
-) -> SelectionStatistics:
+) -> MiniBatchStatistics:
     """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
     ranks add; None: there are no others.
 
@@ -159,12 +166,12 @@ def selection_statistics(
     above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()
     # The places left are divided among the tokens at the threshold.
     share = ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
-    return SelectionStatistics(advantage_mean, log_prob_mean, threshold, share)
+    return Selection(advantage_mean, log_prob_mean, threshold, share)
 
 
 def _second_moment_statistics(
     micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
-) -> SelectionStatistics:
+) -> Selection:
     """The largest (log r)², as its bits, up to which the mean of all smaller ones is within the threshold."""
     nothing = micro_batches[0].log_probs.new_zeros(())
     scores = torch.cat(
@@ -179,14 +186,14 @@ def _second_moment_statistics(
         sums = torch.stack([moments.where(below, 0).sum(), below.sum().to(torch.float64)])
         total, count = sums if over_ranks is None else over_ranks(sums)
         bound = torch.where(total <= micro_batches[0].parameters.m2_threshold * count, higher, bound)
-    return SelectionStatistics(nothing, nothing, bound - 1, torch.zeros_like(total, dtype=torch.float32))
+    return Selection(nothing, nothing, bound - 1, torch.zeros_like(total, dtype=torch.float32))
 
 
 def _balanced_bounds(
     micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
-) -> SelectionStatistics:
+) -> RatioBounds:
     """The clip range of ``bapo``."""
-    options, nothing = micro_batches[0].parameters, micro_batches[0].log_probs.new_zeros(())
+    options = micro_batches[0].parameters
     lows = (options.ratio_lower_start, options.ratio_lower_max)
     steps = math.ceil((options.ratio_upper_max - options.ratio_upper_start) / options.ratio_upper_step - 1e-9)
     highs = [options.ratio_upper_start + place * options.ratio_upper_step for place in range(steps)]
@@ -208,7 +215,7 @@ def _balanced_bounds(
     raised = options.ratio_upper_start + options.ratio_upper_step * reached.double()
     low = torch.full_like(total[0], options.ratio_lower_max).where(~is_enough, options.ratio_lower_start)
     high = raised.clamp(max=options.ratio_upper_max).where(~is_enough, options.ratio_upper_start)
-    return SelectionStatistics(nothing, nothing, nothing, nothing, torch.stack([low, high]))
+    return RatioBounds(low, high)
 
 
 def selection_scores(
@@ -271,7 +278,8 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
     # Without statistics the mini-batch is given whole, as in a notebook.
-    statistics = inputs.selection_statistics or selection_statistics(name, [inputs])
+    statistics = inputs.mini_batch_statistics or mini_batch_statistics(name, [inputs])
+    assert isinstance(statistics, Selection)
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)

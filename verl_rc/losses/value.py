@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from verl_rc.config.algorithms import LossAggregation
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.losses.inputs import LossMetrics
 
@@ -16,7 +17,7 @@ def compute_value_loss(
     returns: Tensor,
     mask: Tensor,
     cliprange_value: float,
-    aggregation: str | Aggregation = "token-mean",
+    aggregation: LossAggregation | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
     """Compute the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its
     implementation).

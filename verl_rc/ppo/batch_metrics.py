@@ -54,8 +54,8 @@ def batch_metrics(
 
 def critic_metrics(batch: CriticBatch) -> dict[str, float]:
     """The critic's values before the update, and the share of the returns' variance that they explain."""
-    explained = explained_variance(batch.old_values, batch.returns, batch.response_mask)
-    values = _mean_max_min({"critic/values": batch.old_values[batch.response_mask]})
+    explained = explained_variance(batch.critic_values, batch.returns, batch.response_mask)
+    values = _mean_max_min({"critic/values": batch.critic_values[batch.response_mask]})
     return _to_floats({**values, "critic/vf_explained_var": explained})
 
 

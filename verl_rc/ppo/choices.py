@@ -14,11 +14,11 @@ def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -
     return correction.named_loss or config.policy_loss.loss_mode
 
 
-def selecting_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
-    """The policy loss that runs, if it selects tokens of the whole mini-batch."""
+def mini_batch_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that runs, if it reads the whole mini-batch first."""
     name = policy_loss_name(config, correction)
     spec = POLICY_LOSSES.get(name)
-    return name if spec is not None and spec.selects_tokens else None
+    return name if spec is not None and spec.reads_mini_batch else None
 
 
 def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCorrectionConfig) -> str | None:

@@ -30,7 +30,7 @@ class Control:
     """How the two follow what is observed."""
     kl_coef: float
     """The weight β of the KL penalty in the reward, in units of reward per nat, >= 0."""
-    threshold: float | None
+    rejection_threshold: float | None
     """u of the bounds 1/u to u of the rejection rule, >= 1; None: the configuration's, which is fixed."""
 
     @classmethod
@@ -47,9 +47,9 @@ class Control:
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         """``config`` with the current threshold."""
-        if self.threshold is None:
+        if self.rejection_threshold is None:
             return config
-        return config.model_copy(update={"rollout_rs_threshold": self.threshold})
+        return config.model_copy(update={"rollout_rs_threshold": self.rejection_threshold})
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
         """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per
@@ -74,17 +74,17 @@ class Control:
         """
         config = self.algorithm.rollout_correction
         target = config.rollout_rs_target_acceptance
-        if statistics is None or self.threshold is None or target is None:
+        if statistics is None or self.rejection_threshold is None or target is None:
             return self
         [rule] = config.rejection_bounds()
         bound = bound_for_acceptance(statistics.numbers(), rule, target)
         if math.isnan(bound):
             return self
-        moved = math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(bound))
-        return replace(self, threshold=moved)
+        moved = math.exp(_MEMORY * math.log(self.rejection_threshold) + (1 - _MEMORY) * math.log(bound))
+        return replace(self, rejection_threshold=moved)
 
     @property
     def state(self) -> ControlState:
         """The numbers that a checkpoint keeps."""
         is_fixed = self.algorithm.kl_ctrl.type == "fixed"
-        return ControlState(None if is_fixed else self.kl_coef, self.threshold)
+        return ControlState(None if is_fixed else self.kl_coef, self.rejection_threshold)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verl_rc.config.rollout_correction import RejectionDenominator
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -40,7 +42,7 @@ def plan_mini_batches(
     epochs: int,
     shuffle: bool,
     seed: int,
-    denominator: str = "original",
+    denominator: RejectionDenominator = "original",
 ) -> list[MiniBatch]:
     """Mini-batches of all epochs, in the order they are trained on; both masks are bool ``[B, R]``.
 

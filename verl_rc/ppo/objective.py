@@ -21,8 +21,8 @@ from verl_rc.correction import (
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     TopWords,
     clean_policy_loss_inputs,
     compute_distillation_loss,
@@ -55,7 +55,7 @@ def policy_objective(
     config: ActorConfig,
     correction: RolloutCorrectionConfig,
     totals: Aggregation,
-    selection: SelectionStatistics | None = None,
+    mini_batch: MiniBatchStatistics | None = None,
     distillation: DistillationLossConfig | None = None,
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL) + distillation_loss_coef *
@@ -64,7 +64,7 @@ def policy_objective(
 
     ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
     ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``selection`` too, for losses that select tokens.
+    ``mini_batch`` is of it too, for losses that read the whole.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     inputs = clean_policy_loss_inputs(
@@ -78,7 +78,7 @@ def policy_objective(
             rollout_is_weights=batch.rollout_is_weights,
             parameters=loss_options(config),
             aggregation=totals,
-            selection_statistics=selection,
+            mini_batch_statistics=mini_batch,
         )
     )
     losses: list[Tensor] = []
@@ -154,12 +154,12 @@ def value_objective(
     """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's
     ``totals``."""
     loss, averages = compute_value_loss(
-        values, batch.old_values, batch.returns, batch.response_mask, config.cliprange_value, totals
+        values, batch.critic_values, batch.returns, batch.response_mask, config.cliprange_value, totals
     )
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
 
 
-def selection_inputs(
+def statistics_inputs(
     batch: TrainBatch, log_probs: Tensor, config: ActorConfig, correction: RolloutCorrectionConfig
 ) -> PolicyLossInputs:
     """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""

@@ -165,7 +165,7 @@ def critic_batch(scored: ScoredStep, evaluations: PolicyEvaluations) -> CriticBa
     return CriticBatch(
         tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
-        old_values=evaluations.critic_values,
+        critic_values=evaluations.critic_values,
         returns=scored.returns,
         batch_size=batch.batch_size,
     )

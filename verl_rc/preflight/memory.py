@@ -129,9 +129,10 @@ class ModelShape:
 
 def _recomputed_bytes(text: Any) -> float:
     """Of a layer with experts, by its ``config.json``."""
-    taken = text.num_experts_per_tok
+    taken: int = text.num_experts_per_tok
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size  # of Mixtral
-    return _WITHOUT_MLP + taken * (_COPY_BYTES + _MLP_BYTES * width / text.hidden_size)
+    mlp: float = _MLP_BYTES * width / text.hidden_size
+    return _WITHOUT_MLP + taken * (_COPY_BYTES + mlp)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class OpenSamples:
         return self._open[key][1]
 
     def get(self, key: int) -> Sample | None:
-        """Return the same; None: it has not begun."""
+        """What there is of a sample; None: it has not begun."""
         return self[key] if key in self._open else None
 
     def grown(self, key: int, parts: Sequence[Part]) -> Sample:

@@ -22,8 +22,8 @@ class EngineRounding:
     dtype: torch.dtype
     quantization: str | None
     """None or ``fp8_per_channel``."""
-    quantised: frozenset[str]
-    """Names of the weights that the quantisation takes: linear layers without the output layer."""
+    quantised_names: frozenset[str]
+    """Weights that it takes: linear layers without the output layer."""
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Rows of a weight, float32, as the engine has them.
@@ -32,7 +32,7 @@ class EngineRounding:
         0.32, ``online/fp8.py``).
         """
         rounded = weight.to(self.dtype)
-        if self.quantization is None or name not in self.quantised:
+        if self.quantization is None or name not in self.quantised_names:
             return rounded.float()
         largest = rounded.float().abs().amax(dim=-1, keepdim=True)
         scale = (largest / _LARGEST).clamp_min(1 / (_LARGEST * 512))

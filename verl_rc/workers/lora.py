@@ -43,7 +43,7 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
     try:
         # PEFT sizes adapters by the weights that it sees, and this rank may hold only shards of them.
         with whole_parameters(model, without_memory):
-            adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
+            adapted: nn.Module = get_peft_model(model, lora)
     except ValueError as error:
         linear = sorted(
             {

@@ -22,16 +22,16 @@ from verl_rc.distributed.process_group import (
     trainer_device,
 )
 from verl_rc.distributed.sequence_parallel import divide_ranks
-from verl_rc.losses import Aggregation, SelectionStatistics, selection_statistics
+from verl_rc.losses import Aggregation, MiniBatchStatistics, mini_batch_statistics
 from verl_rc.metrics import Mean, Metric, Reduction
-from verl_rc.ppo.choices import selecting_loss_name
+from verl_rc.ppo.choices import mini_batch_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import (
     MiniBatchCounts,
     Objective,
     interpolation_gap,
     policy_objective,
-    selection_inputs,
+    statistics_inputs,
 )
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt, WeightSender
@@ -201,7 +201,7 @@ class PolicyWorker(Learner):
             skipped = sum(num_kept == 0 for num_kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
-        if correction is not None or selecting_loss_name(self._actor, self._correction) is not None:
+        if correction is not None or mini_batch_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
             return ActorReport(records, totals.steps, kept_tokens)
@@ -226,8 +226,7 @@ class PolicyWorker(Learner):
                 )
                 or share
             )
-        # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
-        selection = self._selection(batch, share, correction)
+        mini_batch = self._mini_batch_statistics(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
             num_tokens=denominators.num_tokens,
@@ -244,7 +243,7 @@ class PolicyWorker(Learner):
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
             objective = policy_objective(
-                current, part, self._actor, self._correction, aggregation, selection, self._distillation
+                current, part, self._actor, self._correction, aggregation, mini_batch, self._distillation
             )
             if correction is None or uncorrected.proximal_log_probs is None:
                 return objective
@@ -269,12 +268,12 @@ class PolicyWorker(Learner):
             candidates=part.teacher_top_ids,
         )
 
-    def _selection(
+    def _mini_batch_statistics(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
-    ) -> SelectionStatistics | None:
-        """The statistics of the whole mini-batch for losses that select tokens, by a pass without gradient;
-        None for other losses. Collective."""
-        name = selecting_loss_name(self._actor, self._correction)
+    ) -> MiniBatchStatistics | None:
+        """The statistics of the whole mini-batch for losses that read it, by a pass without gradient before
+        its first micro-batch; None for other losses. Collective."""
+        name = mini_batch_loss_name(self._actor, self._correction)
         if name is None:
             return None
         started = time.perf_counter()
@@ -282,8 +281,8 @@ class PolicyWorker(Learner):
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
-            inputs.append(selection_inputs(corrected, log_probs, self._actor, self._correction))
-        statistics = selection_statistics(
+            inputs.append(statistics_inputs(corrected, log_probs, self._actor, self._correction))
+        statistics = mini_batch_statistics(
             name,
             inputs,
             partial(all_reduce_sum, mesh=self._data_parallel),

@@ -44,6 +44,6 @@ def test_an_input_that_was_not_declared_is_named():
 
 
 def test_a_loss_that_reads_what_no_run_gives_it_is_named():
-    message = r"(?s)policy loss .* must read only what it is given.*selection_statistics only for losses"
+    message = r"(?s)policy loss .* must read only what it is given.*mini_batch_statistics only for losses"
     with pytest.raises(ValueError, match=message):
         compute_policy_loss(f"functions_of_a_user:{loss_of_covariances.__name__}", ONES, ONES, ONES, ONES)

@@ -184,8 +184,8 @@ MISTAKES: list[Mistake] = [
         "use_kl_loss=True instead",
     ),
     (
-        f"{AHEAD} {INTERPOLATE} actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
-        "loss_mode=clip_cov, which orders tokens",
+        f"{AHEAD} {INTERPOLATE} actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
+        "loss_mode=bapo, which looks at the whole mini-batch first",
         "pass proximal=recompute",
     ),
     (

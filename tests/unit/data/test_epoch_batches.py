@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.data.dataset import EpochBatches, MixedBatches, interleave
+from verl_rc.data.dataset import EpochBatches, MixedBatches, spread_files_by_weight
 
 
 def served(batches: EpochBatches, epochs: int) -> list[list[list[int]]]:
@@ -68,13 +68,13 @@ def served_mixed(batches, epochs):
 
 
 def test_a_pattern_by_hand():
-    assert interleave([3, 1], 8) == [0, 0, 1, 0, 0, 0, 1, 0]
-    assert interleave([0.2, 0.2], 4) == [0, 1, 0, 1]
+    assert spread_files_by_weight([3, 1], 8) == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert spread_files_by_weight([0.2, 0.2], 4) == [0, 1, 0, 1]
 
 
 @given(weights=WEIGHTS, count=st.integers(1, 200))
 def test_at_every_position_each_file_is_near_its_share(weights, count):
-    order = interleave(weights, count)
+    order = spread_files_by_weight(weights, count)
     for position in range(1, count + 1):
         counts = Counter(order[:position])
         for file, weight in enumerate(weights):

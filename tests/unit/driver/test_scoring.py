@@ -13,7 +13,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.scoring import (
     FAILURE_COLUMN,
     ResponseScorer,
-    columns_of,
+    extra_columns,
     may_hang,
     open_scorer,
     reward_metrics,
@@ -138,7 +138,9 @@ def test_a_failure_gets_the_score_given_and_is_counted_and_said(caplog: pytest.L
         "reward: 2 of 4 responses failed; one of them: it hung for row 30 (data_source 'mine', response "
         "'bad')" in caplog.text
     )
-    assert reduce_metrics(reward_metrics(columns_of(outputs), len(outputs)))["reward/failed_fraction"] == 0.5
+    assert (
+        reduce_metrics(reward_metrics(extra_columns(outputs), len(outputs)))["reward/failed_fraction"] == 0.5
+    )
 
 
 @pytest.mark.parametrize("policy", [{}, INSTEAD])
@@ -148,7 +150,7 @@ def test_algebra_without_end_is_a_wrong_answer_and_counted(policy: dict[str, obj
     )
     assert [output.score for output in outputs] == [0.0, -1.0, 4.0]
     assert [output.extras.get("acc") for output in outputs] == [0.0, 0.0, None]
-    metrics = reduce_metrics(reward_metrics(columns_of(outputs), len(outputs)))
+    metrics = reduce_metrics(reward_metrics(extra_columns(outputs), len(outputs)))
     assert metrics["reward/failed_fraction"] == pytest.approx(2 / 3)
 
 
@@ -172,7 +174,10 @@ def test_metrics_of_columns_count_the_rows_that_have_them_over_all_batches() -> 
         RewardOutput(0.5, {"acc": 1.0, "length": 5}),
     ]
     metrics = reduce_metrics(
-        [*reward_metrics(columns_of(first), len(first)), *reward_metrics(columns_of(second), len(second))]
+        [
+            *reward_metrics(extra_columns(first), len(first)),
+            *reward_metrics(extra_columns(second), len(second)),
+        ]
     )
     assert metrics == {
         "reward/failed_fraction": 0.0,

@@ -20,7 +20,7 @@ from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.scoring import ResponseScorer, columns_of, reward_metrics
+from verl_rc.driver.scoring import ResponseScorer, extra_columns, reward_metrics
 from verl_rc.driver.stages import write_samples
 from verl_rc.metrics import reduce_metrics
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward
@@ -198,7 +198,7 @@ def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardO
     )
     assert all(type(output.score) is float and math.isfinite(output.score) for output in outputs)
     assert all(is_plain(dict(output.extras)) for output in outputs)
-    extras = columns_of(outputs)
+    extras = extra_columns(outputs)
     assert all(map(math.isfinite, reduce_metrics(reward_metrics(extras, len(outputs))).values()))
     rollouts = ones_rollouts(torch.zeros(SAMPLES, 1), torch.ones(SAMPLES, dtype=torch.int64), group=1)
     scores = torch.tensor([output.score for output in outputs], dtype=torch.float32)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.losses import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
+from verl_rc.losses import AGGREGATION_MODES, Aggregation, token_mean
 from verl_rc.metrics.mergeable import Mean
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "loss_aggregation.json").read_text())["cases"]
@@ -24,14 +24,13 @@ def float64(values: Any) -> Tensor:
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['loss_agg_mode']}-{case['kwargs']}")
 def test_equals_golden_after_the_factor_for_averaged_gradients(case: dict[str, Any]) -> None:
     given_counts = case["kwargs"]
-    loss = aggregate_loss(
-        float64(case["loss"]),
-        float64(case["mask"]),
+    aggregation = Aggregation(
         case["loss_agg_mode"],
         num_tokens=given_counts.get("batch_num_tokens"),
         num_sequences=given_counts.get("global_batch_size"),
         loss_scale_factor=given_counts.get("loss_scale_factor"),
     )
+    loss = aggregation.reduce(float64(case["loss"]), float64(case["mask"]))
     assert (given_counts.get("dp_size", 1) * loss).item() == pytest.approx(case["expected"], rel=1e-6)
 
 
@@ -51,7 +50,7 @@ KEPT = [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     ],
 )
 def test_counts_tokens_and_nonempty_rows_when_no_counts_are_given(mode: str, expected: float) -> None:
-    assert aggregate_loss(float64(LOSSES), float64(MASK), mode).item() == pytest.approx(expected)
+    assert Aggregation(mode).reduce(float64(LOSSES), float64(MASK)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,15 @@ def test_denominator_mask_decides_whether_rejected_tokens_are_counted(
     mode: str, original: float, kept: float
 ) -> None:
     losses, kept_mask = float64(LOSSES), float64(KEPT)
-    assert aggregate_loss(losses, kept_mask, mode, denominator_mask=float64(MASK)).item() == pytest.approx(
-        original
-    )
-    assert aggregate_loss(losses, kept_mask, mode).item() == pytest.approx(kept)
+    assert Aggregation(mode).reduce(losses, kept_mask, float64(MASK)).item() == pytest.approx(original)
+    assert Aggregation(mode).reduce(losses, kept_mask).item() == pytest.approx(kept)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_nothing_kept_gives_zero_attached_to_the_graph(mode: str) -> None:
     losses = torch.full((2, 3), torch.nan, requires_grad=True)
     for counts in ({}, {"num_tokens": 0, "num_sequences": 0}, {"num_tokens": torch.tensor(0.0)}):
-        loss = aggregate_loss(losses, torch.zeros(2, 3), mode, **counts)
+        loss = Aggregation(mode, **counts).reduce(losses, torch.zeros(2, 3))
         (gradient,) = torch.autograd.grad(loss, losses)
         assert loss.item() == 0
         assert torch.equal(gradient, torch.zeros(2, 3))
@@ -88,7 +85,8 @@ def test_nothing_kept_gives_zero_attached_to_the_graph(mode: str) -> None:
 def test_nan_outside_the_mask_is_harmless(mode: str) -> None:
     mask = float64(MASK)
     poisoned = float64(LOSSES).where(mask.bool(), torch.nan)
-    assert aggregate_loss(poisoned, mask, mode).item() == aggregate_loss(float64(LOSSES), mask, mode).item()
+    found, expected = (Aggregation(mode).reduce(losses, mask) for losses in (poisoned, float64(LOSSES)))
+    assert found.item() == expected.item()
 
 
 @settings(deadline=None, max_examples=40)
@@ -115,24 +113,21 @@ def test_parts_with_shared_denominators_add_up_to_the_whole(
 
 
 def test_low_precision_losses_are_summed_in_float32() -> None:
-    assert (
-        aggregate_loss(torch.ones(7, 43, dtype=torch.bfloat16), torch.ones(7, 43), "token-sum").item() == 301
-    )
+    losses = torch.ones(7, 43, dtype=torch.bfloat16)
+    assert Aggregation("token-sum").reduce(losses, torch.ones(7, 43)).item() == 301
 
 
 def test_refuses_unknown_modes_and_unequal_shapes() -> None:
-    with pytest.raises(ValueError, match=r"must be one of token-mean, .*got 'mean'"):
-        aggregate_loss(torch.zeros(1, 2), torch.ones(1, 2), "mean")
-    with pytest.raises(ValueError, match=r"loss_agg_mode\) must be one of .*got 'mean'"):
+    with pytest.raises(ValueError, match=r"loss_agg_mode\) must be one of token-mean, .*got 'mean'"):
         Aggregation("mean")
     with pytest.raises(ValueError, match=r"of one shape; got \(1, 2\), \(1, 3\)"):
-        aggregate_loss(torch.zeros(1, 2), torch.ones(1, 3), "token-mean")
+        Aggregation("token-mean").reduce(torch.zeros(1, 2), torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_runs_without_reading_tensors_on_the_host(mode: str) -> None:
     with FakeTensorMode():
-        loss = aggregate_loss(torch.zeros(2, 3), torch.ones(2, 3), mode, num_tokens=torch.ones(()))
+        loss = Aggregation(mode, num_tokens=torch.ones(())).reduce(torch.zeros(2, 3), torch.ones(2, 3))
     assert loss.shape == ()
 
 

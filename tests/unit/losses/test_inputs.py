@@ -1,14 +1,14 @@
 """What every policy loss is given: cleaned tensors, and options read from a configuration."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from verl_rc.config.algorithms import LossOptions
-from verl_rc.losses import PolicyLossInputs, clean_policy_loss_inputs, loss_options
+from verl_rc.config.distillation import DistillationLossConfig
+from verl_rc.config.models import ActorConfig, PolicyLossConfig
+from verl_rc.losses import PolicyLossInputs, clean_policy_loss_inputs, loss_options, read_loss_options
 
 
 def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(
@@ -48,25 +48,20 @@ def test_log_ratio_is_clamped_at_twenty_nats() -> None:
 
 
 def test_clip_ratio_speaks_for_the_bounds_that_are_not_given() -> None:
-    both = loss_options({"clip_ratio": 0.1, "clip_ratio_low": None})
+    both = read_loss_options({"clip_ratio": 0.1, "clip_ratio_low": None})
     assert both.clip_bounds == (0.1, 0.1)
-    higher = loss_options(SimpleNamespace(clip_ratio=0.1, clip_ratio_high=0.28))
+    higher = loss_options(DistillationLossConfig(clip_ratio=0.1, clip_ratio_high=0.28))
     assert higher.clip_bounds == (0.1, 0.28)
 
 
 def test_keys_of_policy_loss_are_found_in_the_subsection_and_beside_the_others() -> None:
-    nested = SimpleNamespace(clip_ratio_c=4, policy_loss=SimpleNamespace(dro_beta=0.3, kl_cov_ratio=0.5))
-    parameters = loss_options(nested)
+    policy_loss = PolicyLossConfig(dro_beta=0.3, kl_cov_ratio=0.5)
+    parameters = loss_options(ActorConfig(use_dynamic_bsz=True, clip_ratio_c=4, policy_loss=policy_loss))
     assert (parameters.clip_ratio_c, parameters.dro_beta, parameters.kl_cov_ratio) == (4.0, 0.3, 0.5)
-    assert loss_options({"dro_beta": 0.7}).dro_beta == 0.7
-    both = {"ppo_kl_coef": 0.5, "policy_loss": {"ppo_kl_coef": 0.9}}
-    assert loss_options(both).ppo_kl_coef == 0.9
-
-
-def test_nothing_given_and_records_pass_through() -> None:
-    assert loss_options(None) == loss_options({}) == LossOptions()
-    record = LossOptions(tau_pos=2.0)
-    assert loss_options(record) is record
+    assert read_loss_options({"dro_beta": 0.7}).dro_beta == 0.7
+    nested = {"ppo_kl_coef": 0.9, "m2_threshold": None}
+    parameters = read_loss_options({"ppo_kl_coef": 0.5, "m2_threshold": 0.1, "policy_loss": nested})
+    assert (parameters.ppo_kl_coef, parameters.m2_threshold) == (0.9, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +81,4 @@ def test_refuses_numbers_out_of_range_by_the_name_of_their_key(
     name: str, value: object, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        loss_options({name: value})
+        read_loss_options({name: value})

@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
+    MiniBatchStatistics,
     PolicyLossInputs,
-    SelectionStatistics,
     clean_policy_loss_inputs,
     compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss,
-    loss_options,
+    mini_batch_statistics,
+    read_loss_options,
     register_policy_loss,
     resolve_policy_loss,
-    selection_statistics,
 )
 from verl_rc.metrics.mergeable import Mean
 
@@ -89,11 +89,11 @@ OTHERS = ("aggregation", "old_log_probs")
 
 def statistics_of_parts(
     name: str, arguments: dict[str, Any], parts: list[Tensor]
-) -> SelectionStatistics | None:
+) -> MiniBatchStatistics | None:
     """What a trainer computes for a mini-batch from its parts, before the losses."""
-    if not POLICY_LOSSES[name].selects_tokens:
+    if not POLICY_LOSSES[name].reads_mini_batch:
         return None
-    parameters = loss_options(CONFIG)
+    parameters = read_loss_options(CONFIG)
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
@@ -105,7 +105,7 @@ def statistics_of_parts(
         )
         for rows in parts
     ]
-    return selection_statistics(name, cleaned)
+    return mini_batch_statistics(name, cleaned)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -127,7 +127,7 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
                         for field, tensor in arguments.items()
                     },
                     "aggregation": aggregation,
-                    "selection_statistics": statistics,
+                    "mini_batch_statistics": statistics,
                 },
             )
             for rows in parts
@@ -230,7 +230,7 @@ def test_rejecting_a_token_changes_no_other_tokens_gradient(
     batch = make_batch(seed=6)
     arguments = {**batch.policy_loss_arguments(), "loss_mask": batch.response_mask}
     statistics = statistics_of_parts(name, arguments, [torch.arange(6)])
-    arguments |= {"selection_statistics": statistics}
+    arguments |= {"mini_batch_statistics": statistics}
     _, before, _ = loss_and_gradient(name, arguments)
     _, after, _ = loss_and_gradient(name, {**arguments, "loss_mask": batch.loss_mask})
     torch.testing.assert_close(after, before * batch.loss_mask)

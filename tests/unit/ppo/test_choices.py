@@ -12,9 +12,9 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
     log_prob_limit,
+    mini_batch_loss_name,
     needs_statistics_first,
     policy_loss_name,
-    selecting_loss_name,
     update_limit,
 )
 
@@ -27,7 +27,7 @@ def actor(loss_mode: str) -> ActorConfig:
 
 
 @pytest.mark.parametrize(
-    ("loss_mode", "correction", "name", "selects"),
+    ("loss_mode", "correction", "name", "reads_mini_batch"),
     [
         ("vanilla", DECOUPLED, "vanilla", False),
         ("kl_cov", DECOUPLED, "kl_cov", True),
@@ -39,10 +39,10 @@ def actor(loss_mode: str) -> ActorConfig:
     ],
 )
 def test_the_loss_that_runs(
-    loss_mode: str, correction: RolloutCorrectionConfig, name: str, selects: bool
+    loss_mode: str, correction: RolloutCorrectionConfig, name: str, reads_mini_batch: bool
 ) -> None:
     assert policy_loss_name(actor(loss_mode), correction) == name
-    assert selecting_loss_name(actor(loss_mode), correction) == (name if selects else None)
+    assert mini_batch_loss_name(actor(loss_mode), correction) == (name if reads_mini_batch else None)
 
 
 @pytest.mark.parametrize(

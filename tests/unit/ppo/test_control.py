@@ -43,11 +43,13 @@ OF_THRESHOLD = Control.from_config(AlgorithmConfig(rollout_correction=CORRECTION
 def test_it_moves_a_tenth_of_the_way_in_logarithms_towards_what_the_batch_would_have_needed() -> None:
     ratios = torch.tensor([[1.01, 0.98, 1.25, 6.0]])
     statistics = measure(ratios.log(), torch.zeros(1, 4), torch.ones(1, 4), CORRECTION)
-    assert OF_THRESHOLD.threshold == 3.0
+    assert OF_THRESHOLD.rejection_threshold == 3.0
     moved = OF_THRESHOLD.after_correction(statistics)
-    assert moved.threshold is not None
-    assert math.log(moved.threshold) == pytest.approx(0.9 * math.log(3.0) + 0.1 * math.log(1.25), rel=0.005)
-    assert moved.correction(CORRECTION).rejection_bounds()["token_k1"].upper == moved.threshold
+    assert moved.rejection_threshold is not None
+    assert math.log(moved.rejection_threshold) == pytest.approx(
+        0.9 * math.log(3.0) + 0.1 * math.log(1.25), rel=0.005
+    )
+    assert moved.correction(CORRECTION).rejection_bounds()["token_k1"].upper == moved.rejection_threshold
 
 
 def test_it_settles_where_the_wished_share_is_accepted() -> None:
@@ -57,9 +59,9 @@ def test_it_settles_where_the_wished_share_is_accepted() -> None:
         control = control.after_correction(
             measure(log_ratio, torch.zeros(64, 32), torch.ones(64, 32), CORRECTION)
         )
-    assert control.threshold is not None
+    assert control.rejection_threshold is not None
     # three quarters of a normal distribution lie within 1.1503 standard deviations
-    assert math.log(control.threshold) == pytest.approx(1.1503 * 0.3, rel=0.05)
+    assert math.log(control.rejection_threshold) == pytest.approx(1.1503 * 0.3, rel=0.05)
 
 
 def test_a_batch_without_tokens_moves_nothing() -> None:
@@ -99,7 +101,7 @@ def algorithm(kind: str, correction: RolloutCorrectionConfig) -> AlgorithmConfig
 def test_moved_numbers_come_back() -> None:
     configured = algorithm("adaptive", ADAPTIVE)
     control = Control.from_config(configured).after_penalty(1.0, 1000)
-    control = replace(control, threshold=1.7)
+    control = replace(control, rejection_threshold=1.7)
     assert control.kl_coef == 0.2 * (1 + 0.2 * 1000 / 10_000)
     assert control.state == ControlState(control.kl_coef, 1.7)
     assert Control.from_config(configured, control.state) == control

@@ -267,7 +267,7 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     rows = critic_batch(step, evaluations)
     assert rows.returns[0].tolist() == [1.0, 1.0, 1.0]  # gamma = lam = 1: the score of the row
     assert rows.returns[1, :2].tolist() == [0.0, 0.0]
-    assert torch.equal(rows.old_values, evaluations.critic_values)
+    assert torch.equal(rows.critic_values, evaluations.critic_values)
 
 
 def estimated(

@@ -19,14 +19,14 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, TrainBatch
 from verl_rc.distributed import sequence_parallel
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.losses import Aggregation, selection_statistics
+from verl_rc.losses import Aggregation, mini_batch_statistics
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.objective import (
     corrected_current,
     loss_counts,
     measure_signatures,
     policy_objective,
-    selection_inputs,
+    statistics_inputs,
     value_objective,
 )
 from verl_rc.tensor_ops import logprobs
@@ -135,17 +135,17 @@ def test_every_policy_loss(
             "use_kl_loss": True,
         }
     )
-    selects = POLICY_LOSSES[loss_mode].selects_tokens
+    reads_mini_batch = POLICY_LOSSES[loss_mode].reads_mini_batch
 
     def work(device: torch.device) -> list[Tensor]:
         totals = ObjectiveTotals("actor")
         for rows in MICRO_BATCHES:
             part = select_sequences(batch, rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
-            seen = selection_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
-            inputs = [seen] if selects else []
-            selection = selection_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
-            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, selection)
+            seen = statistics_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
+            inputs = [seen] if reads_mini_batch else []
+            whole = mini_batch_statistics(loss_mode, inputs, lambda x: x, lambda x: x) if inputs else None
+            objective = policy_objective(current, part, actor, RolloutCorrectionConfig(), TOTALS, whole)
             objective.loss.backward()
             totals.add(objective)
         return [*gradients_of(model), torch.tensor([*reduce_metrics(totals.metrics(True)).values()])]
@@ -188,7 +188,11 @@ def test_the_critic(model_folder: Path) -> None:
     random = torch.randn(3, len(LENGTHS), 7, generator=torch.Generator().manual_seed(1))
     mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
     batch = CriticBatch(
-        tokens=tokens, response_mask=mask, old_values=random[0], returns=random[1], batch_size=[len(LENGTHS)]
+        tokens=tokens,
+        response_mask=mask,
+        critic_values=random[0],
+        returns=random[1],
+        batch_size=[len(LENGTHS)],
     )
 
     def work(device: torch.device) -> list[Tensor]:

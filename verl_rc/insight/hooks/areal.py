@@ -16,7 +16,7 @@ from verl_rc.insight.hooks.recorder import (
     Recorder,
     attaches,
     behind_prompt,
-    ragged,
+    masked_rows,
     rows_of,
     when_imported,
 )
@@ -79,7 +79,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "advantage": shifted["advantages"],
             "version": data.get("versions"),
         },
-        prompt_ids=ragged(data["input_ids"], prompts),
+        prompt_ids=masked_rows(data["input_ids"], prompts),
         score=data["rewards"],
     )
 

@@ -14,7 +14,7 @@ from verl_rc.insight.hooks.recorder import (
     Recorder,
     attaches,
     behind_prompt,
-    ragged,
+    masked_rows,
     rows_of,
     when_imported,
 )
@@ -81,7 +81,7 @@ def _rows(experience: Any) -> Iterator[dict[str, Any]]:
     return rows_of(
         keep,
         {"response_ids": ids[:, 1:], **columns},
-        prompt_ids=ragged(ids, prompts),
+        prompt_ids=masked_rows(ids, prompts),
         score=experience.rewards,
         finished=None if truncated is None else ~truncated.bool(),
     )

@@ -179,7 +179,7 @@ def rows_of(keep: Any, tokens: Mapping[str, Any], **columns: Any) -> Iterator[di
             }
 
 
-def ragged(values: Any, keep: Any) -> list[Any]:
+def masked_rows(values: Any, keep: Any) -> list[Any]:
     """Of each row of ``values`` ``[B, T]`` the places that ``keep`` marks."""
     return [row[place] for row, place in zip(_on_host(values), _on_host(keep).bool(), strict=True)]
 

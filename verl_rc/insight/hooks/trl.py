@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_rc.data.token_record import FOLDER
-from verl_rc.insight.hooks.recorder import Recorder, attaches, ragged, rows_of
+from verl_rc.insight.hooks.recorder import Recorder, attaches, masked_rows, rows_of
 
 VERSIONS = ("1.16", "1.17")
 SIGNATURES = {
@@ -171,7 +171,7 @@ class _Recording:
                 "ref_log_prob": inputs.get("ref_per_token_logps"),
                 "weight": None if weight is None else weight.expand_as(engine),
             },
-            prompt_ids=ragged(inputs["prompt_ids"], inputs["prompt_mask"]),
+            prompt_ids=masked_rows(inputs["prompt_ids"], inputs["prompt_mask"]),
             advantage=inputs["advantages"],
             score=inputs[_SCORE],
             finished=torch.isin(last_ids, stops),

@@ -24,6 +24,7 @@ class Scoring:
     engine_dtype: str
     temperature: float = 1.0
     packs: bool = False
+    """Rows are scored side by side in one sequence, without padding."""
     trust_remote_code: bool = False
     head_dtype: str | None = None
     exact: bool = False

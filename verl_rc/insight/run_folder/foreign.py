@@ -80,7 +80,7 @@ def read_foreign(path: Path) -> RunData | None:
         return _from_rows(run, _before_damage(wandb_files.offline_rows(offline), offline, run.notes))
     if state is not None:
         run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
-        return _from_rows(run, trl.state_rows(state), lambda name: trl.NAMES.get(name, name))
+        return _from_rows(run, trl.logged_steps(state), lambda name: trl.NAMES.get(name, name))
     if path.is_dir() and prime_rl.has_metrics(path):
         trainer = prime_rl.LAYOUT.trainer
         run = RunData(path.name, path, f"{trainer} run", trainer=trainer)

@@ -9,9 +9,9 @@ from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.choices import (
     distillation_loss_name,
+    mini_batch_loss_name,
     needs_statistics_first,
     policy_loss_name,
-    selecting_loss_name,
 )
 
 
@@ -95,7 +95,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         distillation=distillation,
         teacher_loss=None if distillation is None else distillation_loss_name(distillation, correction),
         statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
-        + int(selecting_loss_name(actor, correction) is not None),
+        + int(mini_batch_loss_name(actor, correction) is not None),
     )
 
 

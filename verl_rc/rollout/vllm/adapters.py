@@ -80,7 +80,7 @@ def multiply_by_one_adapter() -> None:
     PunicaWrapperCPU.add_lora_linear = _add_product
 
 
-def plain_layers(model: nn.Module) -> dict[str, nn.Module]:
+def take_out_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Take the layers with adapters out of the model, which then has the names of its weights; returns them
     by their places, for ``put_back``."""
     taken = {

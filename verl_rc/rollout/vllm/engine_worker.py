@@ -28,7 +28,8 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     def apply_scaled_mm(self, **arguments: Any) -> Tensor:
         """Compute vLLM's product with the chosen implementation."""
         with self._implementation():
-            return super().apply_scaled_mm(**arguments)
+            product: Tensor = super().apply_scaled_mm(**arguments)
+        return product
 
 
 class EngineWorkerExtension:

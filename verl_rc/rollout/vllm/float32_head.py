@@ -28,7 +28,8 @@ def _apply_head(
         or hidden_states.device.type != "cpu"
         or not isinstance(lm_head.quant_method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
     ):
-        return _apply_of_vllm(processor, lm_head, hidden_states, embedding_bias)
+        logits: Tensor = _apply_of_vllm(processor, lm_head, hidden_states, embedding_bias)
+        return logits
     if lm_head not in _weights:
         _weights[lm_head] = cast(Tensor, lm_head.weight).detach().float()
     bias = None if embedding_bias is None else embedding_bias.float()

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
-from verl_rc.rollout.vllm.adapters import plain_layers, put_back
+from verl_rc.rollout.vllm.adapters import put_back, take_out_adapter_layers
 from verl_rc.rollout.vllm.float32_head import forget_float32_heads
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tensor_digest
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket
@@ -101,7 +101,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def _make_loadable(self) -> None:
         self._holds_weights = False
         forget_float32_heads()
-        self._layers = plain_layers(self.model)
+        self._layers = take_out_adapter_layers(self.model)
         initialize_layerwise_reload(self.model)
         # A model in loadable form has no parameters that online quantisation derives from weights. It has the
         # scales of an fp8 cache, which only some checkpoints fill.

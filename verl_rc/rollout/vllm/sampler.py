@@ -201,11 +201,13 @@ class VllmSampler:
 
     def receipts(self) -> list[LoadReceipt]:
         """A receipt per worker of the last update."""
-        return self._llm.collective_rpc("weight_sync_receipt")
+        receipts: list[LoadReceipt] = self._llm.collective_rpc("weight_sync_receipt")
+        return receipts
 
     def device_keys(self) -> list[str]:
         """The device of each worker."""
-        return self._llm.collective_rpc("weight_sync_device")
+        keys: list[str] = self._llm.collective_rpc("weight_sync_device")
+        return keys
 
     def facts(self) -> EngineFacts:
         """The block size of its cache, and how it computes fp8 products, if it has any."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl_rc.insight.hooks import recorder
-from verl_rc.insight.hooks.recorder import Recorder, attaches, ragged, rows_of
+from verl_rc.insight.hooks.recorder import Recorder, attaches, masked_rows, rows_of
 from verl_rc.insight.run_folder import token_source
 
 VERSIONS = ("1.16", "1.17")
@@ -163,7 +163,7 @@ def test_rows_are_cut_to_their_tokens(tmp_path: Path) -> None:
     assert [entry["entropy"].tolist() for entry in rows] == [[0.0, 1.0], [7.0, 8.0]]
     assert [entry["score"] for entry in rows] == [1.0, 3.0]
     assert all(entry.keys() == {"entropy", "score"} for entry in rows)
-    assert [ids.tolist() for ids in ragged(values, keep)] == [[0.0, 1.0], [], [7.0, 8.0]]
+    assert [ids.tolist() for ids in masked_rows(values, keep)] == [[0.0, 1.0], [], [7.0, 8.0]]
 
 
 def test_prompts_of_rows_without_tokens_do_not_shift(tmp_path: Path) -> None:

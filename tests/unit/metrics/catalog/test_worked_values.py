@@ -49,7 +49,7 @@ from verl_rc.driver.decide import environment_metrics, waiting_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
-from verl_rc.driver.scoring import FAILURE_COLUMN, columns_of, reward_metrics
+from verl_rc.driver.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
 from verl_rc.driver.stages import record_batch, update_actor
 from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
@@ -575,7 +575,7 @@ def the_critics_loss():
     batch = CriticBatch(
         tokens=ROW,
         response_mask=mask,
-        old_values=one_row(0, 1, 9, 9),
+        critic_values=one_row(0, 1, 9, 9),
         returns=one_row(1, 3, 9, 9),
         batch_size=[1],
     )
@@ -628,7 +628,7 @@ def rewards_that_fail_and_columns():
         RewardOutput(0.0, {FAILURE_COLUMN: "x"}),
     ]
     outputs.append(RewardOutput(2.0, {"acc": 0.5}))
-    found = reduce_metrics(reward_metrics(columns_of(outputs), len(outputs)))
+    found = reduce_metrics(reward_metrics(extra_columns(outputs), len(outputs)))
     expected = {
         "reward/failed_fraction": 1 / 4,
         "reward/acc/mean": 1 / 2,
@@ -1198,7 +1198,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         model=model,
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0)
-    with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
+    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
@@ -1224,7 +1224,7 @@ def an_update_that_the_engine_rounds():
         model=MagicMock(),
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0, measures_survival=True)
-    with patch("verl_rc.workers.policy_worker.selecting_loss_name", return_value=None):
+    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, [], request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),

@@ -240,22 +240,22 @@ def test_the_critics_operands() -> None:
     config = config_of({"algorithm.adv_estimator": "gae"})
     step = scored_step(config)
     batch = critic_batch(step, INPUTS.evaluations).clone()  # other tests share INPUTS
-    values = perturbed(batch.old_values, seed=1)
+    values = perturbed(batch.critic_values, seed=1)
 
     def loss(of: CriticBatch, current: Tensor) -> Tensor:
         totals = Aggregation("token-mean", num_tokens=int(of.response_mask.sum()))
         return value_objective(current, of, config.critic, totals).loss
 
     expected, live = loss(batch, values), set()
-    for name in ("tokens", "response_mask", "old_values", "returns"):
+    for name in ("tokens", "response_mask", "critic_values", "returns"):
         live |= (
             {name}
             if not torch.equal(loss(changed_batch(batch, name, bypass=False), values), expected)
             else set()
         )
     assert not torch.equal(loss(batch, perturbed(values)), expected)
-    assert live == {"response_mask", "old_values", "returns"}
-    leaves = [values.requires_grad_(), batch.old_values.requires_grad_(), batch.returns.requires_grad_()]
+    assert live == {"response_mask", "critic_values", "returns"}
+    leaves = [values.requires_grad_(), batch.critic_values.requires_grad_(), batch.returns.requires_grad_()]
     current, *constants = torch.autograd.grad(loss(batch, values), leaves, allow_unused=True)
     assert current is not None
     assert constants == [None, None]

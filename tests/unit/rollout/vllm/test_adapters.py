@@ -32,7 +32,7 @@ def test_without_its_wrappers_a_model_has_the_names_of_its_weights_and_then_they
     wrapper = Wrapper(nn.Linear(2, 3, bias=False))
     model = nn.Module()
     model.block = nn.ModuleDict({"gate": wrapper, "alias": wrapper, "norm": nn.LayerNorm(2)})
-    taken = adapters.plain_layers(model)
+    taken = adapters.take_out_adapter_layers(model)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert names == {"block.gate.weight", "block.alias.weight", "block.norm.weight", "block.norm.bias"}
     adapters.put_back(model, taken)

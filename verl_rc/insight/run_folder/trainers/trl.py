@@ -32,7 +32,7 @@ def newest_state(path: Path) -> Path | None:
     return next((state for state in candidates if state.is_file()), None)
 
 
-def state_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+def logged_steps(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Step and metrics of each line of a state's log; nothing where it has none."""
     try:
         history = json.loads(path.read_text(encoding="utf-8", errors="replace"))["log_history"]
