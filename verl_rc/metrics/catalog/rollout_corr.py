@@ -37,11 +37,7 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
 )
 _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of the applied weight", (0.5, 2)),
-    (
-        "std",
-        "population standard deviation over tokens of the weight clamped to [0, upper threshold]",
-        (0, 1),
-    ),
+    ("std", "population standard deviation over tokens of the applied weight", (0, 1)),
     ("min", "smallest applied weight, of tokens or rows as the level is", None),
     ("max", "largest applied weight, of tokens or rows as the level is", None),
     (

@@ -164,8 +164,11 @@ def token_weights_truncated_at_2():
 
 @example
 def token_weights_in_a_band():
+    """The weights are 1, 0, 0 and 0: what the band cuts counts as 0 in the spread, not as its bound."""
     found = corrected(rollout_is="token", rollout_is_threshold="0.5_2.0")
-    return found, {"rollout_corr/rollout_is_oob_ratio": 3 / 4}
+    return found, under(
+        "rollout_corr/rollout_is_", {"oob_ratio": 3 / 4, "std": math.sqrt(1 / 4 - 1 / 16), "max": 1, "min": 0}
+    )
 
 
 @example
