@@ -1,13 +1,25 @@
 """Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about
-it.
-
-Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before
-rejection.
-"""
+it."""
 
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
 
+SYMBOLS = {
+    "l": "log-ratio of a token: its train − its rollout log-prob, nats",
+    "ρ": "exp(l), the ratio of a token",
+    "Σ, Π": "over the tokens of a row in what is said of rows, else over all tokens",
+    "mean": "over response tokens, or over rows (sequences) that have some, before rejection",
+    "w": "importance weight: *raw* before the threshold; *applied* after it, and before "
+    "rollout_is_batch_normalize divides it by rollout_is_batch_norm_factor",
+    "n": "how many tokens, rows or prompts an average or a test is over",
+    "t": "place of a token in the response",
+    "p": "probability of the token under the trainer; u = log p + H",
+    "H": "entropy of the trainer's distribution at the token; V: the variance of u under it",
+    "Q": "sum of its squared probabilities; g = 1 − 2p + Q",
+    "T": "temperature of the trainer; T′: of the engine",
+    "z": "how many standard errors, over rows where the entry does not say of what, a number is from 0",
+}
+"""What formulas of this section are written in; a meaning may define a second symbol from the first."""
 _NEAR_0: Bounds = (-BOUNDS.z, BOUNDS.z)
 
 _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
@@ -101,7 +113,8 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("rollout_rs_seq_rejected_fraction", "share of non-empty rows that are fully rejected", (0, 0.1)),
     (
         "rollout_rs_adaptive_threshold",
-        "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance",
+        "upper bound of the ratio in force, whose reciprocal is the lower one; with "
+        "rollout_rs_target_acceptance",
         None,
     ),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
@@ -225,9 +238,6 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
 )
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
-# H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of
-# the token; u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors of z
-# are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass",
@@ -267,7 +277,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "temperature_slope",
         "1",
-        "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T",
+        "Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T",
         (-0.1, 0.1),
     ),
     (
@@ -303,7 +313,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "surprisal_excess_bound",
         "nats",
-        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: "
+        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ c² V, or Σ c² u² where that is more) / tokens, c: "
         "how often a token counts. Beyond it, up or down, surprisal_excess is not chance where tokens are "
         "drawn from what the engine reports",
         None,

@@ -1,11 +1,13 @@
 """How catalogue entries recognise names and are found, and what is said about names that have none."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from verl_rc.metrics.catalog import CATALOG, Catalog, check_names, describe
+from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR, SYMBOLS
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 
@@ -122,3 +124,21 @@ def test_every_entry_says_unit_formula_and_origin():
         assert spec.emitted_by, spec.name
         low, high = spec.healthy or (0, 0)
         assert low is None or high is None or low <= high, spec.name
+
+
+SYMBOL = re.compile(r"(?<![\w./{'-])(?!a\b)[a-zA-Zρκ][₂′]?(?![\w.}′₂-])")
+
+
+def defined_in(text):
+    """Symbols that a text itself explains: ``h = …``, ``c: …``, ``h₂ the entropy of …``, ``k of …``."""
+    return set(re.findall(rf"({SYMBOL.pattern})(?: =|:| the| of)", text))
+
+
+def test_every_symbol_of_a_formula_is_explained():
+    explained = SYMBOLS.keys() | defined_in(" ".join(SYMBOLS.values()))
+    undefined = {
+        spec.name: unknown
+        for spec in ROLLOUT_CORR
+        if (unknown := set(SYMBOL.findall(spec.formula)) - explained - defined_in(spec.formula))
+    }
+    assert undefined == {}
