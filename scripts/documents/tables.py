@@ -29,8 +29,8 @@ _METRICS_HEAD = """\
 Every number that a run reports, with its unit and formula. `python -m scripts.documents`
 writes this page from `verl_rc/metrics/catalog`; change an entry there.
 
-`{data_source}` stands for the name of a data source, `{n}` for a number of samples, other names in
-braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
+`{data_source}` stands for the name of a data source, `{n}` for a number, as of samples, other names
+in braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
 means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
 tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
 """

@@ -119,6 +119,8 @@ def test_documents_name_what_exists(check):
             0,
         ),
         (unknown_metrics, "`actor/pg_los`, `sync/ghost`", 2),
+        (unknown_metrics, "`rollout_corr/kept_fraction_length_le_64`, `rollout_corr/log_ratio_p99`", 0),
+        (unknown_metrics, "`rollout_corr/kept_fraction_length_gt_64`, `rollout_corr/log_ratio_p90`", 2),
     ],
 )
 def test_the_checks_themselves(check, text, count):

@@ -10,11 +10,11 @@ from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.metrics.signatures import signature_metrics
+from verl_rc.metrics.splits import PERCENTS
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
 """Weights are not divided by a mean weight of this or less."""
-PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 _HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
 _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 

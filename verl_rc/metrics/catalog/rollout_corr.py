@@ -1,8 +1,11 @@
 """Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about
 it."""
 
+import math
+
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
+from verl_rc.metrics.splits import ANSWERS, LENGTHS, SIGNS, TURN_COUNTS
 
 SYMBOLS = {
     "l": "log-ratio of a token: its train − its rollout log-prob, nats",
@@ -120,15 +123,19 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
 )
 
+_LENGTHS = ", ".join(
+    f"{name}: {fewest}{' and more' if math.isinf(most) else f' to {most}'}"
+    for name, (fewest, most) in LENGTHS.items()
+)
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
-        "log_ratio_p{n}",
+        "log_ratio_p{percent}",
         "nats",
         "percentile over tokens of l, from a histogram (relative error at most 4 %)",
         None,
     ),
-    ("log_ratio_seq_p{n}", "nats", "percentile over rows of Σ l", None),
-    ("log_ratio_geo_p{n}", "nats", "percentile over rows of the row mean of l", None),
+    ("log_ratio_seq_p{percent}", "nats", "percentile over rows of Σ l", None),
+    ("log_ratio_geo_p{percent}", "nats", "percentile over rows of the row mean of l", None),
     ("log_ratio", "nats", "histogram over tokens of l", None),
     ("log_ratio_abs_max", "nats", "largest |l| over tokens", None),
     ("log_ratio_exact_fraction", "1", "share of tokens with l = 0 exactly", None),
@@ -165,7 +172,12 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "mean, std, min or max of the weights after threshold, over tokens or rows",
         None,
     ),
-    ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),
+    (
+        "rollout_is_p{percent}",
+        "1",
+        "percentile of the raw weights, from the histogram of the log-ratios",
+        None,
+    ),
     (
         "rollout_is_pareto_k",
         "1",
@@ -195,44 +207,45 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "kept_fraction_{split}",
         "1",
-        "share of tokens kept, by length of the response, sign of advantage or correctness",
+        f"share of tokens kept, by length of the response in tokens ({_LENGTHS}), sign of the token's "
+        f"advantage ({' or '.join(SIGNS)}), or score above 0 or not ({' or '.join(ANSWERS)})",
         None,
     ),
     ("kept_score_mean", "score", "mean score of the rows with at least one kept token", None),
     ("rejected_score_mean", "score", "mean score of the fully rejected rows", None),
     ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
     ("token_age_max", "updates", "age of the oldest token", None),
-    ("age_{n}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
-    ("age_{n}_kl", "nats", "mean of −l over the tokens of this age", None),
-    ("age_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
-    ("age_{n}_rejected_fraction", "1", "share of the response tokens of this age that are rejected", None),
-    ("age_{n}_rollout_is_mean", "1", "mean over the tokens of this age of the applied weight", None),
-    ("age_{n}_rollout_is_max", "1", "largest applied weight of a token of this age", None),
+    ("age_{age}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
+    ("age_{age}_kl", "nats", "mean of −l over the tokens of this age", None),
+    ("age_{age}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
+    ("age_{age}_rejected_fraction", "1", "share of the response tokens of this age that are rejected", None),
+    ("age_{age}_rollout_is_mean", "1", "mean over the tokens of this age of the applied weight", None),
+    ("age_{age}_rollout_is_max", "1", "largest applied weight of a token of this age", None),
     (
-        "age_{n}_rollout_is_ess",
+        "age_{age}_rollout_is_ess",
         "1",
         "(Σw)² / (n Σw²) of the applied weights over the tokens of this age",
         (0.5, 1),
     ),
     (
-        "age_{n}_rollout_is_truncated_fraction",
+        "age_{age}_rollout_is_truncated_fraction",
         "1",
         "share of the tokens of this age whose weight the threshold changed",
         None,
     ),
     (
-        "turn_{n}_token_fraction",
+        "turn_{turn}_token_fraction",
         "1",
         "share of tokens of this turn of the policy; the last turn holds all later ones",
         None,
     ),
-    ("turn_{n}_kl", "nats", "mean of −l over the tokens of this turn", None),
-    ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
+    ("turn_{turn}_kl", "nats", "mean of −l over the tokens of this turn", None),
+    ("turn_{turn}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
     (
         "ess_turns_{turns}",
         "1",
-        "(Σw)² / (n Σw²) over the rows with this many turns of the policy (1, 2, 3_to_4, 5_up), w = exp(Σ l) "
-        "of the whole row: what sequence weights would cost",
+        f"(Σw)² / (n Σw²) over the rows with this many turns of the policy ({', '.join(TURN_COUNTS)}), w = "
+        "exp(Σ l) of the whole row: what sequence weights would cost",
         None,
     ),
 )
