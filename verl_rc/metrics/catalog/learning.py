@@ -169,7 +169,7 @@ _DISTILLATION = (
 _CRITIC = (
     MetricSpec(
         "critic/vf_loss",
-        "1",
+        "reward²",
         "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that "
         "is larger; aggregated by critic.loss_agg_mode, mean over updates",
     ),
@@ -179,7 +179,7 @@ _CRITIC = (
         "share of tokens in response_mask where the clipped branch was larger",
         (0, 0.3),
     ),
-    MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
+    MetricSpec("critic/vpred_mean", "reward", "mean over tokens in response_mask of the predicted value"),
     MetricSpec(
         "critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"
     ),

@@ -36,7 +36,7 @@ _LENGTHS = (
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
     *spread(
         "env/{column}",
-        "1",
+        "of the column",
         "sequences that have it of a metric of the environment's replies, summed over the turns",
         "driver",
     ),
@@ -280,7 +280,12 @@ _OF_DRIVER = tuple(
             None,
         ),
         ("async/failed_groups", "1", "groups that failed twice in the step and were replaced", None),
-        ("async/dropped_tokens", "1", "tokens of groups that were dropped for their age in the step", None),
+        (
+            "async/dropped_tokens",
+            "tokens",
+            "tokens of groups that were dropped for their age in the step",
+            None,
+        ),
         (
             "async/pause_seconds/mean",
             "s",

@@ -126,6 +126,14 @@ def test_every_entry_says_unit_formula_and_origin():
         assert low is None or high is None or low <= high, spec.name
 
 
+@pytest.mark.parametrize(
+    ("ending", "unit"), [("tokens", "tokens"), ("seconds|_s", "s"), ("bytes", "bytes"), ("fraction", "1")]
+)
+def test_a_name_that_says_its_unit_has_it(ending, unit):
+    name = re.compile(rf".*({ending})(/(mean|max|min))?")
+    assert {spec.name: spec.unit for spec in CATALOG if name.fullmatch(spec.name) and spec.unit != unit} == {}
+
+
 SYMBOL = re.compile(r"(?<![\w./{'-])(?!a\b)[a-zA-Zρκ][₂′]?(?![\w.}′₂-])")
 
 
