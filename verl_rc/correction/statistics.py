@@ -353,7 +353,7 @@ def _gap_means(measured: TokenSums, sums: SequenceSums) -> Means[Tensor]:
 
 
 def _rejection_means(evidence: SequenceEvidence, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept``
+    """Shares of tokens and sequences that are rejected, by any cause and by the veto; ``kept``
     tokens are left."""
     means, sums = dict[str, Mean[Tensor]](), evidence.sums
     response, answered = sums.response_tokens, sums.response_tokens.clamp_max(1.0)

@@ -103,7 +103,12 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ("seq_masked_fraction", "share of non-empty rows with a token this rule rejects", (0, 0.1)),
 )
 _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
-    ("rollout_rs_masked_fraction", "share of tokens rejected by all rules together", (0, 0.1)),
+    (
+        "rollout_rs_masked_fraction",
+        "share of response tokens that any cause rejects: a rule, the veto, opsm, a log-prob that is not "
+        "finite",
+        (0, 0.1),
+    ),
     ("rollout_rs_seq_masked_fraction", "share of non-empty rows with a rejected token", (0, 0.1)),
     ("rollout_is_veto_fraction", "share of non-empty rows that the veto rejects", (0, 0.1)),
     ("rollout_is_catastrophic_token_fraction", "share of tokens below the veto's threshold", (0, 0.001)),

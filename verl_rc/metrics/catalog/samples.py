@@ -251,7 +251,8 @@ _OF_DRIVER = tuple(
         (
             "async/group_age/bound",
             "steps",
-            "what the rule allows, ⌈M (1 + K)⌉ - 1; a larger age ends the run",
+            "what the rule allows, ⌈M (1 + K)⌉ - 1; M: trigger_parameter_sync_step, K: "
+            "max_off_policy_threshold, or staleness_threshold where that is enough; more ends the run",
             None,
         ),
         (
@@ -338,7 +339,7 @@ _VERSIONS = (
     MetricSpec(
         "fully_async/partial/max_partial_span",
         "steps",
-        "largest such newest - oldest version",
+        "largest newest - oldest version in a response",
         emitted_by="ppo",
     ),
 )

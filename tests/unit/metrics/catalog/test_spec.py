@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog import CATALOG, Catalog, check_names, describe
 from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR, SYMBOLS
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
@@ -132,6 +134,12 @@ def test_every_entry_says_unit_formula_and_origin():
 def test_a_name_that_says_its_unit_has_it(ending, unit):
     name = re.compile(rf".*({ending})(/(mean|max|min))?")
     assert {spec.name: spec.unit for spec in CATALOG if name.fullmatch(spec.name) and spec.unit != unit} == {}
+
+
+@pytest.mark.parametrize("name", ["actor/pg_clipfrac", "actor/pg_clipfrac_lower"])
+def test_what_is_clipped_is_said_of_every_loss_once(name):
+    said = Counter(re.findall(r"\w+", describe(name).formula))
+    assert {loss: said[loss] for loss in POLICY_LOSSES if said[loss] != 1} == {}
 
 
 SYMBOL = re.compile(r"(?<![\w./{'-])(?!a\b)[a-zA-Zρκ][₂′]?(?![\w.}′₂-])")
