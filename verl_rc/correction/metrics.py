@@ -82,16 +82,16 @@ def _weight_metrics(weights: Mapping[str, WeightSums[float]], settings: WeightSe
 
 
 def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and
-    tail."""
-    metrics, weights = {}, numbers.totals.weights
-    for name, sums in weights.items():
-        if name.startswith(("applied", "raw")):
-            metrics[f"rollout_is_ess_{name}"] = sums.effective_sample_size
-    for kind in ("applied", "raw"):
-        level = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
-        metrics |= {f"rollout_is_{kind}_mean": level.mean, f"rollout_is_{kind}_std": level.excess.std}
-        metrics |= _extremes(f"rollout_is_{kind}_", level.extremes)
+    """Raw weights at the estimator's level, effective sample sizes of all levels, percentiles and tail."""
+    weights = numbers.totals.weights
+    metrics = {
+        f"rollout_is_ess_{name}": sums.effective_sample_size
+        for name, sums in weights.items()
+        if name.startswith(("applied", "raw"))
+    }
+    raw = weights[f"raw_{'sequence' if settings.is_per_row else 'token'}"]
+    metrics |= {"rollout_is_raw_mean": raw.mean, "rollout_is_raw_std": raw.excess.std}
+    metrics |= _extremes("rollout_is_raw_", raw.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
     counts = (
         numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]]

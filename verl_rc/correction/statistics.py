@@ -200,7 +200,7 @@ def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> Weight
 
 
 def _measure_ages(measured: TokenSums, ages: Tensor, tokens: TokenDecisions) -> None:
-    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are updates between the weights that
+    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
     sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions

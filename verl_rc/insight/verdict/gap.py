@@ -431,7 +431,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
 
 
 def _oldest(run: RunData) -> float:
-    """The largest mean age of tokens in a step, in updates."""
+    """The largest mean age of tokens in a step, in steps."""
     return max((value for name in _AGES for value in run.get(name).values), default=0.0)
 
 

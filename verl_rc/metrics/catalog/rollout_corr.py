@@ -156,7 +156,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie "
         f"apart: lasting values beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, "
         "or log-probs of other tokens. 0 if all ρ are exactly 1; left out for fewer than two tokens, or "
-        "where all ρ are the same but not 1",
+        "where all ρ are the same but not 1. missing_mass_z tests the same, by rows and with the opposite "
+        "sign",
         _NEAR_0,
     ),
     (
@@ -169,12 +170,6 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "rollout_is_raw_{statistic}",
         "1",
         "mean, std, min or max of the weights before threshold, over tokens or rows",
-        None,
-    ),
-    (
-        "rollout_is_applied_{statistic}",
-        "1",
-        "mean, std, min or max of the weights after threshold, over tokens or rows",
         None,
     ),
     (
@@ -199,7 +194,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_ess_applied_{level}",
         "1",
-        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts",
+        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts; at the level of rollout_is "
+        "(token, or sequence where a row has one weight) equal to rollout_is_eff_sample_size",
         (0.5, 1),
     ),
     (
@@ -218,8 +214,14 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ),
     ("kept_score_mean", "reward", "mean score of the rows with at least one kept token", None),
     ("rejected_score_mean", "reward", "mean score of the fully rejected rows", None),
-    ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
-    ("token_age_max", "updates", "age of the oldest token", None),
+    (
+        "token_age_mean",
+        "steps",
+        "mean over tokens of (step − 1) − version; with log-probs that are all finite equal to "
+        "async/token_age/mean, which every asynchronous run has",
+        (0, 4),
+    ),
+    ("token_age_max", "steps", "age of the oldest token", None),
     ("age_{age}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
     ("age_{age}_kl", "nats", "mean of −l over the tokens of this age", None),
     ("age_{age}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
@@ -266,8 +268,9 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass_z",
         "1",
-        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is "
-        "too much; misalignment_z, which tests ρ − 1, has the opposite sign",
+        f"missing_mass in standard errors over rows: above {BOUNDS.z:g} mass is missing, below "
+        f"−{BOUNDS.z:g} there is too much; misalignment_z tests the same as if tokens were independent, and "
+        "with the opposite sign",
         _NEAR_0,
     ),
     (

@@ -245,7 +245,8 @@ _OF_DRIVER = tuple(
         (
             "async/group_age/max",
             "steps",
-            "largest age of a group of the batch: (step - 1) - version of its oldest token",
+            "largest age of a group of the batch: (step - 1) - version of its oldest token; equal to "
+            "training/off_policy/trajectory_staleness_worst/max, but where a greedy response is the oldest",
             None,
         ),
         (
@@ -258,7 +259,7 @@ _OF_DRIVER = tuple(
         (
             "async/token_age/mean",
             "steps",
-            "mean of (step - 1) - version over the batch's response tokens",
+            "mean of (step - 1) - version over the batch's response tokens; see rollout_corr/token_age_mean",
             None,
         ),
         (

@@ -246,7 +246,6 @@ def full_diagnostics_of_tokens():
             "log_ratio_abs_max": 2 * LN2,
             "log_ratio_exact_fraction": 1 / 4,
             "rollout_is_raw_mean": 5.5 / 4,
-            "rollout_is_applied_mean": 3.5 / 4,
             "rollout_is_p99": 4,
             "rollout_is_ess_raw_token": 5.5**2 / (4 * 17.125),
             "rollout_is_ess_applied_prompt": (1.3125 + 0.25) ** 2 / (2 * (1.3125**2 + 0.25**2)),
