@@ -2,13 +2,13 @@
 
 import math
 
-from verl_rc.health.causes import KEPT_SETS, state
+from verl_rc.health.causes import state
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import lasting
-from verl_rc.insight.verdict.gap_series import K1, K3, z_of_mean_ratio
+from verl_rc.insight.verdict.gap_series import K1, K3, KEPT_SETS, z_of_mean_ratio
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.health.cause_table import NOT_A_TEMPERATURE
-from verl_rc.health.causes import KEPT_SETS, PREFIX, SIGNATURES, cause_of, state, statement_of
+from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, state, statement_of
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, fit_line, lasting
+from verl_rc.insight.verdict.gap_series import KEPT_SETS
 from verl_rc.metrics.bounds import BOUNDS
 
 _TEMPERATURE = "actor_rollout_ref.rollout.temperature"

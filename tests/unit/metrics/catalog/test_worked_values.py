@@ -1065,8 +1065,10 @@ def the_third_step_of_an_engine_at_another_temperature():
     }
     cooler = under("rollout_corr/", signs)
     history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
-    _, further, _ = judge_causes(cooler, 3, history, temperature=1.0)
-    return further, {"alerts/cause": 1, "rollout_corr/logit_noise_floor": 0.03}
+    return judge_causes(cooler, 3, history, temperature=1.0).metrics, {
+        "alerts/cause": 1,
+        "rollout_corr/logit_noise_floor": 0.03,
+    }
 
 
 @example
