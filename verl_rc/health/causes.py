@@ -32,7 +32,7 @@ def cause_of(step: Step, mirrors_filter: bool = False) -> SignatureCause | None:
     return next((cause for cause, seen in asked if seen is not None and cause.holds(seen)), None)
 
 
-def state(
+def statement_from(
     cause: Cause, evidence: Mapping[str, float], sentence: str | None = None, **further: Any
 ) -> Statement:
     """What the table says of a cause, filled with ``evidence``; ``sentence`` and ``further`` fields of the
@@ -62,7 +62,7 @@ def statement_of(
     if "temperature_slope" in evidence:  # 1 - T / T', T' the other temperature
         evidence["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
     confidence = "named" if cause.is_specific else "likely"
-    return state(cause, evidence, steps=steps, confidence=confidence)
+    return statement_from(cause, evidence, steps=steps, confidence=confidence)
 
 
 @dataclass(frozen=True)
