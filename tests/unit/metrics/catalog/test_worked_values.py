@@ -45,7 +45,7 @@ from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.parts import Sample
 from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.driver.decide import environment_metrics, waiting_metrics
+from verl_rc.driver.decide import environment_call_metrics, environment_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
@@ -664,7 +664,9 @@ def environments_that_fail_and_are_waited_for():
         open=lambda rows: [next(failed, row) for row, _ in rows], hosts=SimpleNamespace(count_lost=lambda: 2)
     )
     _, found = sample(run)
-    return {**found, **waiting_metrics(episodes)}, under("env/", {**waiting, "failures": 1, "hosts_lost": 2})
+    return {**found, **environment_call_metrics(episodes)}, under(
+        "env/", {**waiting, "failures": 1, "hosts_lost": 2}
+    )
 
 
 @example
