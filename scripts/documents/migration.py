@@ -30,7 +30,8 @@ A refused key ends the run with exit code 2 before anything starts; the message 
 write. `+key=value` of verl recipes is taken as `key=value` where the key is known. Column names of
 data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
 signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
-earlier releases.
+earlier releases. Some metrics keep their name with another meaning, `rollout_corr/rollout_is_max`
+of row weights among them: [rollout_correction.md](rollout_correction.md#coming-from-verl).
 
 `python -m scripts.documents` writes this page from the tables of refused and renamed keys in
 `verl_rc/config/verl`, and by translating the examples below.

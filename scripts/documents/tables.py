@@ -16,6 +16,7 @@ from verl_rc.health.cause import Cause
 from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.metrics.catalog import SECTIONS
+from verl_rc.metrics.catalog.rollout_corr import SYMBOLS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.panels import PANELS
 from verl_rc.study.bench import all_scores
@@ -28,23 +29,32 @@ _METRICS_HEAD = """\
 Every number that a run reports, with its unit and formula. `python -m scripts.documents`
 writes this page from `verl_rc/metrics/catalog`; change an entry there.
 
-`{data_source}` stands for the name of a data source, `{n}` for a number of samples, other names in
-braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
+`{data_source}` stands for the name of a data source, `{n}` for a number, as of samples, other names
+in braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
 means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
 tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
 """
 
 
 def metrics_page() -> str:
-    """docs/metrics.md: a table for each section of the catalogue."""
-    parts = [_METRICS_HEAD]
+    """docs/metrics.md: a table for each section of the catalogue, the first one behind its symbols."""
+    parts, legend = [_METRICS_HEAD], _legend()
     for section, specs in SECTIONS.items():
         parts.append(
-            f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy | Reported by "
+            f"\n## {section}\n\n{legend}| Name | Unit | How it is computed | Healthy | Reported by "
             "|\n|---|---|---|---|---|\n"
         )
+        legend = ""
         parts += [_row(spec) for spec in specs]
     return "".join(parts)
+
+
+def _legend() -> str:
+    lines = [
+        textwrap.fill(f"- {symbol}: {meaning}", 100, subsequent_indent="  ")
+        for symbol, meaning in SYMBOLS.items()
+    ]
+    return "\n".join(lines) + "\n\n"
 
 
 def _row(spec: MetricSpec) -> str:

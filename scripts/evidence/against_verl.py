@@ -115,6 +115,7 @@ CASES: Mapping[str, Sequence[str]] = {
 }
 """By row of the table: presets that both sides have, or fields of both configurations."""
 _PREFIX, _K1_FRACTION = "rollout_corr/", re.compile(r"(_k1_(?:seq_)?fraction_)(high|low)$")
+_EXTREME = re.compile(r"(rollout_is_)(max|min)$")
 _OF_TOKENS = "rollout_is_ess_applied_token"
 _ALIKE, _ZERO = 1e-5, 1e-9
 """Metrics are the same within this part of themselves, as in ``tests/golden``, or when they differ by this
@@ -192,9 +193,10 @@ def compare(recorded: Sequence[Recorded], ask: Ask) -> Iterator[Compared]:
     )
     for (number, group, case), place, answer in zip(questions, places, answers, strict=True):
         batch, record = batches[place], recorded[number]
-        result = compute_rollout_correction(batch["train"], batch["rollout"], batch["mask"], ours(case))
+        config = ours(case)
+        result = compute_rollout_correction(batch["train"], batch["rollout"], batch["mask"], config)
         kept, kept_by_verl = batch["mask"] & result.keep_mask, answer["mask"]
-        metrics = pairs_of_metrics(result.metrics(), answer["metrics"])
+        metrics = pairs_of_metrics(result.metrics(), answer["metrics"], config.rollout_is == "sequence")
         yield Compared(
             samples=record.samples,
             step=record.step,
@@ -241,15 +243,18 @@ def largest_difference(ours: Tensor, verls: Tensor) -> float:
     return float(torch.where(difference == 0, 0.0, difference / verls.double().abs()).max())
 
 
-def pairs_of_metrics(ours: Mapping[str, float], verls: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def pairs_of_metrics(
+    ours: Mapping[str, float], verls: Mapping[str, float], weighs_rows: bool
+) -> dict[str, tuple[float, float]]:
     """Metrics of one meaning, here and in verl, by their name here without prefix.
 
     verl's fractions above and below the bounds of k1 count its statistic, which is low where the ratio is
-    high.
+    high; its extremes of row weights are of raw ones.
     """
     pairs = {}
     for name, value in verls.items():
         own_name = _K1_FRACTION.sub(lambda match: match[1] + {"high": "low", "low": "high"}[match[2]], name)
+        own_name = _EXTREME.sub(r"\1raw_\2", own_name) if weighs_rows else own_name
         if own_name in ours:
             pairs[own_name.removeprefix(_PREFIX)] = (ours[own_name], value)
     if (ess := verls.get(f"{_PREFIX}rollout_is_eff_sample_size")) is not None:
@@ -327,8 +332,9 @@ def section(lines: Sequence[Compared]) -> list[str]:
         "their own with this project's packages. verl is asked twice: for weights and masks in float32, as "
         "it runs, and for metrics in float64, so that what differs is a formula and not rounding. This "
         "project runs once, on what was recorded. verl's `fraction_high` of a k1 rule is `fraction_low` "
-        "here. Bypass presets are at their first update. Not compared: losses, log-probs that are not "
-        "finite, batches without any weight."
+        "here, its `rollout_is_max` and `rollout_is_min` of row weights are `rollout_is_raw_max` and "
+        "`rollout_is_raw_min`. Bypass presets are at their first update. Not compared: losses, log-probs "
+        "that are not finite, batches without any weight."
     )
     prose = (
         RUNS.question,

@@ -20,6 +20,8 @@ _METRIC = re.compile(
     r"|response_length|prompt_length|global_seqlen)/[\w{}@/.-]+)`"
 )
 
+_BOUNDED = re.compile(r"`([\w/]+)` ([<>] [\d.]*\d(?: or [<>] [\d.]*\d)?)")
+
 
 def missing_paths(text: str, where: str) -> list[str]:
     """Files named from the root of the repository that are not there."""
@@ -86,6 +88,16 @@ def unknown_metrics(text: str, where: str) -> list[str]:
     ]
 
 
+def other_bounds(text: str, where: str) -> list[str]:
+    """Bounds written behind a metric that are not the ends of its healthy range."""
+    return [
+        f"{where}: {name} {bounds}, healthy is {spec.healthy_in_words}"
+        for name, bounds in _BOUNDED.findall(text)
+        if (spec := CATALOG.find(name)) is not None and spec.healthy is not None
+        if not set(map(float, re.findall(r"[\d.]+", bounds))) <= set(spec.healthy)
+    ]
+
+
 def test_files_that_are_named_exist():
     violations = [
         v for where, text in texts() if "architecture" not in where for v in missing_paths(text, where)
@@ -93,7 +105,7 @@ def test_files_that_are_named_exist():
     assert not violations, listed(violations)
 
 
-@pytest.mark.parametrize("check", [dead_links, unknown_modules, unknown_metrics])
+@pytest.mark.parametrize("check", [dead_links, unknown_modules, unknown_metrics, other_bounds])
 def test_documents_name_what_exists(check):
     violations = [v for where, text in texts(".md") for v in check(text, where)]
     assert not violations, listed(violations)
@@ -119,6 +131,10 @@ def test_documents_name_what_exists(check):
             0,
         ),
         (unknown_metrics, "`actor/pg_los`, `sync/ghost`", 2),
+        (other_bounds, "`rollout_corr/rollout_is_mean` < 0.5 or > 2, `rollout_corr/chi2_seq` > 9", 0),
+        (other_bounds, "`rollout_corr/rollout_is_mean` < 0.4 or > 3 | `actor/pg_clipfrac` > 0.5", 2),
+        (unknown_metrics, "`rollout_corr/kept_fraction_length_le_64`, `rollout_corr/log_ratio_p99`", 0),
+        (unknown_metrics, "`rollout_corr/kept_fraction_length_gt_64`, `rollout_corr/log_ratio_p90`", 2),
     ],
 )
 def test_the_checks_themselves(check, text, count):

@@ -10,11 +10,11 @@ from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.metrics.signatures import signature_metrics
+from verl_rc.metrics.splits import PERCENTS
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
 """Weights are not divided by a mean weight of this or less."""
-PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 _HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
 _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 
@@ -82,16 +82,16 @@ def _weight_metrics(weights: Mapping[str, WeightSums[float]], settings: WeightSe
 
 
 def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and
-    tail."""
-    metrics, weights = {}, numbers.totals.weights
-    for name, sums in weights.items():
-        if name.startswith(("applied", "raw")):
-            metrics[f"rollout_is_ess_{name}"] = sums.effective_sample_size
-    for kind in ("applied", "raw"):
-        level = weights[f"{kind}_{'sequence' if settings.is_per_row else 'token'}"]
-        metrics |= {f"rollout_is_{kind}_mean": level.mean, f"rollout_is_{kind}_std": level.excess.std}
-        metrics |= _extremes(f"rollout_is_{kind}_", level.extremes)
+    """Raw weights at the estimator's level, effective sample sizes of all levels, percentiles and tail."""
+    weights = numbers.totals.weights
+    metrics = {
+        f"rollout_is_ess_{name}": sums.effective_sample_size
+        for name, sums in weights.items()
+        if name.startswith(("applied", "raw"))
+    }
+    raw = weights[f"raw_{'sequence' if settings.is_per_row else 'token'}"]
+    metrics |= {"rollout_is_raw_mean": raw.mean, "rollout_is_raw_std": raw.excess.std}
+    metrics |= _extremes("rollout_is_raw_", raw.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
     counts = (
         numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,14 +36,8 @@ from verl_rc.correction.weights import Weights
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
 from verl_rc.metrics.signatures import signature_metrics
+from verl_rc.metrics.splits import ANSWERS, LENGTHS, NUM_AGES, NUM_TURNS, SIGNS, TURN_COUNTS
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
-
-NUM_AGES = NUM_TURNS = 5
-"""Ages and turns are told apart up to the last of these, which stands for all above it, too."""
-TURN_COUNTS = {"1": (1, 1), "2": (2, 2), "3_to_4": (3, 4), "5_up": (5, math.inf)}
-"""Bounds, inclusive, of the numbers of turns by which weights of whole sequences are told apart."""
-LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
-"""Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +200,7 @@ def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> Weight
 
 
 def _measure_ages(measured: TokenSums, ages: Tensor, tokens: TokenDecisions) -> None:
-    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are updates between the weights that
+    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
     sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
@@ -240,9 +233,9 @@ def _measure_fully(measured: TokenSums, tokens: TokenDecisions) -> None:
     for turn, bucket in enumerate(_buckets(ratio.turns, NUM_TURNS)):
         measured.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
     if advantages is not None:
-        for name, sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+        for name, sign in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
-            measured.kept[f"{name}_advantage"] = Mean(kept, response)
+            measured.kept[name] = Mean(kept, response)
     measured.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
 
 
@@ -360,7 +353,7 @@ def _gap_means(measured: TokenSums, sums: SequenceSums) -> Means[Tensor]:
 
 
 def _rejection_means(evidence: SequenceEvidence, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept``
+    """Shares of tokens and sequences that are rejected, by any cause and by the veto; ``kept``
     tokens are left."""
     means, sums = dict[str, Mean[Tensor]](), evidence.sums
     response, answered = sums.response_tokens, sums.response_tokens.clamp_max(1.0)
@@ -450,15 +443,11 @@ def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tens
     """Share of tokens kept by length of the response and by correctness; scores of kept and of rejected
     sequences."""
     splits = dict[str, Mean[Tensor]]()
-    groups = {
-        f"length_le_{edge}": (response > low) & (response <= edge)
-        for low, edge in pairwise((0, *LENGTH_EDGES))
-    }
-    groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]
+    groups = {name: (response >= fewest) & (response <= most) for name, (fewest, most) in LENGTHS.items()}
     if scores is not None:
         scores = scores.double()
         answered = response > 0
-        groups |= {"correct": answered & (scores > 0), "wrong": answered & (scores <= 0)}
+        groups |= dict(zip(ANSWERS, (answered & (scores > 0), answered & (scores <= 0)), strict=True))
         for name, members in (("kept", kept > 0), ("rejected", answered & (kept == 0))):
             splits[f"{name}_score_mean"] = Mean(scores * members, members)
     return splits | {

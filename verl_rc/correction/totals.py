@@ -89,7 +89,7 @@ class Totals(Generic[T]):
     """What is no metric by itself: ``distance``, the mean of ``|l|``; ``kept_tokens`` of response tokens, and
     ``kept_rows`` of rows with some, those with a kept token."""
     groups: dict[str, Gap[T]] = field(default_factory=dict)
-    """Gaps by age of a token in updates (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
+    """Gaps by age of a token in steps (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
     ones hold all above them, too."""
     extremes: dict[str, Extremes[T]] = field(default_factory=dict)
     """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""

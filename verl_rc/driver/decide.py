@@ -253,7 +253,7 @@ def record_batch_of_groups(
     }
     record.add_records(reward_metrics(of_function, len(samples)))
     record.add(environment_metrics(samples.extras))
-    record.add(waiting_metrics(samples.episodes))
+    record.add(environment_call_metrics(samples.episodes))
     if samples.reward_baselines is not None:
         greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
         record.ledger.sampled(greedy)
@@ -282,8 +282,8 @@ def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, fl
     return metrics
 
 
-def waiting_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
-    """How long episodes waited for their environments, and how often these were called once more."""
+def environment_call_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
+    """How long episodes waited for calls of their environments, and how many were made once more."""
     if not episodes:
         return {}
     seconds = [math.fsum(reply.waited for reply in replies) for replies in episodes]

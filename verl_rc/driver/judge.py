@@ -42,9 +42,9 @@ def judge(
         gap = LogProbGap.from_statistics(statistics)
     if gap is not None:
         record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    temperature = services.config.actor_rollout_ref.rollout.temperature
-    health, has_cause = _judge_causes(services.tracker, state.health, record, step, temperature)
-    findings = Findings(state.rollout_gap_limit, health, statistics.k3_kl, has_cause=has_cause)
+    judged = _judge_causes(services, state.health, record, step)
+    health = replace(state.health, causes=judged.history)
+    findings = Findings(state.rollout_gap_limit, health, statistics.k3_kl, has_cause=judged.has_cause)
     if gap is None:
         return findings
     findings = replace(findings, mean_gap=gap.mean)
@@ -74,19 +74,17 @@ def record_correction(
 
 
 def _judge_causes(
-    tracker: Tracker, history: HealthHistory, record: StepRecord, step: int, temperature: float
-) -> tuple[HealthHistory, bool]:
-    """Alert about the cause of the gap that the step's signatures name, and about its end; returns the
-    history with this step, and whether a cause is named."""
-    messages, cause_metrics, cause_history = causes.judge_causes(
-        record.values, step, history.causes, temperature
-    )
-    record.add(cause_metrics)
-    for name, message in messages.items():
+    services: Services, history: HealthHistory, record: StepRecord, step: int
+) -> causes.JudgedCauses:
+    """Alert about the cause of the gap that the step's signatures name, and about its end."""
+    rollout = services.config.actor_rollout_ref.rollout
+    judged = causes.judge_causes(record.values, step, history.causes, rollout.temperature, rollout.has_filter)
+    record.add(judged.metrics)
+    for name, message in judged.messages.items():
         if message.text:
             alert = AlertCause(name, message.since_step, message.evidence)
-            tracker.alert(f"gap: {name}", message.text, step, alert)
-    return replace(history, causes=cause_history), bool(cause_metrics.get(causes.CAUSE))
+            services.tracker.alert(f"gap: {name}", message.text, step, alert)
+    return judged
 
 
 def judge_health(tracker: Tracker, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:

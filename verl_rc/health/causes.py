@@ -15,8 +15,6 @@ PREFIX = "rollout_corr/"
 ENDED_AFTER = 3
 """Steps without a cause after which it has ended."""
 CAUSE = "alerts/cause"
-KEPT_SETS = "kept_set/mean"
-"""The metric of runs whose trainer scores tokens over the sets that the engine's filter has kept."""
 FLOOR = f"{PREFIX}logit_noise_floor"
 SIGNATURES = tuple(
     sorted({name for cause in SIGNATURE_CAUSES for name in (*cause.needs, *cause.instead.values())})
@@ -34,7 +32,7 @@ def cause_of(step: Step, mirrors_filter: bool = False) -> SignatureCause | None:
     return next((cause for cause, seen in asked if seen is not None and cause.holds(seen)), None)
 
 
-def state(
+def statement_from(
     cause: Cause, evidence: Mapping[str, float], sentence: str | None = None, **further: Any
 ) -> Statement:
     """What the table says of a cause, filled with ``evidence``; ``sentence`` and ``further`` fields of the
@@ -64,7 +62,7 @@ def statement_of(
     if "temperature_slope" in evidence:  # 1 - T / T', T' the other temperature
         evidence["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
     confidence = "named" if cause.is_specific else "likely"
-    return state(cause, evidence, steps=steps, confidence=confidence)
+    return statement_from(cause, evidence, steps=steps, confidence=confidence)
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,36 @@ class SaidCause:
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
-def judge_causes(
-    metrics: Mapping[str, float], step: int, history: CauseHistory, temperature: float
-) -> tuple[dict[str, SaidCause], dict[str, float], CauseHistory]:
-    """What to say of a step by cause, further metrics, and the history with this step.
+@dataclass(frozen=True)
+class JudgedCauses:
+    """What the signatures of a step say."""
 
-    ``temperature`` is that of the configuration, which sentences name.
+    history: CauseHistory
+    """With this step."""
+    has_cause: bool = False
+    """Whether a cause holds: from the second of its steps on."""
+    messages: Mapping[str, SaidCause] = field(default_factory=dict)
+    """What to say of the step, by cause."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further ones of the step."""
+
+
+def judge_causes(
+    metrics: Mapping[str, float],
+    step: int,
+    history: CauseHistory,
+    temperature: float,
+    mirrors_filter: bool = False,
+) -> JudgedCauses:
+    """Judge a step by its metrics.
+
+    ``temperature``, which sentences name, and ``mirrors_filter``, whether the trainer scores tokens over the
+    sets that the engine's filter has kept, are those of the configuration.
     """
     if (
         f"{PREFIX}missing_mass" not in metrics
     ):  # no signatures: not before the update where the actor corrects, or never
-        return {}, {}, history
+        return JudgedCauses(history)
     first = history.first_noise
     if f"{PREFIX}logit_noise" in metrics and len(first) < BOUNDS.floor_steps:
         first = (*first, metrics[f"{PREFIX}logit_noise"])
@@ -97,7 +114,7 @@ def judge_causes(
         for name, value in {**metrics, **further}.items()
         if name.startswith(PREFIX)
     }
-    cause = cause_of(step_metrics, KEPT_SETS in metrics)
+    cause = cause_of(step_metrics, mirrors_filter)
     statements = dict(_ended(history, step))
     episodes = {name: episode for name, episode in history.episodes.items() if name not in statements}
     if cause is not None:
@@ -109,7 +126,7 @@ def judge_causes(
             text = f"{statement.sentence} (since step {before.first}). {statement.next_test}"
             statements[cause.name] = SaidCause(text, before.first, statement.evidence)
     holds = cause is not None and episodes[cause.name].is_told
-    return statements, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
+    return JudgedCauses(CauseHistory(episodes, first), holds, statements, {**further, CAUSE: float(holds)})
 
 
 def _ended(history: CauseHistory, step: int) -> Iterator[tuple[str, SaidCause]]:

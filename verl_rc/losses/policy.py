@@ -89,7 +89,7 @@ def compute_entropy_loss(
     loss_mask: Tensor,
     denominator_mask: Tensor | None = None,
     aggregation: LossAggregation | Aggregation = "token-mean",
-) -> tuple[Tensor, LossMetrics]:
+) -> Tensor:
     """Aggregate the policy's entropy; subtract it, times ``entropy_coeff``, from the policy loss to raise
     entropy.
 
@@ -101,14 +101,12 @@ def compute_entropy_loss(
         aggregation: a mode's name, or the record with the mini-batch's denominators.
 
     Returns:
-        The aggregated entropy, 0-d, nats, and ``actor/entropy`` (mean over ``loss_mask``).
+        The aggregated entropy, 0-d, nats.
 
     Raises:
         ValueError: when shapes differ.
     """
-    kept = loss_mask.bool()
-    total = Aggregation.from_name(aggregation).reduce(entropy, kept, denominator_mask)
-    return total, {"actor/entropy": token_mean(entropy, kept)}
+    return Aggregation.from_name(aggregation).reduce(entropy, loss_mask.bool(), denominator_mask)
 
 
 def compute_kl_loss(

@@ -109,7 +109,7 @@ def policy_objective(
         averages["actor/flipped_experts"] = token_mean(current.flipped_experts, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
-        entropy, _ = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)
+        entropy = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)
         loss = loss - config.entropy_coeff * entropy
         terms["actor/entropy_loss"] = entropy.detach()
     if config.use_kl_loss:

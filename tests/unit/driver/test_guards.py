@@ -24,6 +24,7 @@ from verl_rc.exact import InexactError
 from verl_rc.health.findings import Findings
 from verl_rc.health.guards import RewardHistory
 from verl_rc.health.ranges import HealthHistory
+from verl_rc.health.signature_causes import RAW_OR_OTHER_TOKENS
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
@@ -202,6 +203,18 @@ def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains:
     assert found == [True, trains, True]
     assert run.tracker.alerts == [("gap: temperature", 2)]
     assert run.stop.requested is stops
+
+
+def test_no_filter_is_blamed_that_the_configuration_says_is_mirrored() -> None:
+    measured, run = (
+        MagicMock(k3_kl=0.01, nonfinite_fraction=0.0),
+        make_run("actor_rollout_ref.rollout.top_k=20"),
+    )
+    measured.metrics.return_value = {"rollout_corr/missing_mass": 0.04, "rollout_corr/missing_mass_z": 80.0}
+    run.gap_limit, control = GapLimit(plausible=1.0), Control.from_config(run.config.algorithm)
+    with patch("verl_rc.driver.judge.HISTOGRAM_EDGES", ()):
+        step = judge(cast(Services, run), RunState(), measured, control, StepRecord(), LogProbGap(0.0, 0.0))
+    assert list(step.health.causes.episodes) == [RAW_OR_OTHER_TOKENS.name]
 
 
 def test_of_signatures_the_table_of_causes_speaks() -> None:

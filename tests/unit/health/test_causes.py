@@ -12,7 +12,7 @@ from planted_series import SIGNS as HEALTHY
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.health.cause_table import CAUSES
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
+from verl_rc.health.causes import PREFIX, SIGNATURES, JudgedCauses, cause_of, judge_causes, statement_of
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
 from verl_rc.health.signature_causes import OTHER_TOKENS, SIGNATURE_CAUSES
 from verl_rc.insight.verdict.gap import judge_gap
@@ -116,13 +116,9 @@ def test_no_filter_is_blamed_where_the_trainer_has_the_kept_sets(changed: dict[s
     assert blamed is not None
     assert found is not None
     assert (blamed.row, found.row) == (5, 7)
-    alert = judge_causes(
-        {f"{PREFIX}{name}": value for name, value in changed.items()} | {"kept_set/mean": 3.0},
-        1,
-        CauseHistory(),
-        1.0,
-    )
-    assert list(alert[2].episodes) == [found.name]
+    metrics = {f"{PREFIX}{name}": value for name, value in changed.items()}
+    judged = judge_causes(metrics, 1, CauseHistory(), 1.0, mirrors_filter=True)
+    assert list(judged.history.episodes) == [found.name]
 
 
 def test_every_cause_is_planted_and_healthy_is_silent() -> None:
@@ -217,11 +213,11 @@ def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict
     history, said = CauseHistory(), []
     for step, changed in enumerate(steps, 1):
         metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items()}
-        texts, further, history = judge_causes(metrics, step, history, temperature)
-        assert further["alerts/cause"] == any(
-            one.is_told and one.last == step for one in history.episodes.values()
-        )
-        said.append({name: one.text for name, one in texts.items()})
+        judged = judge_causes(metrics, step, history, temperature)
+        history = judged.history
+        assert judged.has_cause == any(one.is_told and one.last == step for one in history.episodes.values())
+        assert judged.metrics["alerts/cause"] == judged.has_cause
+        said.append({name: one.text for name, one in judged.messages.items()})
     return said
 
 
@@ -258,29 +254,25 @@ def test_single_steps_say_nothing() -> None:
 
 def test_the_floor_is_that_of_the_first_two_steps() -> None:
     metrics = {f"{PREFIX}missing_mass": 0.0, f"{PREFIX}logit_noise": 0.04}
-    _, further, history = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
-    assert further[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
-    assert judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0) == (
-        {},
-        {},
-        CauseHistory(),
-    )  # no signatures
-    assert judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, history, 1.0)[2].first_noise == (
-        0.02,
-        0.04,
-    )
+    judged = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
+    assert judged.metrics[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
+    without = judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0)  # no signatures
+    assert without == JudgedCauses(CauseHistory())
+    later = judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, judged.history, 1.0)
+    assert later.history.first_noise == (0.02, 0.04)
 
 
 def test_causes_are_followed_over_a_resume() -> None:
     history = CauseHistory({"temperature": CauseEpisode(4, 5)}, (0.02, 0.02))
     metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | COOLER).items()}
-    texts, further, _ = judge_causes(metrics, 6, history, 1.0)
-    assert "(since step 4)" in texts["temperature"].text
-    assert texts["temperature"].since_step == 4
-    assert texts["temperature"].evidence == pytest.approx(
+    judged = judge_causes(metrics, 6, history, 1.0)
+    message = judged.messages["temperature"]
+    assert "(since step 4)" in message.text
+    assert message.since_step == 4
+    assert message.evidence == pytest.approx(
         {**COOLER, "logit_noise": 0.035, "temperature": 1.0, "other": 1 / 1.111}
     )
-    assert further["alerts/cause"] == 1.0
+    assert judged.has_cause
 
 
 # ---- What must never happen.

@@ -146,8 +146,21 @@ def test_fractions_of_k1_have_the_other_name() -> None:
         f"rollout_rs_token_{name}" for name in ("k1_fraction_high", "k1_fraction_low", "k2_fraction_high")
     )
     here = {f"rollout_corr/{high}": 1.0, f"rollout_corr/{low}": 2.0, f"rollout_corr/{other}": 3.0}
-    pairs = pairs_of_metrics(here, {f"rollout_corr/{high}": 9.0, f"rollout_corr/{other}": 8.0})
+    pairs = pairs_of_metrics(here, {f"rollout_corr/{high}": 9.0, f"rollout_corr/{other}": 8.0}, False)
     assert pairs == {low: (2.0, 9.0), other: (3.0, 8.0)}
+
+
+@pytest.mark.parametrize(("level", "own_name"), [("sequence", "raw_max"), ("token", "max")])
+def test_extremes_of_row_weights_are_compared_raw(
+    monkeypatch: pytest.MonkeyPatch, level: str, own_name: str
+) -> None:
+    """The products of the rows are 0.9, 0.6, 1 and 1, all below the bound of 2 but above that of 0.95."""
+    case, largest = f"rollout_is={level} rollout_is_threshold=0.95", {"sequence": 1.0, "token": 0.95}[level]
+    weights, metrics = torch.ones(4, 3) * MASK, {"rollout_corr/rollout_is_max": largest}
+    line, _ = compared(monkeypatch, "a", case, weights=weights, metrics=metrics)
+    assert line.differing == {}
+    line, _ = compared(monkeypatch, "a", case, weights=weights, metrics={"rollout_corr/rollout_is_max": 5.0})
+    assert line.differing == {f"rollout_is_{own_name}": [pytest.approx(largest, rel=1e-5), 5.0]}
 
 
 class Helper:

@@ -33,8 +33,8 @@ class BendSums:
     """``[rows, k, k]``: products of the regressors."""
     products: list[Array] = field(default_factory=list)
     """``[rows, k]``: those with l."""
-    total: float = 0.0
-    """Of ``l^2``."""
+    squared_gap: float = 0.0
+    """Sum of ``l^2``."""
 
     def add(self, tokens: ComparedTokens) -> None:
         """Take in a record; one without entropies, varentropies and equal prefixes tells nothing."""
@@ -55,11 +55,11 @@ class BendSums:
             np.stack([np.stack([by_group(a * b) for b in regressors], -1) for a in regressors], -1)
         )
         self.products.append(np.stack([by_group(a * logs) for a in regressors], -1))
-        self.total += float(logs @ logs)
+        self.squared_gap += float(logs @ logs)
 
     def bend(self) -> Bend | None:
         """None where nothing was told, or nothing differs."""
-        if not self.squares or not self.total:
+        if not self.squares or not self.squared_gap:
             return None
         squares, products = np.concatenate(self.squares), np.concatenate(self.products)
         inverse = np.linalg.pinv(squares.sum(0), hermitian=True)
@@ -69,4 +69,4 @@ class BendSums:
         errors = (products - squares @ slopes) @ inverse[-1]
         error = math.sqrt(float(errors @ errors))
         explained = float(slopes[-1] ** 2 / inverse[-1, -1])
-        return Bend(float(slopes[-1]) / error if error else 0.0, explained / self.total)
+        return Bend(float(slopes[-1]) / error if error else 0.0, explained / self.squared_gap)

@@ -2,13 +2,13 @@
 
 import math
 
-from verl_rc.health.causes import KEPT_SETS, state
+from verl_rc.health.causes import statement_from
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import lasting
-from verl_rc.insight.verdict.gap_series import K1, K3, z_of_mean_ratio
+from verl_rc.insight.verdict.gap_series import K1, K3, KEPT_SETS, z_of_mean_ratio
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,7 +37,11 @@ def missing_mass(run: RunData) -> list[Statement]:
             )
             if sign < 0 and not run.has(KEPT_SETS):
                 return [_below_one(run, evidence, sentence, (first, last))]
-            return [state(RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=(first, last))]
+            return [
+                statement_from(
+                    RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=(first, last)
+                )
+            ]
     return []
 
 
@@ -56,7 +60,7 @@ def _below_one(run: RunData, evidence: dict[str, float], sentence: str, steps: t
         sentence += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
         sentence += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    return state(
+    return statement_from(
         FILTER if filters else FILTER_OR_RAW,
         evidence,
         sentence,

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.health.cause_table import NOT_A_TEMPERATURE
-from verl_rc.health.causes import KEPT_SETS, PREFIX, SIGNATURES, cause_of, state, statement_of
+from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_from, statement_of
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, fit_line, lasting
+from verl_rc.insight.verdict.gap_series import KEPT_SETS
 from verl_rc.metrics.bounds import BOUNDS
 
 _TEMPERATURE = "actor_rollout_ref.rollout.temperature"
@@ -93,7 +94,7 @@ def _as_in_all_steps(statement: Statement, run: RunData) -> Statement:
         "The gap follows the trainer's log-probs (slope {temperature_slope:.3f}, which explains "
         "{temperature_r2:.0%} of it), but not as another temperature does: " + ", and ".join(reasons)
     )
-    return state(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
+    return statement_from(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
 
 
 def rows_asked(run: RunData) -> list[Row]:

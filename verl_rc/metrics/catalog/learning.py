@@ -30,14 +30,20 @@ _ACTOR = (
     MetricSpec(
         "actor/pg_clipfrac",
         "1",
-        "share of tokens in loss_mask whose ratio current/proximal was clipped; per loss, see its docstring",
+        "share of tokens in loss_mask that the bounds of the loss act on. vanilla, bapo, gspo, luspo: the "
+        "clipped branch is the larger one; cispo: the ratio is outside the band; geo_mean: the log-ratio is, "
+        "and A > 0; dppo_tv, dppo_kl, prime_rl, aspo: outside the region; clip_cov, m2po: left out; sapo, "
+        "vespo, topr: 0; gpg, kl_cov, dro, reinforce: none",
         (0, 0.3),
     ),
     MetricSpec(
         "actor/pg_clipfrac_lower",
         "1",
-        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c); per loss, see "
-        "its docstring",
+        "share of tokens in loss_mask on the other side. vanilla, bapo: the dual clip acts (A < 0, ratio > "
+        "clip_ratio_c); geo_mean: the log-ratio is outside the band, and A < 0; dppo_tv, dppo_kl, aspo: "
+        "inside the region, where clip_ratio_c caps the ratio; topr: A < 0, and the row's ratio is held at "
+        "1; gspo, luspo, cispo, prime_rl, sapo, vespo: 0; clip_cov, m2po, gpg, kl_cov, dro, "
+        "reinforce: none",
         (0, 0.05),
     ),
     MetricSpec("actor/ratio_low", "1", "lower end of bapo's clip range, mean over mini-batches by tokens"),
@@ -169,7 +175,7 @@ _DISTILLATION = (
 _CRITIC = (
     MetricSpec(
         "critic/vf_loss",
-        "1",
+        "reward²",
         "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that "
         "is larger; aggregated by critic.loss_agg_mode, mean over updates",
     ),
@@ -179,7 +185,7 @@ _CRITIC = (
         "share of tokens in response_mask where the clipped branch was larger",
         (0, 0.3),
     ),
-    MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
+    MetricSpec("critic/vpred_mean", "reward", "mean over tokens in response_mask of the predicted value"),
     MetricSpec(
         "critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"
     ),

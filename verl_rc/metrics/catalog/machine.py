@@ -121,7 +121,7 @@ SYNC = tuple(
         (
             "sync/update_survival",
             "1",
-            "⟨Q(W + D) − Q(W), D⟩ / |D|² over all weights that training changes: Q rounds as the engines do, "
+            "⟨Q(W + D) − Q(W), D⟩ / |D|² over all weights W that training changes: Q rounds as engines do, "
             "D is the update of the step; 1: nothing is lost; every sync_proof.survival_freq-th step",
             None,
         ),
@@ -154,7 +154,7 @@ SYNC = tuple(
         ),
         (
             "sync/canary_nonfinite_tokens",
-            "1",
+            "tokens",
             "generated canary tokens with a log-prob that is NaN or infinite; no gap counts them",
             (None, 0.0),
         ),

@@ -1,13 +1,28 @@
 """Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about
-it.
+it."""
 
-Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before
-rejection.
-"""
+import math
 
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
+from verl_rc.metrics.splits import ANSWERS, LENGTHS, SIGNS, TURN_COUNTS
 
+SYMBOLS = {
+    "l": "log-ratio of a token: its train − its rollout log-prob, nats",
+    "ρ": "exp(l), the ratio of a token",
+    "Σ, Π": "over the tokens of a row in what is said of rows, else over all tokens",
+    "mean": "over response tokens, or over rows (sequences) that have some, before rejection",
+    "w": "importance weight: *raw* before the threshold; *applied* after it, and before "
+    "rollout_is_batch_normalize divides it by rollout_is_batch_norm_factor",
+    "n": "how many tokens, rows or prompts an average or a test is over",
+    "t": "place of a token in the response",
+    "p": "probability of the token under the trainer; u = log p + H",
+    "H": "entropy of the trainer's distribution at the token; V: the variance of u under it",
+    "Q": "sum of its squared probabilities; g = 1 − 2p + Q",
+    "T": "temperature of the trainer; T′: of the engine",
+    "z": "how many standard errors, over rows where the entry does not say of what, a number is from 0",
+}
+"""What formulas of this section are written in; a meaning may define a second symbol from the first."""
 _NEAR_0: Bounds = (-BOUNDS.z, BOUNDS.z)
 
 _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
@@ -37,11 +52,7 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
 )
 _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of the applied weight", (0.5, 2)),
-    (
-        "std",
-        "population standard deviation over tokens of the weight clamped to [0, upper threshold]",
-        (0, 1),
-    ),
+    ("std", "population standard deviation over tokens of the applied weight", (0, 1)),
     ("min", "smallest applied weight, of tokens or rows as the level is", None),
     ("max", "largest applied weight, of tokens or rows as the level is", None),
     (
@@ -92,7 +103,12 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ("seq_masked_fraction", "share of non-empty rows with a token this rule rejects", (0, 0.1)),
 )
 _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
-    ("rollout_rs_masked_fraction", "share of tokens rejected by all rules together", (0, 0.1)),
+    (
+        "rollout_rs_masked_fraction",
+        "share of response tokens that any cause rejects: a rule, the veto, opsm, a log-prob that is not "
+        "finite",
+        (0, 0.1),
+    ),
     ("rollout_rs_seq_masked_fraction", "share of non-empty rows with a rejected token", (0, 0.1)),
     ("rollout_is_veto_fraction", "share of non-empty rows that the veto rejects", (0, 0.1)),
     ("rollout_is_catastrophic_token_fraction", "share of tokens below the veto's threshold", (0, 0.001)),
@@ -105,21 +121,26 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("rollout_rs_seq_rejected_fraction", "share of non-empty rows that are fully rejected", (0, 0.1)),
     (
         "rollout_rs_adaptive_threshold",
-        "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance",
+        "upper bound of the ratio in force, whose reciprocal is the lower one; with "
+        "rollout_rs_target_acceptance",
         None,
     ),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
 )
 
+_LENGTHS = ", ".join(
+    f"{name}: {fewest}{' and more' if math.isinf(most) else f' to {most}'}"
+    for name, (fewest, most) in LENGTHS.items()
+)
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
-        "log_ratio_p{n}",
+        "log_ratio_p{percent}",
         "nats",
         "percentile over tokens of l, from a histogram (relative error at most 4 %)",
         None,
     ),
-    ("log_ratio_seq_p{n}", "nats", "percentile over rows of Σ l", None),
-    ("log_ratio_geo_p{n}", "nats", "percentile over rows of the row mean of l", None),
+    ("log_ratio_seq_p{percent}", "nats", "percentile over rows of Σ l", None),
+    ("log_ratio_geo_p{percent}", "nats", "percentile over rows of the row mean of l", None),
     ("log_ratio", "nats", "histogram over tokens of l", None),
     ("log_ratio_abs_max", "nats", "largest |l| over tokens", None),
     ("log_ratio_exact_fraction", "1", "share of tokens with l = 0 exactly", None),
@@ -135,7 +156,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie "
         f"apart: lasting values beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, "
         "or log-probs of other tokens. 0 if all ρ are exactly 1; left out for fewer than two tokens, or "
-        "where all ρ are the same but not 1",
+        "where all ρ are the same but not 1. missing_mass_z tests the same, by rows and with the opposite "
+        "sign",
         _NEAR_0,
     ),
     (
@@ -151,12 +173,11 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         None,
     ),
     (
-        "rollout_is_applied_{statistic}",
+        "rollout_is_p{percent}",
         "1",
-        "mean, std, min or max of the weights after threshold, over tokens or rows",
+        "percentile of the raw weights, from the histogram of the log-ratios",
         None,
     ),
-    ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),
     (
         "rollout_is_pareto_k",
         "1",
@@ -173,7 +194,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_ess_applied_{level}",
         "1",
-        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts",
+        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts; at the level of rollout_is "
+        "(token, or sequence where a row has one weight) equal to rollout_is_eff_sample_size",
         (0.5, 1),
     ),
     (
@@ -186,52 +208,56 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "kept_fraction_{split}",
         "1",
-        "share of tokens kept, by length of the response, sign of advantage or correctness",
+        f"share of tokens kept, by length of the response in tokens ({_LENGTHS}), sign of the token's "
+        f"advantage ({' or '.join(SIGNS)}), or score above 0 or not ({' or '.join(ANSWERS)})",
         None,
     ),
-    ("kept_score_mean", "score", "mean score of the rows with at least one kept token", None),
-    ("rejected_score_mean", "score", "mean score of the fully rejected rows", None),
-    ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
-    ("token_age_max", "updates", "age of the oldest token", None),
-    ("age_{n}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
-    ("age_{n}_kl", "nats", "mean of −l over the tokens of this age", None),
-    ("age_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
-    ("age_{n}_rejected_fraction", "1", "share of the response tokens of this age that are rejected", None),
-    ("age_{n}_rollout_is_mean", "1", "mean over the tokens of this age of the applied weight", None),
-    ("age_{n}_rollout_is_max", "1", "largest applied weight of a token of this age", None),
+    ("kept_score_mean", "reward", "mean score of the rows with at least one kept token", None),
+    ("rejected_score_mean", "reward", "mean score of the fully rejected rows", None),
     (
-        "age_{n}_rollout_is_ess",
+        "token_age_mean",
+        "steps",
+        "mean over tokens of (step − 1) − version; with log-probs that are all finite equal to "
+        "async/token_age/mean, which every asynchronous run has",
+        (0, 4),
+    ),
+    ("token_age_max", "steps", "age of the oldest token", None),
+    ("age_{age}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
+    ("age_{age}_kl", "nats", "mean of −l over the tokens of this age", None),
+    ("age_{age}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
+    ("age_{age}_rejected_fraction", "1", "share of the response tokens of this age that are rejected", None),
+    ("age_{age}_rollout_is_mean", "1", "mean over the tokens of this age of the applied weight", None),
+    ("age_{age}_rollout_is_max", "1", "largest applied weight of a token of this age", None),
+    (
+        "age_{age}_rollout_is_ess",
         "1",
         "(Σw)² / (n Σw²) of the applied weights over the tokens of this age",
         (0.5, 1),
     ),
     (
-        "age_{n}_rollout_is_truncated_fraction",
+        "age_{age}_rollout_is_truncated_fraction",
         "1",
         "share of the tokens of this age whose weight the threshold changed",
         None,
     ),
     (
-        "turn_{n}_token_fraction",
+        "turn_{turn}_token_fraction",
         "1",
         "share of tokens of this turn of the policy; the last turn holds all later ones",
         None,
     ),
-    ("turn_{n}_kl", "nats", "mean of −l over the tokens of this turn", None),
-    ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
+    ("turn_{turn}_kl", "nats", "mean of −l over the tokens of this turn", None),
+    ("turn_{turn}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
     (
         "ess_turns_{turns}",
         "1",
-        "(Σw)² / (n Σw²) over the rows with this many turns of the policy (1, 2, 3_to_4, 5_up), w = exp(Σ l) "
-        "of the whole row: what sequence weights would cost",
+        f"(Σw)² / (n Σw²) over the rows with this many turns of the policy ({', '.join(TURN_COUNTS)}), w = "
+        "exp(Σ l) of the whole row: what sequence weights would cost",
         None,
     ),
 )
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
-# H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of
-# the token; u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors of z
-# are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass",
@@ -242,8 +268,9 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass_z",
         "1",
-        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is "
-        "too much; misalignment_z, which tests ρ − 1, has the opposite sign",
+        f"missing_mass in standard errors over rows: above {BOUNDS.z:g} mass is missing, below "
+        f"−{BOUNDS.z:g} there is too much; misalignment_z tests the same as if tokens were independent, and "
+        "with the opposite sign",
         _NEAR_0,
     ),
     (
@@ -271,7 +298,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "temperature_slope",
         "1",
-        "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T",
+        "Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T",
         (-0.1, 0.1),
     ),
     (
@@ -307,7 +334,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "surprisal_excess_bound",
         "nats",
-        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: "
+        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ c² V, or Σ c² u² where that is more) / tokens, c: "
         "how often a token counts. Beyond it, up or down, surprisal_excess is not chance where tokens are "
         "drawn from what the engine reports",
         None,

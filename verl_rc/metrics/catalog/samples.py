@@ -36,7 +36,7 @@ _LENGTHS = (
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
     *spread(
         "env/{column}",
-        "1",
+        "of the column",
         "sequences that have it of a metric of the environment's replies, summed over the turns",
         "driver",
     ),
@@ -245,19 +245,21 @@ _OF_DRIVER = tuple(
         (
             "async/group_age/max",
             "steps",
-            "largest age of a group of the batch: (step - 1) - version of its oldest token",
+            "largest age of a group of the batch: (step - 1) - version of its oldest token; equal to "
+            "training/off_policy/trajectory_staleness_worst/max, but where a greedy response is the oldest",
             None,
         ),
         (
             "async/group_age/bound",
             "steps",
-            "what the rule allows, ⌈M (1 + K)⌉ - 1; a larger age ends the run",
+            "what the rule allows, ⌈M (1 + K)⌉ - 1; M: trigger_parameter_sync_step, K: "
+            "max_off_policy_threshold, or staleness_threshold where that is enough; more ends the run",
             None,
         ),
         (
             "async/token_age/mean",
             "steps",
-            "mean of (step - 1) - version over the batch's response tokens",
+            "mean of (step - 1) - version over the batch's response tokens; see rollout_corr/token_age_mean",
             None,
         ),
         (
@@ -280,7 +282,12 @@ _OF_DRIVER = tuple(
             None,
         ),
         ("async/failed_groups", "1", "groups that failed twice in the step and were replaced", None),
-        ("async/dropped_tokens", "1", "tokens of groups that were dropped for their age in the step", None),
+        (
+            "async/dropped_tokens",
+            "tokens",
+            "tokens of groups that were dropped for their age in the step",
+            None,
+        ),
         (
             "async/pause_seconds/mean",
             "s",
@@ -333,7 +340,7 @@ _VERSIONS = (
     MetricSpec(
         "fully_async/partial/max_partial_span",
         "steps",
-        "largest such newest - oldest version",
+        "largest newest - oldest version in a response",
         emitted_by="ppo",
     ),
 )

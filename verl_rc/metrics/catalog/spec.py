@@ -7,11 +7,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from verl_rc.metrics.splits import ANSWERS, LENGTHS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS, TURN_COUNTS
+
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; None: unbounded on that side."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_PLACEHOLDER_VALUES = {"data_source": r".+", "n": r"\d+", "rule": r"[a-z][a-z0-9_]*"}
+_PLACEHOLDER_VALUES = {
+    "data_source": r".+",
+    "n": r"\d+",
+    "rule": r"[a-z][a-z0-9_]*",
+    "level": "token|sequence|prompt",
+    "statistic": "mean|std|min|max",
+    "percent": "|".join(map(str, PERCENTS)),
+    "age": "|".join(map(str, range(NUM_AGES))),
+    "turn": "|".join(map(str, range(NUM_TURNS))),
+    "turns": "|".join(TURN_COUNTS),
+    "split": "|".join((*LENGTHS, *SIGNS, *ANSWERS)),
+}
+"""Regular expressions; where values are finite, one that lists them."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class MetricSpec:
 
     name: str
     """The full name, or a pattern: ``{data_source}`` stands for any text, ``{n}`` for a number, others for
-    one word."""
+    one of some words or for any one."""
     unit: str
     """``nats``, ``tokens``, ``s``, …; ``1`` for ratios, fractions and counts without a unit of their own."""
     formula: str

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.health.cause_table import LARGER_THAN_HEALTHY, ROUNDING
-from verl_rc.health.causes import state
+from verl_rc.health.causes import statement_from
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.verdict.diagnosis import ranked
@@ -62,7 +62,9 @@ def test_later(noise: float, mean: float, steps: tuple[int, int] | None) -> None
 
 def test_it_stands_in_place_of_rounding_and_behind_faults() -> None:
     look = larger_than_healthy(FLAT, [replayed(0.1, 0.01)])[0]
-    rounding = state(ROUNDING, {"gap": 0.1}, sentence="{gap}")
-    fault = state(LARGER_THAN_HEALTHY, {"gap": 1, "times": 1, "step": 1, "healthy": 1}, level="fault")
+    rounding = statement_from(ROUNDING, {"gap": 0.1}, sentence="{gap}")
+    fault = statement_from(
+        LARGER_THAN_HEALTHY, {"gap": 1, "times": 1, "step": 1, "healthy": 1}, level="fault"
+    )
     assert ranked([rounding], [look]) == [look]
     assert ranked([rounding], [fault, look]) == [fault, look]

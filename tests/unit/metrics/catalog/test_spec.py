@@ -1,11 +1,15 @@
 """How catalogue entries recognise names and are found, and what is said about names that have none."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog import CATALOG, Catalog, check_names, describe
+from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR, SYMBOLS
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 
@@ -122,3 +126,35 @@ def test_every_entry_says_unit_formula_and_origin():
         assert spec.emitted_by, spec.name
         low, high = spec.healthy or (0, 0)
         assert low is None or high is None or low <= high, spec.name
+
+
+@pytest.mark.parametrize(
+    ("ending", "unit"), [("tokens", "tokens"), ("seconds|_s", "s"), ("bytes", "bytes"), ("fraction", "1")]
+)
+def test_a_name_that_says_its_unit_has_it(ending, unit):
+    name = re.compile(rf".*({ending})(/(mean|max|min))?")
+    assert {spec.name: spec.unit for spec in CATALOG if name.fullmatch(spec.name) and spec.unit != unit} == {}
+
+
+@pytest.mark.parametrize("name", ["actor/pg_clipfrac", "actor/pg_clipfrac_lower"])
+def test_what_is_clipped_is_said_of_every_loss_once(name):
+    said = Counter(re.findall(r"\w+", describe(name).formula))
+    assert {loss: said[loss] for loss in POLICY_LOSSES if said[loss] != 1} == {}
+
+
+SYMBOL = re.compile(r"(?<![\w./{'-])(?!a\b)[a-zA-Zρκ][₂′]?(?![\w.}′₂-])")
+
+
+def defined_in(text):
+    """Symbols that a text itself explains: ``h = …``, ``c: …``, ``h₂ the entropy of …``, ``k of …``."""
+    return set(re.findall(rf"({SYMBOL.pattern})(?: =|:| the| of)", text))
+
+
+def test_every_symbol_of_a_formula_is_explained():
+    explained = SYMBOLS.keys() | defined_in(" ".join(SYMBOLS.values()))
+    undefined = {
+        spec.name: unknown
+        for spec in ROLLOUT_CORR
+        if (unknown := set(SYMBOL.findall(spec.formula)) - explained - defined_in(spec.formula))
+    }
+    assert undefined == {}

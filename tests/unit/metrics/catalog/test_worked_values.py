@@ -45,7 +45,7 @@ from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.parts import Sample
 from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.driver.decide import environment_metrics, waiting_metrics
+from verl_rc.driver.decide import environment_call_metrics, environment_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
@@ -164,8 +164,11 @@ def token_weights_truncated_at_2():
 
 @example
 def token_weights_in_a_band():
+    """The weights are 1, 0, 0 and 0: what the band cuts counts as 0 in the spread, not as its bound."""
     found = corrected(rollout_is="token", rollout_is_threshold="0.5_2.0")
-    return found, {"rollout_corr/rollout_is_oob_ratio": 3 / 4}
+    return found, under(
+        "rollout_corr/rollout_is_", {"oob_ratio": 3 / 4, "std": math.sqrt(1 / 4 - 1 / 16), "max": 1, "min": 0}
+    )
 
 
 @example
@@ -243,7 +246,6 @@ def full_diagnostics_of_tokens():
             "log_ratio_abs_max": 2 * LN2,
             "log_ratio_exact_fraction": 1 / 4,
             "rollout_is_raw_mean": 5.5 / 4,
-            "rollout_is_applied_mean": 3.5 / 4,
             "rollout_is_p99": 4,
             "rollout_is_ess_raw_token": 5.5**2 / (4 * 17.125),
             "rollout_is_ess_applied_prompt": (1.3125 + 0.25) ** 2 / (2 * (1.3125**2 + 0.25**2)),
@@ -660,7 +662,9 @@ def environments_that_fail_and_are_waited_for():
         open=lambda rows: [next(failed, row) for row, _ in rows], hosts=SimpleNamespace(count_lost=lambda: 2)
     )
     _, found = sample(run)
-    return {**found, **waiting_metrics(episodes)}, under("env/", {**waiting, "failures": 1, "hosts_lost": 2})
+    return {**found, **environment_call_metrics(episodes)}, under(
+        "env/", {**waiting, "failures": 1, "hosts_lost": 2}
+    )
 
 
 @example
@@ -1061,8 +1065,10 @@ def the_third_step_of_an_engine_at_another_temperature():
     }
     cooler = under("rollout_corr/", signs)
     history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
-    _, further, _ = judge_causes(cooler, 3, history, temperature=1.0)
-    return further, {"alerts/cause": 1, "rollout_corr/logit_noise_floor": 0.03}
+    return judge_causes(cooler, 3, history, temperature=1.0).metrics, {
+        "alerts/cause": 1,
+        "rollout_corr/logit_noise_floor": 0.03,
+    }
 
 
 @example
