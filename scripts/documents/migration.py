@@ -15,7 +15,8 @@ _HEAD = """\
 # Coming from verl
 
 An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
-at the start with what to write instead; nothing is read and ignored. The tools:
+at the start with what to write instead. One that another key turns off is refused as well, or
+listed by `verl-rc explain`. The tools:
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.configuration import OWN_LOSSES, OWN_SECTIONS, sections
 from documents.migration import OTHER_DEFAULTS
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import FOLLOWED_KEYS as OURS
@@ -154,6 +156,27 @@ def test_defaults_are_verls_but_for_those_that_the_document_lists() -> None:
     for key in WITHOUT_A_DEFAULT:
         del differing[key]
     assert differing == {key: value for key, (value, _) in OTHER_DEFAULTS.items()}
+
+
+OF_VERLS_RECIPES = ("async_training", "reward.reward_kwargs", "reward.reward_kwargs.overlong_buffer_cfg")
+"""Sections that recipes of verl add to its file."""
+
+
+def test_the_document_names_the_sections_and_losses_that_verl_lacks() -> None:
+    verls = {moved(key) for key in (*DEFAULTS, *FOLLOWED_KEYS)}
+    own = {key for key in KNOWN if not any(f"{name}.".startswith(f"{key}.") for name in verls)}
+    lacking = {
+        name
+        for name, model in sections(RunConfig)
+        if own >= {f"{name}.{leaf}" for leaf in model.model_fields} & KNOWN
+    }
+    assert lacking == {*OWN_SECTIONS, *OF_VERLS_RECIPES}
+    losses = {
+        name
+        for name, spec in POLICY_LOSSES.items()
+        if own & {f"actor_rollout_ref.actor.{option.key}" for option in spec.options}
+    }
+    assert losses == set(OWN_LOSSES)
 
 
 def default_of(key: str) -> Any:
