@@ -41,16 +41,28 @@ def unused_options(
 ) -> tuple[UnusedOption, ...]:
     """Every option without effect under ``config``, with its reason."""
     reasons = dict(_unused(config, policy, advantages))
-    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in reasons.items()]
+    keys = [key for key in reasons if not _acts_through_another(config, key, reasons)]
+    unread = [UnusedOption(key, reasons[key], _is_changed(config, key)) for key in keys]
     reported = [
         UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
         for key, reason in _metrics_only(config)
     ]
-    sections = [key.removesuffix("*") for key in reasons if key.endswith(".*")]
     return tuple(
-        option
-        for option in (*unread, *reported)
-        if not any(option.key.startswith(name) and option.key != f"{name}*" for name in sections)
+        option for option in (*unread, *reported) if not _names(set(keys) - {option.key}, option.key)
+    )
+
+
+def _names(keys: Iterable[str], key: str) -> bool:
+    """Whether ``key`` is one of ``keys``, or in one of their sections."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in keys)
+
+
+def _acts_through_another(config: RunConfig, key: str, unread: Iterable[str]) -> bool:
+    """Whether a key that has an effect follows this one, which is unread itself."""
+    followers = [follower for follower, followed in FOLLOWED_KEYS.items() if followed == key]
+    return any(
+        attrgetter(follower)(config) == attrgetter(key)(config) and not _names(unread, follower)
+        for follower in followers
     )
 
 

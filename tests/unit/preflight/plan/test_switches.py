@@ -255,6 +255,11 @@ KEEP_THEIR_EFFECT: list[tuple[Given, str]] = [
     ({**BY_TURNS, f"{ROLLOUT}.environment.reward": "sum"}, "reward.num_workers"),
     ({}, "reward.num_workers"),
     ({f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    ({f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}, f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    (
+        {**BY_TOKENS, **WITH_CRITIC, "critic.use_dynamic_bsz": False},
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    ),
     (BY_TOKENS, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
     ({}, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     (ON_GPUS, f"{ROLLOUT}.enable_chunked_prefill"),
