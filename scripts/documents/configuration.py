@@ -21,8 +21,9 @@ _HEAD = """# Configuration
 
 Every key of `python -m verl_rc.main_ppo key=value …`, with its default.
 `python -m scripts.documents` writes this page from the schema, and
-[configs/reference.yaml](../configs/reference.yaml): the same as YAML to copy from. Names are
-verl's.
+[configs/reference.yaml](../configs/reference.yaml): the same as YAML to copy from.
+
+{names}
 
 ## Groups
 
@@ -58,6 +59,16 @@ other. Runs of a sweep that name the same `trainer.default_local_dir` write to f
 it. Lists of rules and thresholds hold commas, so that a sweep over them is written
 `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 """
+OWN_SECTIONS = (
+    "actor_rollout_ref.rollout.environment",
+    "actor_rollout_ref.rollout.sync_proof",
+    "distillation.teacher_models.teacher_model.fsdp_config",
+    "trainer.alerts",
+    "trainer.token_records",
+)
+"""Sections without a key of verl."""
+OWN_LOSSES = ("bapo", "m2po", "prime_rl", "vespo")
+"""Losses with options that verl lacks."""
 _REFERENCE_HEAD = """\
 # Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the
 # defaults, so that a run needs none of them. ??? must be given. Written by python -m scripts.documents.
@@ -79,7 +90,14 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ty
 
 def render() -> str:
     """The whole page."""
-    parts = [_HEAD.format(groups="\n".join(_groups()))]
+    own = ", ".join(f"`{section}`" for section in OWN_SECTIONS)
+    losses = ", ".join(f"`{loss}`" for loss in OWN_LOSSES)
+    names = (
+        "Keys that verl has too have verl's names, but for "
+        "[those that moved](migration_from_verl.md#keys-by-another-name). verl lacks the sections "
+        f"{own}, the options of the losses {losses}, and single keys of other sections."
+    )
+    parts = [_HEAD.format(groups="\n".join(_groups()), names=_filled(names))]
     for name, model in sections(RunConfig):
         parts.append(f"\n## {name}\n\n| key | default | meaning |\n|---|---|---|")
         for leaf, field in model.model_fields.items():
@@ -88,6 +106,11 @@ def render() -> str:
             default = "required" if field.is_required() else f"`{field.default!r}`"
             parts.append(f"| `{leaf}` | {default} | {_meaning(field).replace('|', chr(92) + '|')} |")
     return "\n".join([*parts, *_algorithms()]) + "\n"
+
+
+def _filled(text: str) -> str:
+    """Lines of at most ``_WIDTH`` columns, without a break inside a link or a name."""
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _algorithms() -> Iterator[str]:

@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
 
+from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
+from verl_rc.config.schema import fields_of
 from verl_rc.config.verl import environments
 from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, WRITTEN_HERE
 from verl_rc.config.verl.migration import migrate
@@ -13,7 +15,8 @@ _HEAD = """\
 # Coming from verl
 
 An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
-at the start with what to write instead; nothing is read and ignored. The tools:
+at the start with what to write instead. One that another key turns off is refused as well, or
+listed by `verl-rc explain`. The tools:
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
@@ -22,12 +25,13 @@ verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a config
 verl-rc presets                                                  # presets by every name they have had
 ```
 
-`verl-rc migrate` has a shell expand the script's variables, with every program that the script
-calls by its name, Python among them, replaced by one that does nothing. `verl-rc explain recipe.sh`
-and `verl-rc doctor recipe.sh` read recipes the same way.
+`verl-rc migrate` runs the script in a shell for the values of its variables: every program that it
+calls by its name, Python among them, does nothing there. `verl-rc explain recipe.sh` and
+`verl-rc doctor recipe.sh` read recipes the same way.
 
 A refused key ends the run with exit code 2 before anything starts; the message holds the line to
-write. `+key=value` of verl recipes is taken as `key=value` where the key is known. Column names of
+write. `+key=value` of verl recipes is taken as `key=value` where the key is known. A key that is
+not given has verl's default, with [a few exceptions](#same-key-another-default). Column names of
 data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
 signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
 earlier releases. Some metrics keep their name with another meaning, `rollout_corr/rollout_is_max`
@@ -84,6 +88,60 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Keys with a different meaning in verl: (key, meaning in verl, meaning here)."""
+
+_FOLLOWS_MODEL = "the critic is made of the model that is trained, and as it is"
+_BY_MEMORY = "the estimate of memory decides"
+_FOLLOWS_CLIP = "`clip_ratio` is 0.2, and acts here"
+_EXAMPLES = "verl's are examples"
+OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
+    "data.train_files": ("~/data/rlhf/gsm8k/train.parquet", _EXAMPLES),
+    "data.val_files": ("~/data/rlhf/gsm8k/test.parquet", _EXAMPLES),
+    "data.dataloader_num_workers": (8, "the driver loads text fastest itself"),
+    "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", _EXAMPLES),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": (
+        True,
+        "True on GPUs, as there; False on a CPU, which has memory and no time for it",
+    ),
+    "actor_rollout_ref.model.lora.merge": (
+        False,
+        "merged weights need nothing of an engine, and sample as fast as without adapters",
+    ),
+    "actor_rollout_ref.actor.strategy": ("fsdp", "both names mean FSDP2"),
+    "actor_rollout_ref.actor.clip_ratio_low": (0.2, _FOLLOWS_CLIP),
+    "actor_rollout_ref.actor.clip_ratio_high": (0.2, _FOLLOWS_CLIP),
+    "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation": (False, _BY_MEMORY),
+    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": (
+        1,
+        "verl's older name, `actor_rollout_ref.ref.ulysses_sequence_parallel_size`, follows it too",
+    ),
+    "actor_rollout_ref.rollout.load_format": (
+        "dummy",
+        "the trainer's weights come before the first sample either way",
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": (
+        False,
+        "the temperature decides, as it does in verl, where this key is without effect",
+    ),
+    "critic.strategy": ("fsdp", "both names mean FSDP2"),
+    "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
+    "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
+    "critic.model.use_remove_padding": (True, _FOLLOWS_MODEL),
+    "critic.model.enable_gradient_checkpointing": (True, _FOLLOWS_MODEL),
+    "critic.fsdp_config.use_no_sync_for_gradient_accumulation": (False, _BY_MEMORY),
+    "critic.checkpoint.async_save": (False, "both models lie in one checkpoint"),
+    "reward.num_workers": (8, "one for each core, at most 8"),
+    "reward.reward_model.n_gpus_per_node": (8, "the reward model computes on the CPU unless it gets a GPU"),
+    "distillation.distillation_loss.clip_ratio_low": (0.2, _FOLLOWS_CLIP),
+    "distillation.distillation_loss.clip_ratio_high": (0.2, _FOLLOWS_CLIP),
+    "trainer.device": ("cuda", "GPUs where there are any"),
+    "trainer.project_name": ("verl_examples", _EXAMPLES),
+    "trainer.experiment_name": ("gsm8k", _EXAMPLES),
+    "trainer.default_local_dir": (
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "null means the same folder",
+    ),
+}
+"""Keys whose default is not that of verl 0.9.1: its default, and why."""
 
 _REFUSED_HEAD = """
 ## Keys that are refused
@@ -195,7 +253,9 @@ CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 def render() -> str:
     """The whole page."""
-    return "".join([_HEAD, _moved(), _refused(), _same_keys(), _rewards_and_tools(), _correction()])
+    return "".join(
+        [_HEAD, _moved(), _refused(), _same_keys(), _defaults(), _rewards_and_tools(), _correction()]
+    )
 
 
 def _moved() -> str:
@@ -265,6 +325,26 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _same_keys() -> str:
     rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
     return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
+
+
+def _defaults() -> str:
+    """The table of other defaults; keys with the same defaults for the same reason share a row."""
+    keys_by_row: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for key, (there, why) in OTHER_DEFAULTS.items():
+        keys_by_row[f"`{_shown(there)}`", _default_here(key), why].append(key)
+    rows = ((_listed(keys), there, here, why) for (there, here, why), keys in keys_by_row.items())
+    return (
+        "\n## Same key, another default\n\nWhat a run takes for a key that is not given, in verl 0.9.1 and "
+        "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
+        + _table(("key", "in verl", "here", "why"), rows)
+    )
+
+
+def _default_here(key: str) -> str:
+    field = fields_of(RunConfig)[key]
+    if field.is_required():
+        return "must be given"
+    return f"that of `{FOLLOWED_KEYS[key]}`" if key in FOLLOWED_KEYS else f"`{_shown(field.default)}`"
 
 
 def _rewards_and_tools() -> str:

@@ -65,8 +65,8 @@ class RatioOptions(StrictModel):
     clip_ratio_high: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
     """Clip range above 1. In the units of ``clip_ratio_low``."""
     clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it. ``dppo_*``: cap of
-    the ratio."""
+    """Dual clip: where the advantage is negative, a token's loss is at most this many times the advantage's
+    size. ``dppo_*``, ``aspo``: the largest ratio that counts."""
     tau_pos: float = Field(1.0, gt=0)
     """Temperature of ``sapo`` where the advantage is positive."""
     tau_neg: float = Field(1.05, gt=0)
@@ -87,9 +87,9 @@ class PolicyLossOptions(StrictModel):
     clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
     """``clip_cov``: share of a mini-batch's tokens that is dropped, at least one."""
     clip_cov_lb: float = 1.0
-    """``clip_cov``: tokens are dropped whose advantage and log-prob have a covariance above this."""
+    """``clip_cov``: tokens may be dropped where the covariance of advantage and log-prob is above this."""
     clip_cov_ub: float = 5.0
-    """``clip_cov``: and below this."""
+    """``clip_cov``: tokens may be dropped where that covariance is below this, and above ``clip_cov_lb``."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
     """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest
     covariance."""

@@ -476,6 +476,15 @@ def _alerts(config: RunConfig) -> Iterator[str]:
                 "mode (algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the "
                 "update itself measures it; pass save_and_stop or warn."
             )
+    for name, action, limit in (
+        ("mismatch", alerts.mismatch, "mismatch_limit"),
+        ("reward_collapse", alerts.reward_collapse, "reward_drop"),
+    ):
+        if action != "warn" and getattr(alerts, limit) is None:
+            yield (
+                f"trainer.alerts.{name}={action} needs a limit above which it acts, got "
+                f"trainer.alerts.{limit}=null, which means never; pass a number, or drop one of them."
+            )
     if alerts.cause != "warn" and correction.diagnostics != "full":
         yield (
             f"trainer.alerts.cause={alerts.cause} needs signatures; pass "
@@ -486,12 +495,14 @@ def _alerts(config: RunConfig) -> Iterator[str]:
 
 def _ray(config: RunConfig) -> Iterator[str]:
     ray_init = config.ray_kwargs.ray_init
-    local = {name: getattr(ray_init, name) for name in ("num_cpus", "num_gpus", "object_store_memory")}
-    settings = ", ".join(f"{name}={value}" for name, value in local.items() if value is not None)
+    local = ray_init.model_dump(
+        include={"num_cpus", "num_gpus", "object_store_memory", "loopback_only"}, exclude_defaults=True
+    )
+    settings = ", ".join(f"{name}={value}" for name, value in local.items())
     if ray_init.address is not None and settings:
         yield (
-            f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own "
-            f"resources, but {settings} was given; drop that, or the address."
+            f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which was "
+            f"started with settings of its own, but {settings} was given; drop that, or the address."
         )
 
 

@@ -163,6 +163,10 @@ class LearnerFsdpConfig(FsdpConfig):
 class FrozenFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a policy that only scores."""
 
+    model_dtype: Precision = "fp32"
+    """Precision in which its weights are kept; they never change."""
+    optimizer_offload: bool = False
+    """Without effect: a policy that only scores has no optimizer."""
     ulysses_sequence_parallel_size: int = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
     )

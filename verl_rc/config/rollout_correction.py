@@ -20,8 +20,8 @@ from verl_rc.config.rejection_rules import (
     parse_threshold,
     threshold_specs,
 )
+from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
-from verl_rc.config.verl.rollout_correction import import_legacy
 
 __all__ = [
     "PRESETS",
@@ -367,8 +367,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         """The configuration that settings of any verl release since August 2025 mean today, and notes on what
         changed.
 
-        See ``verl.rollout_correction.import_legacy`` for the keys. Raises ``ValueError`` for keys and values
-        of no release.
+        See ``import_legacy`` for the keys. Raises ``ValueError`` for keys and values of no release.
         """
         fields, notes = import_legacy(mapping)
         return cls.model_validate(fields), notes

@@ -173,7 +173,11 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         )
         return
     if not spec.reads_old_log_probs:
-        yield "", f"no ratio, no clip: the {policy.old_policy} policy does not enter the loss {policy.loss}"
+        ways = [symbol for symbol, enters in (("w", policy.weights), ("m", policy.rejects)) if enters]
+        how = (
+            f"enters through {' and '.join(ways)} alone" if ways else f"does not enter the loss {policy.loss}"
+        )
+        yield "", f"no ratio, no clip: the {policy.old_policy} policy {how}"
         return
     if policy.interpolates:
         yield (
@@ -238,9 +242,9 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
     policy = plan.policy
     yield (
         "mode",
-        "bypass: in the actor, micro-batch by micro-batch; current over rollout policy"
+        "bypass: in the actor, mini-batch by mini-batch; current over rollout policy"
         if policy.bypass
-        else "decoupled: in the actor, micro-batch by micro-batch; interpolated proximal over rollout policy"
+        else "decoupled: in the actor, mini-batch by mini-batch; interpolated proximal over rollout policy"
         if policy.interpolates
         else "decoupled: in the driver, once per step; proximal over rollout policy",
     )

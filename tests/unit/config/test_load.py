@@ -213,6 +213,16 @@ MISTAKES = [
         "trainer.alerts.cause=skip",
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
+    (
+        "trainer.alerts.mismatch=save_and_stop trainer.alerts.mismatch_limit=null",
+        "trainer.alerts.mismatch=save_and_stop needs a limit above which it acts, got "
+        "trainer.alerts.mismatch_limit=null",
+    ),
+    (
+        "trainer.alerts.reward_collapse=skip trainer.alerts.reward_drop=null",
+        "trainer.alerts.reward_collapse=skip needs a limit above which it acts, got "
+        "trainer.alerts.reward_drop=null",
+    ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
     (
         "actor_rollout_ref.actor.optim=3 actor_rollout_ref.actor.grad_clip=1",  # which moved below optim
@@ -266,7 +276,11 @@ MISTAKES = [
     ),
     (
         "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4",
-        "joins a running cluster, which has its own resources",
+        "joins a running cluster, which was started with settings of its own, but num_cpus=4 was given",
+    ),
+    (
+        "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.loopback_only=False",
+        "but loopback_only=False was given; drop that, or the address",
     ),
     ("trainer.logger=[console,fax]", "trainer.logger.1 must be"),
     ("trainer.device=tpu", "trainer.device"),

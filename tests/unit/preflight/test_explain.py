@@ -241,11 +241,21 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},
         [
             "π / π_roll, with π detached",
-            "no ratio, no clip",
-            "current over rollout policy",
+            "no ratio, no clip: the rollout policy enters through w alone",
+            "bypass: in the actor, mini-batch by mini-batch; current over rollout policy",
             "updates per step without a clip",
         ],
         ["old_log_prob actor", "ε_low"],
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "gpg"},
+        ["no ratio, no clip: the proximal policy does not enter the loss gpg"],
+        [],
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "gpg", **TOKEN_WEIGHTS, **REJECTION},
+        ["no ratio, no clip: the proximal policy enters through w and m alone"],
+        ["does not enter"],
     ),
     (
         {**BYPASS, **TOKEN_WEIGHTS},

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from verl_rc.config.checks import check_run
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
+from verl_rc.config.load.command_line import COMMANDS, config_file_options, parse, show
 from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.paths import check_files
 from verl_rc.config.run import RunConfig
@@ -98,7 +98,7 @@ def _checked(config: Schema) -> Schema:
 def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Namespace) -> None:
     """Run each combination of the given values in sequence; all are checked before the first starts."""
     sweep = combinations(schema, options)
-    configs = [_load(schema, parse([*sources_of(options), *overrides])) for overrides in sweep]
+    configs = [_load(schema, parse([*config_file_options(options), *overrides])) for overrides in sweep]
     configs = [_checked(config) for config in _with_separate_folders(configs)]
     common = set.intersection(*map(set, sweep))
     for number, (overrides, config) in enumerate(zip(sweep, configs, strict=True), start=1):

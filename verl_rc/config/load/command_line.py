@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def sources_of(options: Namespace) -> list[str]:
+def config_file_options(options: Namespace) -> list[str]:
     """The options that name folders and files, as typed on a command line."""
     names = ("config_name", "config_path", "config_dir")
     return [

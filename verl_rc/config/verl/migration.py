@@ -16,9 +16,9 @@ import yaml
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 from verl_rc.config.verl.keys import moved, translate_key, with_verls_defaults
 from verl_rc.config.verl.refused import RENAMED
-from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 
 SUFFIX = ".sh"
 _SECONDS = 20

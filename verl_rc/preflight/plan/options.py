@@ -7,24 +7,20 @@ from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS, EstimatorOption
 from verl_rc.config.async_training import SECTION, unread_keys
-from verl_rc.config.models import torch_name
 from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.preflight.plan.schedule import BatchArithmetic
+from verl_rc.preflight.plan.switches import Unread, unread_by_switches
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
-_GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
 _ESTIMATOR_KEYS: Sequence[EstimatorOption] = ("gamma", "lam", "norm_adv_by_std_in_grpo", "turn_credit")
 
 _NO_TASK = "use_task_rewards=False: the teacher alone is trained on"
 _LOSS_KEYS = sorted(option.key for option in LOSS_OPTIONS if not option.is_required)
-
-Unread = tuple[bool, Sequence[str], str]
-"""Whether the keys are unused, the keys, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +41,36 @@ def unused_options(
 ) -> tuple[UnusedOption, ...]:
     """Every option without effect under ``config``, with its reason."""
     reasons = dict(_unused(config, policy, advantages))
-    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in reasons.items()]
+    keys = [key for key in reasons if not _acts_through_another(config, key, reasons)]
+    unread = [UnusedOption(key, reasons[key], _is_changed(config, key)) for key in keys]
     reported = [
         UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
         for key, reason in _metrics_only(config)
     ]
-    return (*unread, *reported)
+    return tuple(
+        option for option in (*unread, *reported) if not _names(set(keys) - {option.key}, option.key)
+    )
+
+
+def _names(keys: Iterable[str], key: str) -> bool:
+    """Whether ``key`` is one of ``keys``, or in one of their sections."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in keys)
+
+
+def _acts_through_another(config: RunConfig, key: str, unread: Iterable[str]) -> bool:
+    """Whether a key that has an effect follows this one, which is unread itself."""
+    followers = [follower for follower, followed in FOLLOWED_KEYS.items() if followed == key]
+    return any(
+        attrgetter(follower)(config) == attrgetter(key)(config) and not _names(unread, follower)
+        for follower in followers
+    )
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
     reasons: dict[str, Iterable[Unread]] = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
-        "": _unused_by_roles(config),
+        "": unread_by_switches(config),
         "distillation.": _unused_by_the_teacher(config, policy),
         f"{SECTION}.": ((True, keys, reason) for keys, reason, _ in unread_keys(config.async_training)),
     }
@@ -103,20 +116,6 @@ def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
     uses_factor = "seq-mean-token-sum-norm" in policy.aggregations
     yield not uses_factor, ("loss_scale_factor",), "it belongs to loss_agg_mode=seq-mean-token-sum-norm"
     yield policy.kl_loss_coef is None, ("kl_loss_coef", "kl_loss_type"), "use_kl_loss=False"
-    yield (
-        not actor.use_dynamic_bsz,
-        ("ppo_max_token_len_per_gpu",),
-        "use_dynamic_bsz=False: micro-batches are filled by rows",
-    )
-    yield (
-        actor.use_dynamic_bsz,
-        ("ppo_micro_batch_size_per_gpu",),
-        "use_dynamic_bsz=True: micro-batches are filled by tokens",
-    )
-    schedule = actor.optim.lr_scheduler_type
-    yield schedule == "constant", ("optim.min_lr_ratio",), "lr_scheduler_type=constant"
-    yield schedule != "cosine", ("optim.num_cycles",), f"lr_scheduler_type={schedule}"
-    yield actor.optim.lr_warmup_steps >= 0, ("optim.lr_warmup_steps_ratio",), "lr_warmup_steps was given"
 
 
 def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
@@ -154,67 +153,6 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
     own_clips = loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high)
     given = "clip_ratio_low and clip_ratio_high were given"
     yield reads_clips and own_clips, (f"{section}clip_ratio",), given
-
-
-def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
-    has_adapters = config.actor_rollout_ref.model.lora_rank > 0
-    yield (
-        not config.needs_critic,
-        ("critic.*",),
-        f"no critic: algorithm.adv_estimator={config.algorithm.adv_estimator}",
-    )
-    yield (
-        not config.needs_reference,
-        ("actor_rollout_ref.ref.*",),
-        "nothing compares with the reference policy",
-    )
-    model_keys = ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.ref.fsdp_config.*")
-    yield (
-        config.needs_reference and has_adapters,
-        model_keys,
-        "with LoRA the reference is the actor without its adapters",
-    )
-    adapters = tuple(
-        f"actor_rollout_ref.model.{option}"
-        for option in ("lora_alpha", "target_modules", "exclude_modules", "lora.merge")
-    )
-    yield not has_adapters, adapters, "lora_rank=0"
-    policy = config.actor_rollout_ref
-    dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype}
-    yield (
-        {torch_name(dtype) for dtype in dtypes} == {"float32"},
-        ("actor_rollout_ref.model.head_dtype",),
-        "actor, reference and engines compute in float32 anyway",
-    )
-    switches = {
-        "algorithm.filter_groups": config.algorithm.filter_groups.enable,
-        "reward.reward_model": config.reward.reward_model.enable,
-        "reward.reward_kwargs": config.reward.reward_kwargs.overlong_buffer_cfg.enable,
-        "actor_rollout_ref.rollout.multi_turn": config.actor_rollout_ref.rollout.multi_turn.enable,
-    }
-    for section, is_on in switches.items():
-        yield not is_on, (f"{section}.*",), "it is not enabled"
-    checkpoint_keys = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
-    yield config.trainer.save_freq <= 0, checkpoint_keys, "trainer.save_freq <= 0: nothing is saved"
-    yield (
-        config.data.filter_overlong_prompts,
-        ("data.truncation",),
-        "filter_overlong_prompts=True leaves nothing to cut",
-    )
-    on_cpu = config.trainer.device == "cpu"
-    gpu_only = tuple(f"actor_rollout_ref.rollout.{option}" for option in _GPU_ONLY)
-    yield on_cpu, gpu_only, "trainer.device=cpu"
-    frozen_sections = [policy.section for policy in config.frozen_policies.values()]
-    learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
-    for section in (*learners, *frozen_sections):
-        offloads = (f"{section}.fsdp_config.param_offload", f"{section}.fsdp_config.optimizer_offload")
-        yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
-    frozen = tuple(f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections)
-    yield not on_cpu, frozen, "a policy that only scores has no optimizer"
-    groups = tuple(f"{section}.fsdp_config.fsdp_size" for section in (*learners, *frozen_sections))
-    yield config.num_ranks == 1, groups, "one rank holds all weights"
-    sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
-    yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
 
 
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:

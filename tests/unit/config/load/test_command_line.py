@@ -11,7 +11,7 @@ import yaml
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config, run_with_config
-from verl_rc.config.load.command_line import parse, sources_of
+from verl_rc.config.load.command_line import config_file_options, parse
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.config.sft import SftConfig
@@ -22,8 +22,8 @@ def test_options_stand_anywhere_between_overrides(tmp_path: Path) -> None:
     given = parse(["a=1", "-cn=run", "b=-2", "--config-dir", str(tmp_path), "~c", "-m", "d=x y"])
     assert given.overrides == ["a=1", "b=-2", "~c", "d=x y"]
     assert given.multirun
-    assert sources_of(given) == ["--config-name=run", f"--config-dir={tmp_path}"]
-    assert parse(sources_of(given)).config_dir == str(tmp_path)
+    assert config_file_options(given) == ["--config-name=run", f"--config-dir={tmp_path}"]
+    assert parse(config_file_options(given)).config_dir == str(tmp_path)
 
 
 @pytest.mark.parametrize(

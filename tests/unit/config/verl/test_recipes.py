@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.configuration import OWN_LOSSES, OWN_SECTIONS, sections
+from documents.migration import OTHER_DEFAULTS
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import FOLLOWED_KEYS as OURS
@@ -130,58 +133,50 @@ def test_what_is_done_in_another_way_here_is_refused_by_name(override: str) -> N
         load_run_config([*FREQUENT, override])
 
 
-OTHER_DEFAULTS = {
-    **dict.fromkeys(["actor_rollout_ref.actor.strategy", "critic.strategy"], "both names mean FSDP2"),
-    **dict.fromkeys(
-        [
-            f"{section}.clip_ratio_{side}"
-            for section in ("actor_rollout_ref.actor", "distillation.distillation_loss")
-            for side in ("low", "high")
-        ],
-        "follow clip_ratio, which is 0.2",
-    ),
-    **dict.fromkeys(["actor_rollout_ref.model.path", "data.train_files", "data.val_files"], "must be given"),
-    **dict.fromkeys(["trainer.project_name", "trainer.experiment_name"], "names of examples"),
-    **{
-        f"critic.model.{leaf}": "follows the actor's model"
-        for leaf in ("path", "trust_remote_code", "use_remove_padding")
-    },
-    "critic.model.enable_gradient_checkpointing": "follows the actor's model",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "on GPUs as there; a CPU has memory and no time "
-    "for it",
-    "critic.checkpoint.async_save": "follows the actor",
-    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's "
-    "older name does",
-    "actor_rollout_ref.model.lora.merge": "merged weights need nothing of an engine, and sample as fast as "
-    "without adapters",
-    "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "the temperature decides, as it does in verl",
-    "data.dataloader_num_workers": "fastest for text",
-    "reward.num_workers": "follows the machine's cores, at most 8",
-    "reward.reward_model.n_gpus_per_node": "the reward model computes on the CPU unless it gets a GPU",
-    "trainer.device": "GPUs when there are any",
-    **{
-        f"{section}.use_no_sync_for_gradient_accumulation": "the estimate of memory decides"
-        for section in ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")
-    },
-    "trainer.default_local_dir": "made of project and experiment, as in verl",
-    "actor_rollout_ref.actor.optim.warmup_style": "no default: lr_scheduler_type has one",
-    "critic.optim.warmup_style": "no default: lr_scheduler_type has one",
-}
-"""Keys whose default is not verl's, and why."""
+WITHOUT_A_DEFAULT = (
+    "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type",  # under its older name warmup_style
+    "critic.optim.lr_scheduler_type",
+)
+"""Keys for which verl's file says null, and takes what is the default here."""
 
 
-def test_defaults_are_verls() -> None:
+def test_defaults_are_verls_but_for_those_that_the_document_lists() -> None:
     shared = {
         key: value
         for key, value in DEFAULTS.items()
         if moved(key) in KNOWN and key not in FOLLOWED_KEYS and value != "???"
     }
     differing = {
-        key for key, value in shared.items() if translate_key(key, value, {}).value != default_of(moved(key))
+        moved(key): value
+        for key, value in shared.items()
+        if translate_key(key, value, {}).value != default_of(moved(key))
     }
     assert len(shared) > 150
-    assert differing - {"actor_rollout_ref.rollout.name"} == set(OTHER_DEFAULTS)
+    for key in WITHOUT_A_DEFAULT:
+        del differing[key]
+    assert differing == {key: value for key, (value, _) in OTHER_DEFAULTS.items()}
+
+
+OF_VERLS_RECIPES = ("async_training", "reward.reward_kwargs", "reward.reward_kwargs.overlong_buffer_cfg")
+"""Sections that recipes of verl add to its file."""
+
+
+def test_the_document_names_the_sections_and_losses_that_verl_lacks() -> None:
+    verls = {moved(key) for key in (*DEFAULTS, *FOLLOWED_KEYS)}
+    own = {key for key in KNOWN if not any(f"{name}.".startswith(f"{key}.") for name in verls)}
+    lacking = {
+        name
+        for name, model in sections(RunConfig)
+        if own >= {f"{name}.{leaf}" for leaf in model.model_fields} & KNOWN
+    }
+    assert lacking == {*OWN_SECTIONS, *OF_VERLS_RECIPES}
+    losses = {
+        name
+        for name, spec in POLICY_LOSSES.items()
+        if own & {f"actor_rollout_ref.actor.{option.key}" for option in spec.options}
+    }
+    assert losses == set(OWN_LOSSES)
 
 
 def default_of(key: str) -> Any:

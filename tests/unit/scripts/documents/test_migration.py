@@ -34,6 +34,16 @@ def test_every_release_has_an_example_whose_translation_loads():
     assert {era[0] for era in eras} == {"A", "B", "C", "D"}
 
 
+def test_other_defaults_are_shown_beside_those_of_verl():
+    _, _, section = render().partition("## Same key, another default")
+    assert "| `data.dataloader_num_workers` | `8` | `0` | the driver loads text fastest itself |" in section
+    both = ", ".join(f"`{side}.strategy`" for side in ("actor_rollout_ref.actor", "critic"))
+    assert f"| {both} | `fsdp` | `fsdp2` | both names mean FSDP2 |" in section
+    assert "| `reward.num_workers` | `8` | `null` | one for each core, at most 8 |" in section
+    assert "| `critic.checkpoint.async_save` | `False` | that of `actor_rollout_ref.actor." in section
+    assert "`data.val_files` | `~/data/rlhf/gsm8k/test.parquet` | must be given |" in section
+
+
 def test_rows_have_as_many_cells_as_their_heads():
     width = None
     for line in render().splitlines():
