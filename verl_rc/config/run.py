@@ -49,11 +49,12 @@ class AlertsConfig(StrictModel):
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
     gap: AlertAction = "warn"
-    """Action when the mean gap of a step's rollouts or of canary tokens is above the limit
-    (``sync/gap_limit``): four times the first gap that the engine's precision makes plausible, and up to then
-    what is plausible. Above ten times the limit the run ends (float32: above it): the engine does not hold
-    the trainer's weights. Canary tokens are judged after the updates, which then cannot be skipped; not
-    ``skip`` where the actor corrects."""
+    """Action when the mean gap of canary tokens, or in synchronous runs of a step's rollouts, is above the
+    limit (``sync/gap_limit``): four times the first gap that the engine's precision makes plausible, and up
+    to then what is plausible. Above ten times the limit the run ends (in float32, and with
+    ``rollout.sync_proof.gap_limit``: above the limit itself): the engine does not hold the trainer's weights.
+    Canary tokens are judged after the updates, which then cannot be skipped; not ``skip`` where the actor
+    corrects."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other
     than ``warn`` it needs ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor

@@ -169,6 +169,8 @@ def _mistake_in_python(arguments):
         path = ROOT / Path(*module.split("."))
         if not (path.with_suffix(".py").is_file() or path.is_dir()):
             return f"module {module} does not exist"
+        if module.startswith("scripts.") and path.with_suffix(".py").is_file():
+            return _mistake_in_python([path.with_suffix(".py").relative_to(ROOT).as_posix(), *overrides])
         return _mistake_in_overrides(overrides, _KNOWN_SFT if module == "verl_rc.main_sft" else _KNOWN)
     script, *options = arguments
     if not (ROOT / script).is_file():
@@ -419,6 +421,7 @@ def test_a_preset_that_does_not_exist_is_found():
         ("python -m verl_rc.main_sft task=digits", "task=digits is no override"),
         ("python -m verl_rc.main_sft data.ghost=1", "no override"),
         ("python scripts/prepare_data/math_dataset.py --ghost x", "has no option --ghost"),
+        ("python -m scripts.trl_runs --ghost x temperature", "has no option --ghost"),
         ("verl-rc ghost", "would refuse"),
         ("verl-rc export", None),
         ("verl-rc export runs/1/global_step_20", "would refuse"),
