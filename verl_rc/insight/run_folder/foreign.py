@@ -6,8 +6,6 @@ Names are mapped onto the catalogue where the meaning is equal, and nowhere else
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +17,7 @@ from verl_rc.insight.run_folder.lines import (
     numbers_of,
     read_records,
     reading_notes,
+    restart_notes,
 )
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
@@ -151,13 +150,22 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
             yield name.strip(), float(number[1])
 
 
-def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
+def _event_rows(files: Sequence[Path], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """Steps ascending. Tags have counts of their own and may come from several processes: that one goes back
+    says nothing about others."""
+    by_tag: dict[str, Columns] = {}
     for file in files:
-        for step, scalars in groupby(
-            _before_damage(event_files.read_scalars(file), file, notes), itemgetter(0)
-        ):
+        for step, tag, value in _before_damage(event_files.read_scalars(file), file, notes):
             if as_step(step) is not None:
-                yield step, {tag: value for _, tag, value in scalars}
+                by_tag.setdefault(tag, Columns()).add(step, {tag: value})
+    restarts = dict.fromkeys(restart for columns in by_tag.values() for restart in columns.restarts)
+    notes.extend(restart_notes(list(restarts)))
+    rows: dict[int, dict[str, float]] = {}
+    for columns in by_tag.values():
+        for tag, series in columns.series().items():
+            for step, value in series.by_step().items():
+                rows.setdefault(step, {})[tag] = value
+    return sorted(rows.items())
 
 
 def _before_damage(values: Iterable[_T], file: Path, notes: list[str]) -> Iterator[_T]:

@@ -1,7 +1,7 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_high
@@ -93,11 +93,7 @@ def reading_notes(columns: Columns) -> list[str]:
     notes = [f"{len(steps):,} steps were read, {steps[0]} to {steps[-1]}."] if steps else []
     if columns.repeated:
         notes.append(f"{columns.repeated} line(s) repeat a step; each step counts once, later values win.")
-    notes += [
-        f"The run went on at step {first} after it had reached {last}; the steps that it did again count "
-        "once."
-        for first, last in columns.restarts[-3:]
-    ]
+    notes += restart_notes(columns.restarts)
     # A log of every tenth step has no gaps.
     usual = median_high([b - a for a, b in pairwise(steps)] or [1])
     gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
@@ -105,3 +101,12 @@ def reading_notes(columns: Columns) -> list[str]:
         ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
         notes.append(f"{len(gaps)} gap(s) in the steps: {ranges}{', …' if len(gaps) > 5 else ''}.")
     return notes
+
+
+def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:
+    """The last of ``Columns.restarts`` in words."""
+    return [
+        f"The run went on at step {first} after it had reached {last}; the steps that it did again count "
+        "once."
+        for first, last in restarts[-3:]
+    ]

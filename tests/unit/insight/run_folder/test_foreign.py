@@ -154,3 +154,18 @@ def test_damaged_event_files_never_break_the_reader(tmp_path, place):
     path.write_bytes(bytes(data))
     with suppress(DamagedFileError):
         list(read_scalars(path))
+
+
+def test_tags_of_event_files_count_steps_of_their_own(tmp_path):
+    """Four updates a rollout, rollouts counted apart; a second process logs from step 0 on; and a resumed one
+    goes back from step 7 to 6."""
+    updates = [(4 * rollout + update, b"train/loss", 1.0) for rollout in range(2) for update in range(4)]
+    mixed = [(0, b"rollout/reward", 0.5), *updates[:4], (1, b"rollout/reward", 0.75), *updates[4:]]
+    for name, events in {"1": mixed, "2": [(0, b"eval/score", 0.25)], "3": [(6, b"train/loss", 9.0)]}.items():
+        (tmp_path / f"x.tfevents.{name}").write_bytes(b"".join(event(*one) for one in events))
+    run = read_run(tmp_path)
+    assert run.get("train/loss").by_step() == {**dict.fromkeys(range(6), 1.0), 6: 9.0}
+    assert run.get("rollout/reward").by_step() == {0: 0.5, 1: 0.75}
+    assert run.get("eval/score").by_step() == {0: 0.25}
+    (restart,) = [note for note in run.notes if "went on" in note]
+    assert restart.startswith("The run went on at step 6 after it had reached 7;")
