@@ -126,6 +126,17 @@ class TokenRecord:
             )
         return difference
 
+    def ages(self) -> Array | None:
+        """int64 ``[tokens]``: updates since the weights that sampled each token; None where those are not
+        known. They count from the fact ``current_version``, else from the newest of sampled tokens."""
+        mask = self.tokens["response_mask"]
+        if "version" not in self.tokens or not mask.any():
+            return None
+        versions = self.tokens["version"].astype("int64")
+        current = self.facts.get("current_version")
+        ages: Array = (current if isinstance(current, int) else versions[mask].max()) - versions
+        return ages
+
 
 def noise_scale(tokens: Mapping[str, Array]) -> Array | None:
     """float64 ``[tokens]``: √g, the part of a logit's noise that reaches the token's log-prob; None where the

@@ -53,7 +53,8 @@ def signature_causes(run: RunData) -> list[Statement]:
     mirrors = run.has(KEPT_SETS)
     causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
-    temperature = run.settings.get(_TEMPERATURE, facts.get("temperature", 1.0))
+    said = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
+    temperature = next((value for value in said if isinstance(value, int | float)), 1.0)
     for cause in SIGNATURE_CAUSES:
         marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
         _, first, last = lasting(marks, bool)

@@ -9,6 +9,7 @@ import pytest
 from planted_series import healthy, write_run
 from recorded_tokens import token_record, write_tokens
 
+from verl_rc.data.token_lines import TokenLines
 from verl_rc.data.token_parquet import record_path
 from verl_rc.insight.run_folder import read_run, token_source
 from verl_rc.insight.run_folder.profiles import Bar, Profiles
@@ -122,6 +123,22 @@ def test_old_tokens_stand_apart_and_bands_hold_the_value(tmp_path: Path) -> None
         assert age[label].low < age[label].size < age[label].high
         assert age[label].size == pytest.approx(expected, rel=0.05)
         assert age[label].high - age[label].low < 0.1 * expected
+
+
+@pytest.mark.parametrize("facts", [{}, {"current_version": None}])
+def test_ages_count_from_the_newest_weights_where_no_fact_says_which_are_current(
+    tmp_path: Path, facts: dict[str, None]
+) -> None:
+    """Numbers of weights of another trainer need not be those of steps; and its facts may be null."""
+    for step in (1, 2):
+        with TokenLines(tmp_path / f"step_{step:06d}.jsonl", trainer="mine", **facts) as lines:
+            lines.write(step, [1, 1], [-1.0, -2.0], [-1.1, -2.1], version=100 + step)
+            lines.write(step, [1], [-1.0], [-1.4], version=98 + step)
+    run = read_run(tmp_path)
+    assert run.tokens is not None
+    assert {label: bar.tokens for label, bar in bars(run.tokens.profiles, "Age").items()} == {"0": 4, "2": 2}
+    assert [row.tokens["age"].tolist() for row in run.tokens.rows if row.step == 2] == [[2], [0, 0]]
+    assert run.get("rollout_corr/token_age_mean").values == [pytest.approx(2 / 3)] * 2
 
 
 def test_log_probs_that_are_not_finite_are_shown_and_counted_nowhere(tmp_path: Path) -> None:

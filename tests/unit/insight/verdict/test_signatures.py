@@ -28,6 +28,14 @@ def verdict_of(path: Path) -> Verdict:
     return judge(read_run(path))
 
 
+def test_a_temperature_that_the_facts_leave_open_counts_as_1(tmp_path: Path) -> None:
+    """A hook may write null."""
+    statements = verdict_of(written(tmp_path, "temperature 0.9", temperature=None)).statements
+    (found,) = (statement for statement in statements if statement.topic == "gap")
+    assert found.cause == "temperature"
+    assert found.evidence["temperature"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("without", "unasked"),
     [
