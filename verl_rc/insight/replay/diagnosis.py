@@ -26,7 +26,7 @@ from verl_rc.insight.replay.operations import find_parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
 from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
-from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_run
+from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_replays, read_run
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.healthy_gap import HEALTHY
 from verl_rc.insight.verdict.replays import merged, parts_of
@@ -52,7 +52,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     whole = session.diagnosis(
         run,
         statements,
-        merged(_records_of_the_run(request.folder, run.replays), session.replayed),
+        merged(_records_of_the_run(request.folder), session.replayed),
     )
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
     return session.diagnosis(
@@ -62,9 +62,10 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     )
 
 
-def _records_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+def _records_of_the_run(folder: Path) -> list[ReplayedRecord]:
     """Replays of token records that are there and were not written since: a resumed run may have made a step
     again."""
+    earlier = read_replays(folder, [])
     if not earlier:
         return []
     diagnosis_time = (folder / DIAGNOSIS).stat().st_mtime

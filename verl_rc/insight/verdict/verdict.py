@@ -131,17 +131,19 @@ def _headline(statements: tuple[Statement, ...]) -> str:
 
 def _progress(run: RunData) -> str:
     done = run.steps[-1] if run.steps else 0
-    steps = f"{done} of {run.total_steps} steps" if run.total_steps else f"{done} steps"
+    of_all = f"{done} of {run.total_steps}" if run.total_steps else f"{done}"
     if run.ending is not None:
         if run.ending.status == 0:
-            return f"The run ended after {steps}."
+            return f"The run ended after {of_all} steps."
         return (
-            f"The run ended after {steps} with exit code {run.ending.status}: "
+            f"The run ended after {of_all} steps with exit code {run.ending.status}: "
             f"{run.ending.reason.removesuffix('.')}."
         )
+    if not run.steps:
+        return "No step is logged."
     if run.total_steps and done < run.total_steps and run.is_own:
-        return f"{steps} are logged: it still trains, or was killed."
-    return f"{steps} are logged."
+        return f"The log goes to step {of_all}: it still trains, or was killed."
+    return f"The log goes to step {of_all}."
 
 
 def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:

@@ -175,7 +175,7 @@ def test_nothing_is_wrong_with_a_healthy_run():
     assert verdict.headline == "Nothing is wrong, as far as metrics tell."
     assert [found.topic for found in verdict.statements] == ["learning", "gap", "correction", "speed"]
     assert verdict.do_first == ()
-    assert verdict.lines()[0] == f"{verdict.headline} {STEPS} of {STEPS} steps are logged."
+    assert verdict.lines()[0] == f"{verdict.headline} The log goes to step {STEPS} of {STEPS}."
 
 
 def everything_wrong() -> RunData:
@@ -238,7 +238,11 @@ def test_how_it_ended():
     run.ending = Ending(143, "SIGTERM")
     assert judge(run).progress == f"The run ended after {STEPS} of {STEPS} steps with exit code 143: SIGTERM."
     run.ending, run.total_steps = None, 100
-    assert judge(run).progress == f"{STEPS} of 100 steps are logged: it still trains, or was killed."
+    assert judge(run).progress == f"The log goes to step {STEPS} of 100: it still trains, or was killed."
+    run.steps, run.total_steps = range(15, 21), None
+    assert judge(run).progress == "The log goes to step 20."
+    run.steps = ()
+    assert judge(run).progress == "No step is logged."
 
 
 def test_numbers_of_a_sentence_are_its_evidence():
