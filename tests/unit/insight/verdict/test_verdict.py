@@ -3,6 +3,7 @@ beside it."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from planted_series import STEPS, healthy, planted, ramp, wave
@@ -12,6 +13,7 @@ from verl_rc.config.schema import has_key, is_section
 from verl_rc.insight.run_folder.records import Ending, RunData, Series
 from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.correction import half_life, judge_correction
+from verl_rc.insight.verdict.gap_series import GAP
 from verl_rc.insight.verdict.learning import judge_learning
 from verl_rc.insight.verdict.speed import judge_speed, stage_seconds
 
@@ -283,3 +285,25 @@ def test_a_run_without_metrics_is_not_judged():
 def test_names_of_a_run_cannot_break_a_sentence():
     run = planted({"val-core/{evil}{0}/acc/mean@1": [0.1, 0.2]}, {"actor_rollout_ref.rollout.top_p": "{x}"})
     assert "{evil}{0}" in judge(run).statements[0].text
+
+
+@pytest.mark.parametrize(
+    ("source", "trainer", "metrics", "is_pasted"),
+    [
+        ("verl_rc run", "", {}, True),
+        ("verl's console log", "verl", {}, True),
+        ("W&B export", "", {}, True),
+        ("TRL's trainer_state.json", "TRL", {}, False),
+        ("W&B export", "", {SCORE: "reward/mean"}, False),
+    ],
+)
+def test_overrides_are_of_keys_that_the_trainer_has(source, trainer, metrics, is_pasted):
+    run = replace(everything_wrong(), source=source, trainer=trainer, their_names=metrics)
+    assert bool(judge(run).do_first) is is_pasted
+
+
+def test_a_gap_is_judged_where_nothing_else_was_logged():
+    """SkyRL's and slime's names of other metrics are not the catalogue's."""
+    run = planted({GAP: ramp(0.01, 0.2)}, source="W&B export", without=[n for n in healthy() if n != GAP])
+    (found,) = (statement for statement in judge(run).statements if statement.topic == "gap")
+    assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
