@@ -13,6 +13,7 @@ from verl_rc.config.schema import has_key, is_section
 from verl_rc.insight.run_folder.records import Ending, RunData, Series
 from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.correction import half_life, judge_correction
+from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.insight.verdict.gap_series import GAP
 from verl_rc.insight.verdict.learning import judge_learning
 from verl_rc.insight.verdict.speed import judge_speed, stage_seconds
@@ -307,3 +308,11 @@ def test_a_gap_is_judged_where_nothing_else_was_logged():
     run = planted({GAP: ramp(0.01, 0.2)}, source="W&B export", without=[n for n in healthy() if n != GAP])
     (found,) = (statement for statement in judge(run).statements if statement.topic == "gap")
     assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
+
+
+@pytest.mark.parametrize(("last", "level"), [(1e-6, "good"), (0.01, "fault")])
+def test_a_gap_that_begins_at_0_has_grown_beyond_what_float32_rounds(last, level):
+    gap = [0.0, 0.0, *wave(last, steps=STEPS - 2)]
+    run = planted({GAP: gap}, without=["rollout_corr/k3_kl", "rollout_corr/kl"])
+    (found,) = judge_gap(run)
+    assert found.level == level
