@@ -316,3 +316,11 @@ def test_a_gap_that_begins_at_0_has_grown_beyond_what_float32_rounds(last, level
     run = planted({GAP: gap}, without=["rollout_corr/k3_kl", "rollout_corr/kl"])
     (found,) = judge_gap(run)
     assert found.level == level
+
+
+@pytest.mark.parametrize(("clip", "overrides"), [(0.2, 1), (None, 1), (0.3, 0)])
+def test_a_clip_that_is_to_be_raised_is_not_lowered(clip, overrides):
+    metrics = {"actor/entropy": ramp(1.0, 0.01), SCORE: wave(0.3)}
+    run = planted(metrics, {"actor_rollout_ref.actor.clip_ratio_high": clip})
+    (found,) = (statement for statement in judge_learning(run) if statement.cause == "entropy lost")
+    assert len(found.overrides) == overrides
