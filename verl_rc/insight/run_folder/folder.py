@@ -16,6 +16,7 @@ from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
+    Samples,
     numbers_of,
     read_records,
     reading_notes,
@@ -169,16 +170,12 @@ def _with_metrics(run: RunData, path: Path) -> RunData:
 
 def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
     """Rows of the table of validation samples."""
-    samples: list[SavedSample] = []
+    samples = Samples(_MOST_SAMPLES)
     for path in sorted((folder / "tables").glob("*.jsonl")):
-        if path.name.endswith(_REPLACED):
-            continue
-        for step, record in read_records(path, notes):
-            if len(samples) == _MOST_SAMPLES:
-                notes.append(f"{path.name}: only the first {_MOST_SAMPLES:,} samples were read.")
-                return samples
-            samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
-    return samples
+        if not path.name.endswith(_REPLACED):
+            for step, record in read_records(path, notes):
+                samples.add(step, record)
+    return samples.kept(notes)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:

@@ -4,6 +4,7 @@ metrics; W&B's and TensorBoard's files of any trainer.
 Names are mapped onto the catalogue where the meaning is equal, and nowhere else.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TypeVar
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import event_files
 from verl_rc.insight.run_folder.lines import (
+    Samples,
     as_number,
     as_step,
     numbers_of,
@@ -19,7 +21,7 @@ from verl_rc.insight.run_folder.lines import (
     reading_notes,
     restart_notes,
 )
-from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
+from verl_rc.insight.run_folder.records import Columns, RunData
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
 
 _T = TypeVar("_T")
@@ -212,21 +214,24 @@ def _from_rows(
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
     rows: dict[int, dict[str, float]] = {}
-    samples: list[SavedSample] = []
+    samples, left_out = Samples(_MOST_DUMPED_SAMPLES), 0
     for file in files:
         step, scores = as_step(int(file.stem)), []
         with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 record = parse_line(line) or {}
-                score = as_number(record.get("score"))
-                if step is None or score is None or "output" not in record:
+                score = as_number(record.get("score", ""))
+                if step is None or score is None or math.isnan(score) or "output" not in record:
+                    left_out += bool(line.strip())
                     continue
                 scores.append(score)
-                if len(samples) < _MOST_DUMPED_SAMPLES:
-                    samples.append(
-                        SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
-                    )
+                samples.add(step, record)
         if step is not None and scores:
             rows[step] = {"critic/score/mean": sum(scores) / len(scores)}
-    run = RunData(path.name, path, DUMPS, samples=samples, trainer="verl")
+    run = RunData(path.name, path, DUMPS, trainer="verl")
+    run.samples = samples.kept(run.notes)
+    if left_out:
+        run.notes.append(
+            f"{left_out} line(s) are half written, or have no output or score, and are left out."
+        )
     return _from_rows(run, rows.items())

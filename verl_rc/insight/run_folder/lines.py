@@ -1,6 +1,7 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +9,7 @@ from statistics import median_high
 from typing import Any
 
 from verl_rc.data.token_rows import parse_line
-from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns
+from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns, SavedSample
 
 Record = dict[str, Any]
 
@@ -101,6 +102,35 @@ def reading_notes(columns: Columns) -> list[str]:
         ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
         notes.append(f"{len(gaps)} gap(s) in the steps: {ranges}{', …' if len(gaps) > 5 else ''}.")
     return notes
+
+
+class Samples:
+    """The first and the newest samples of a run; those in between are left out where there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most_first = most // 2
+        self._first: list[SavedSample] = []
+        self._newest = deque[SavedSample](maxlen=most - most // 2)
+        self._count = 0
+
+    def add(self, step: int, record: Record) -> None:
+        """Take one."""
+        sample = SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
+        self._count += 1
+        if len(self._first) < self._most_first:
+            self._first.append(sample)
+        else:
+            self._newest.append(sample)
+
+    def kept(self, notes: list[str]) -> list[SavedSample]:
+        """Those that were kept, steps ascending; the notes say how many were not."""
+        samples = sorted([*self._first, *self._newest], key=lambda sample: sample.step)
+        if len(samples) < self._count:
+            notes.append(
+                f"{self._count:,} samples were recorded; the first {len(self._first):,} and the newest "
+                f"{len(self._newest):,} were read."
+            )
+        return samples
 
 
 def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:

@@ -109,6 +109,26 @@ def test_rollout_dumps_are_samples_and_scores(tmp_path):
     assert [sample.cells["output"] for sample in run.samples] == ["a1.0", "a0.0", "a1.0", "a1.0"]
 
 
+def test_rows_of_a_dump_without_a_score_are_left_out_and_counted(tmp_path):
+    rows = [{"output": "a", "score": 1.0}, {"output": "b"}, {"output": "c", "score": None}, {"score": 1.0}]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{half")
+    run = read_run(tmp_path)
+    assert run.get("critic/score/mean").by_step() == {1: 1.0}
+    assert [sample.cells["output"] for sample in run.samples] == ["a"]
+    assert any("4 line(s) are half written, or have no output or score" in note for note in run.notes)
+
+
+def test_of_too_many_samples_the_first_and_the_newest_are_kept(tmp_path):
+    for step in range(1, 6):
+        row = json.dumps({"output": str(step), "score": 1.0}) + "\n"
+        (tmp_path / f"{step}.jsonl").write_text(row * 600)
+    run = read_run(tmp_path)
+    assert [(run.samples[0].step, run.samples[-1].step), len(run.samples)] == [(1, 5), 2_000]
+    assert any(
+        "3,000 samples were recorded; the first 1,000 and the newest 1,000 were read" in n for n in run.notes
+    )
+
+
 def test_tensorboard_wrote_it(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
