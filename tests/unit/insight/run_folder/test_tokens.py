@@ -178,6 +178,20 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path) -> None:
     assert any("1 token record(s) cannot be read and are left out: step 2 (" in note for note in notes)
 
 
+def test_a_rank_s_file_that_is_missing_is_named_and_one_without_facts_loses_no_row(tmp_path: Path) -> None:
+    for step, rank in ((1, 0), (1, 1), (2, 1)):
+        with TokenLines(tmp_path / f"step_{step:06d}.rank_{rank}.jsonl", trainer="mine") as lines:
+            for _ in range(2):
+                lines.write(step, [1], [-1.0], [-1.1])
+    facts, *rows = (tmp_path / "step_000001.rank_0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "step_000001.rank_0.jsonl").write_text("".join([facts[:9] + "\n", *rows]))
+    run = read_run(tmp_path)
+    assert run.tokens is not None
+    assert run.tokens.rows_recorded == 6
+    assert "1 step(s) lack the token file of a rank that other steps have: 2." in run.notes
+    assert any("step_000001.rank_0.jsonl: 1 line(s)" in note for note in run.notes)
+
+
 def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
     folder = write_tokens(tmp_path, [token_record(1)])
     with (folder / "pieces.jsonl").open("a") as file:
