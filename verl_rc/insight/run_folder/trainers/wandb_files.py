@@ -7,7 +7,7 @@ protocol buffer ``Record``.
 import csv
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ def is_offline(path: Path) -> Path | None:
 
 def offline_rows(path: Path) -> Rows:
     """Step and metrics of each history record. Raises ``DamagedFileError`` where the bytes make no sense."""
-    for record in _records(path):
-        for number, history in fields_of(record):
-            if number == _HISTORY and isinstance(history, bytes):
-                yield from _numbers(dict(_items(history)))
+    return _by_step(
+        dict(_items(history))
+        for record in _records(path)
+        for number, history in fields_of(record)
+        if number == _HISTORY and isinstance(history, bytes)
+    )
 
 
 def _items(history: bytes) -> Iterator[tuple[str, Any]]:
@@ -104,7 +106,7 @@ def export_rows(path: Path) -> Rows | None:
         rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
     if not any(_STEP in row or "Step" in row for row in rows):
         return None
-    return (numbers for row in rows for numbers in _numbers(row))
+    return _by_step(rows)
 
 
 def _names_a_step(path: Path) -> bool:
@@ -121,12 +123,21 @@ def _number(cell: str | None) -> float | None:
         return None
 
 
-def _numbers(row: Mapping[str, Any]) -> Rows:
-    """The row's step and metrics; nothing for a row without a step. The UI exports ``run - metric``."""
-    values = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
-    counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
-    steps = map(as_step, (*counted, values.get(_STEP), values.get("Step")))
-    step = next((candidate for candidate in steps if candidate is not None), None)
-    if step is not None:
+def _by_step(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    """Step and metrics of each row that has both; where the training step is logged, a row without it belongs
+    to the one before. The UI exports ``run - metric``."""
+    training_step = None
+    for row in rows:
+        values = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
+        counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
+        training_step = _first_step(counted, training_step)
+        own = _first_step((values.get(_STEP), values.get("Step")), None)
+        step = own if training_step is None else training_step
         metrics = {name: as_number(value) for name, value in values.items() if not name.startswith("_")}
-        yield step, {name: value for name, value in metrics.items() if value is not None and value == value}
+        finite = {name: value for name, value in metrics.items() if value is not None and value == value}
+        if step is not None and finite:
+            yield step, finite
+
+
+def _first_step(values: Iterable[object], otherwise: int | None) -> int | None:
+    return next((step for step in map(as_step, values) if step is not None), otherwise)
