@@ -136,3 +136,9 @@ def test_rows_without_the_training_step_belong_to_the_one_before(tmp_path: Path)
     assert run.get("train/loss").by_step() == {step: float(step) for step in range(1, 6)}
     assert run.get("eval/score").by_step() == {0: 0.5, **{step: step / 10 for step in range(1, 6)}}
     assert not any("went on" in note for note in run.notes)
+
+
+def test_an_export_of_several_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ui.csv").write_text("Step,run a - loss,run a - loss__MIN,run b - loss\n1,0.5,0.5,0.25\n")
+    with pytest.raises(NothingToReadError, match="the history of one run; it has columns of run a, run b"):
+        read_run(tmp_path / "ui.csv")
