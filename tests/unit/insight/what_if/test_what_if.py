@@ -360,6 +360,21 @@ def test_no_preset_is_chosen_where_a_fault_is_named(
 
 
 @pytest.mark.parametrize(
+    ("logs", "advantages"),
+    [([[0.1, -0.2]], [[1.0, 1.0]]), ([[0.1, -0.2]] * 3, [[0.0, 0.0]] * 3)],
+    ids=["one prompt", "advantages of 0"],
+)
+def test_nothing_is_recommended_where_errors_cannot_be_told(
+    logs: list[list[float]], advantages: list[list[float]]
+) -> None:
+    found = answer(small_batch(logs, advantages), CONFIGS)
+    assert found.recommended is None
+    assert found.reasons == (
+        "Errors cannot be told: they need two prompts or more, and advantages that are not 0.",
+    )
+
+
+@pytest.mark.parametrize(
     ("cause", "refused"),
     [
         ("temperature", True),
