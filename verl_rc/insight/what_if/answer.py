@@ -227,8 +227,9 @@ def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
     level = reference_level(batch)
     rows, prompts = len(batch.mask), batch.num_prompts
     notes = [
+        *batch.notes,
         f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed "
-        f"{SEED}."
+        f"{SEED}.",
     ]
     if prompts < FEWEST_PROMPTS:
         notes.append(
