@@ -232,10 +232,11 @@ def _ending(path: Path) -> Ending | None:
 def _cut(run: RunData, span: range) -> RunData:
     """The run as if only some of its steps had been logged. How it ended is that of its last step."""
     steps = [step for step in run.steps if step in span]
-    if not steps:
+    shown = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have its records alone
+    if not shown:
         there = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
         raise NothingToReadError(f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {there}.")
-    is_whole = run.steps[-1] in span
+    is_whole = bool(steps) and run.steps[-1] in span
     series = {name: series.between(span[0], span[-1]) for name, series in run.series.items()}
     return replace(
         run,
@@ -247,5 +248,5 @@ def _cut(run: RunData, span: range) -> RunData:
         replays=[record for record in run.replays if record.step in span],
         total_steps=run.total_steps if is_whole else None,
         ending=run.ending if is_whole else None,
-        notes=[*run.notes, f"Only steps {steps[0]} to {steps[-1]} are shown."],
+        notes=[*run.notes, f"Only steps {shown[0]} to {shown[-1]} are shown."],
     )
