@@ -104,7 +104,8 @@ def rows_asked(run: RunData) -> list[Row]:
         needs = " and ".join(dict.fromkeys(_needs(cause)))
         is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
         if (other := rows.get(cause.name)) is not None:
-            needs, is_asked = f"{other.needs} or {needs}", other.is_asked or is_asked
+            alternatives = dict.fromkeys((*other.needs.split(" or "), *needs.split(" or ")))
+            needs, is_asked = " or ".join(alternatives), other.is_asked or is_asked
         rows[cause.name] = Row(cause.row, cause.name, needs, is_asked)
     return list(rows.values())
 

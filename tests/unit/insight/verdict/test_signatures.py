@@ -62,6 +62,7 @@ def test_rows_say_which_fields_they_need(tmp_path: Path, without: tuple[str, ...
     needs = {row.cause: row.needs for row in verdict.rows}
     assert needs["log-probs shifted"] == ""
     assert needs["temperature"] == "entropy or prompt_ids and response_ids of several samples a prompt"
+    assert needs["not the sampled tokens, or not their log-probs"] == needs["temperature"]
     assert needs["one engine differs from the others"] == "engine"
     assert len(verdict.unasked) == len(unasked)
 
