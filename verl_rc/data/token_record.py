@@ -98,6 +98,8 @@ class TokenRecord:
     """``[sum of lengths]`` by name in ``FIELDS``; what was not computed is left out."""
     prompts: Sequence[Array] | None = None
     """Token ids of each row's prompt."""
+    left_out: Sequence[str] = ()
+    """Fields that some rows have and others lack."""
 
     @property
     def step(self) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,13 +47,18 @@ class TokenSource:
 
     def records(self, first_step: int = 0, last_step: int = 1 << 62) -> Iterator[TokenRecord]:
         """The readable records, steps ascending; the notes name the others."""
-        damaged = []
+        damaged, lacking = [], Counter[str]()
         for step in self.steps:
             if first_step <= step <= last_step:
                 try:
-                    yield self.read(step)
+                    record = self.read(step)
                 except DamagedRecordError as error:
                     damaged.append(f"step {step} ({error})")
+                else:
+                    lacking.update(record.left_out)
+                    yield record
+        for name, count in lacking.items():
+            self.notes.append(f"{name} is left out of {count} step(s): some of their rows lack it.")
         if damaged:
             names = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
             self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {names}.")

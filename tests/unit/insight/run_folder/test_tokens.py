@@ -192,6 +192,19 @@ def test_a_rank_s_file_that_is_missing_is_named_and_one_without_facts_loses_no_r
     assert any("step_000001.rank_0.jsonl: 1 line(s)" in note for note in run.notes)
 
 
+def test_a_field_that_some_rows_lack_is_left_out_and_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with TokenLines(tmp_path / f"step_{step:06d}.jsonl", trainer="mine") as lines:
+            lines.write(step, [1], [-1.0], [-1.1], score=1.0, entropy=[0.5])
+            lines.write(step, [1], [-1.0], [-1.1], score=None if step == 2 else 0.0, entropy=[0.5])
+    run = read_run(tmp_path)
+    assert run.get("critic/score/mean").by_step() == {1: 0.5}
+    assert run.get("actor/entropy").by_step() == {1: 0.5, 2: 0.5}
+    assert [note for note in run.notes if "left out" in note] == [
+        "score is left out of 1 step(s): some of their rows lack it."
+    ]
+
+
 def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
     folder = write_tokens(tmp_path, [token_record(1)])
     with (folder / "pieces.jsonl").open("a") as file:
