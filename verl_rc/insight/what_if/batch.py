@@ -94,8 +94,8 @@ def read_batch(
             "record a few steps with algorithm.rollout_correction.bypass_mode=False."
         )
     notes = [] if source is None else source.notes
-    if lacking := len(records) - len(usable):
-        notes = [*notes, f"{lacking} token record(s) lack {' or '.join(_NEEDED)} and are left out."]
+    if unusable := len(records) - len(usable):
+        notes = [*notes, f"{unusable} token record(s) lack {' or '.join(_NEEDED)} and are left out."]
     return replace(_joined(usable), notes=notes)
 
 
