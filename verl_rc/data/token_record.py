@@ -98,6 +98,8 @@ class TokenRecord:
     """``[sum of lengths]`` by name in ``FIELDS``; what was not computed is left out."""
     prompts: Sequence[Array] | None = None
     """Token ids of each row's prompt."""
+    left_out: Sequence[str] = ()
+    """Fields that some rows have and others lack."""
 
     @property
     def step(self) -> int:
@@ -125,6 +127,17 @@ class TokenRecord:
                 self.tokens["old_log_prob"].astype("float64") - self.tokens["rollout_log_prob"]
             )
         return difference
+
+    def ages(self) -> Array | None:
+        """int64 ``[tokens]``: updates since the weights that sampled each token; None where those are not
+        known. They count from the fact ``current_version``, else from the newest of sampled tokens."""
+        mask = self.tokens["response_mask"]
+        if "version" not in self.tokens or not mask.any():
+            return None
+        versions = self.tokens["version"].astype("int64")
+        current = self.facts.get("current_version")
+        ages: Array = (current if isinstance(current, int) else versions[mask].max()) - versions
+        return ages
 
 
 def noise_scale(tokens: Mapping[str, Array]) -> Array | None:

@@ -50,7 +50,10 @@ def record_of_rows(facts: Mapping[str, Any], step: int, rows: Sequence[Row]) -> 
     prompts = [of_row[PROMPTS] for of_row in arrays] if all(PROMPTS in of_row for of_row in arrays) else None
     lengths = np.array([len(of_row["response_mask"]) for of_row in arrays], "int64")
     facts = {VERSION_FACT: VERSION, **facts, "step": step}
-    return checked(TokenRecord(facts, with_defaults(columns, len(rows), prompts), lengths, tokens, prompts))
+    present = {*names, *([] if prompts is None else [PROMPTS])}
+    left_out = sorted({name for of_row in arrays for name in of_row} - present)
+    columns = with_defaults(columns, len(rows), prompts)
+    return checked(TokenRecord(facts, columns, lengths, tokens, prompts, left_out))
 
 
 def _arrays(row: Row, place: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.insight.verdict.signatures import Row
 
 REPLAYS: Mapping[str, str] = {
@@ -103,8 +104,9 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 
 def diagnosis_of(run: RunData) -> Diagnosis:
     """What the metrics of a run name, without the replays in its folder."""
-    notes = () if run.is_own else (f"read as: {run.source}", *run.notes)
+    notes = run.notes if run.is_own else [f"read as: {run.source}", *run.notes]
     verdict = judge(replace(run, replays=()))
     unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]
     statements = tuple(statement for statement in verdict.statements if statement.topic == "gap")
+    statements = statements or tuple(judge_gap(run))  # that it was not measured: nothing was trained
     return Diagnosis(statements, notes=(*notes, *unasked), rows=verdict.rows)

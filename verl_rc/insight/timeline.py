@@ -82,7 +82,9 @@ def read_timeline(folder: Path) -> Timeline:
         try:
             fields = json.loads(line)
             process, activity, begin, end = (fields.pop(name) for name in ("who", "what", "begin", "end"))
-            spans.append(Span(process, activity, begin, end, fields))
+            if "step" in fields:
+                fields["step"] = int(fields["step"])
+            spans.append(Span(process, activity, float(begin), float(end), fields))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             form = '{"who": …, "what": …, "begin": …, "end": …}'
             raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
@@ -261,7 +263,8 @@ def _draw_rows(figure: "Figure", timeline: Timeline, names: Sequence[str]) -> No
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.9)
     axes.set_xlabel("seconds")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    if longest:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def write_timeline(folder: Path, steps: tuple[int, int] | None = None) -> str:

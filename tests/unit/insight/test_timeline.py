@@ -155,6 +155,8 @@ def test_nothing_is_written_outside_a_traced_run(tmp_path):
         ("", "at least one finished step"),
         ('{"who": "driver"}\n', "line 1 must be"),
         ("[]\n", "line 1 must be"),
+        ('{"who": "driver", "what": "step", "begin": "a", "end": 1, "step": 1}\n', "line 1 must be"),
+        ('{"who": "driver", "what": "step", "begin": 0, "end": 1, "step": "a"}\n', "line 1 must be"),
     ],
 )
 def test_a_folder_without_a_trace_is_one_sentence(lines, said, tmp_path, capsys):

@@ -219,11 +219,6 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
     flags = np.where(mask, _POLICY, 0) | (_KEPT if keep_mask is None else np.where(keep_mask, _KEPT, 0))
     if weight is not None:
         flags = flags | np.where(_is_cut(weight, mask, row), _CUT, 0)
-    age = (
-        None
-        if "version" not in tokens
-        else int(row.facts.get("current_version", row.step - 1)) - tokens["version"]
-    )
     data: dict[str, Any] = {
         "step": row.step,
         "why": str(row.facts.get("why", "")),
@@ -246,7 +241,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "advantage": tokens.get("advantage"),
         "entropy": tokens.get("entropy"),
         "noise": noise_scale(tokens),
-        "age": age,
+        "age": tokens.get("age"),
     }
     return data | {name: _small(values, mask) for name, values in small.items() if values is not None}
 

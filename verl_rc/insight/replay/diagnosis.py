@@ -18,7 +18,6 @@ from verl_rc.data.token_parquet import record_files
 from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.process_group import trainer_device
-from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
@@ -26,7 +25,7 @@ from verl_rc.insight.replay.operations import find_parting
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
 from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
-from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_run
+from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_replays, read_run
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.healthy_gap import HEALTHY
 from verl_rc.insight.verdict.replays import merged, parts_of
@@ -44,27 +43,22 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     run = read_run(request.folder, request.first_step, request.last_step)
     if not run.is_own:
         raise NothingToReplayError(f"{request.folder} is read as {run.source}: {WITH_MODEL}.")
-    statements = diagnosis_of(run).statements
+    from_metrics = diagnosis_of(run)
     config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
-    whole = session.diagnosis(
-        run,
-        statements,
-        merged(_records_of_the_run(request.folder, run.replays), session.replayed),
-    )
+    records = merged(_records_of_the_run(request.folder), session.replayed)
+    whole = session.diagnosis(run, from_metrics, records)
     (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
-    return session.diagnosis(
-        run,
-        statements,
-        [record for record in whole.replayed if request.first_step <= record.step <= request.last_step],
-    )
+    asked = [record for record in records if request.first_step <= record.step <= request.last_step]
+    return session.diagnosis(run, from_metrics, asked)
 
 
-def _records_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+def _records_of_the_run(folder: Path) -> list[ReplayedRecord]:
     """Replays of token records that are there and were not written since: a resumed run may have made a step
     again."""
+    earlier = read_replays(folder, [])
     if not earlier:
         return []
     diagnosis_time = (folder / DIAGNOSIS).stat().st_mtime
@@ -110,11 +104,11 @@ class _Session:
             self._by_operations()
 
     def diagnosis(
-        self, run: RunData, statements: Sequence[Statement], earlier: Sequence[ReplayedRecord]
+        self, run: RunData, from_metrics: Diagnosis, records: Sequence[ReplayedRecord]
     ) -> Diagnosis:
-        """The causes that metrics ``statements`` and those that replays name."""
-        causes = tuple(with_replays(run, statements, earlier))
-        return Diagnosis(causes, tuple(earlier), self.seconds, tuple(self.notes))
+        """The causes that metrics name, and those that replays do."""
+        causes = tuple(with_replays(run, from_metrics.statements, records))
+        return Diagnosis(causes, tuple(records), self.seconds, tuple(self.notes), from_metrics.rows)
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""

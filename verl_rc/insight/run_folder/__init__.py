@@ -1,6 +1,6 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
-from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_run
+from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_replays, read_run
 from verl_rc.insight.run_folder.lines import whole_lines
 from verl_rc.insight.run_folder.recognise import token_source
 from verl_rc.insight.run_folder.records import (
@@ -24,6 +24,7 @@ __all__ = [
     "RunData",
     "SavedSample",
     "Series",
+    "read_replays",
     "read_run",
     "token_source",
     "whole_lines",

@@ -16,6 +16,7 @@ from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
+    Samples,
     numbers_of,
     read_records,
     reading_notes,
@@ -46,6 +47,7 @@ _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
 _MOST_SAMPLES = 20_000
 _MOST_RUNS_NAMED = 8
+_ALL_STEPS = range(LARGEST_STEP + 1)
 _LARGEST_TEXT_FILE = 4 << 20
 """Bytes of a plan or a configuration that are read; longer files are not ours."""
 
@@ -54,10 +56,11 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
     """Read a run's folder, or a log of another trainer: its steps from ``first_step`` to ``last_step``.
 
     Raises:
-        NothingToReadError: there is nothing that a report could show.
+        NothingToReadError: there is nothing that a report could show, or no such step.
     """
+    span = range(first_step, last_step + 1)
     try:
-        run = _read(path)
+        run = _read(path, span)
     except OSError as error:
         raise NothingToReadError(f"{path} must be readable: {error.strerror or error}.") from error
     if not run.steps and not run.settings:
@@ -65,17 +68,16 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
         raise NothingToReadError(
             f"{path} must hold at least one step or a configuration; it holds neither. {reasons}".rstrip()
         )
-    if first_step > 0 or last_step < LARGEST_STEP:
-        run = _cut(run, first_step, last_step)
-    return run
+    return run if span == _ALL_STEPS else _cut(run, span)
 
 
-def _read(path: Path) -> RunData:
+def _read(path: Path, span: range) -> RunData:
+    """The run with token records and heat map of ``span`` alone, and all else of it."""
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
     if is_own_run(path):
-        return _read_folder(path, source)
+        return _read_folder(path, source, span)
     run = read_foreign(path) if source is None or path.is_dir() else None
     if run is None and source is not None:
         run = RunData(path.stem, path, f"{source.trainer or 'token'} records")
@@ -84,7 +86,7 @@ def _read(path: Path) -> RunData:
         if not run.steps:
             run = None
     if run is not None:
-        return _without_tokens(run) if source is None else with_tokens(run, source)
+        return _without_tokens(run) if source is None else with_tokens(run, source, span)
     if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
         names = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
@@ -107,9 +109,9 @@ def _without_tokens(run: RunData) -> RunData:
     return run
 
 
-def with_tokens(run: RunData, source: TokenSource) -> RunData:
+def with_tokens(run: RunData, source: TokenSource, span: range = _ALL_STEPS) -> RunData:
     """A run of another trainer with its token records, which tell what its log lacks."""
-    run.tokens = read_tokens(source, run.notes)
+    run.tokens = read_tokens(source, run.notes, span[0], span[-1])
     run.trainer = run.trainer or source.trainer
     if run.tokens is None:
         return run
@@ -124,7 +126,7 @@ def with_tokens(run: RunData, source: TokenSource) -> RunData:
     return run
 
 
-def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
+def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunData:
     run = RunData(folder.resolve().name, folder, OWN_RUN)
     run.settings = _parsed(folder / CONFIG, run.notes, _settings, {})
     run.plan = _text(folder / _PLAN, run.notes)
@@ -137,11 +139,11 @@ def _read_folder(folder: Path, source: TokenSource | None) -> RunData:
     ]
     run.samples = _samples(folder, run.notes)
     run.heat_map = read_heat_map(
-        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes
+        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes, span
     )
-    run.tokens = None if source is None else read_tokens(source, run.notes)
+    run.tokens = None if source is None else read_tokens(source, run.notes, span[0], span[-1])
     run.ending = _ending(folder / ENDING)
-    run.replays = _parsed(folder / DIAGNOSIS, run.notes, _replays, [])
+    run.replays = read_replays(folder, run.notes)
     if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
             "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
@@ -168,16 +170,12 @@ def _with_metrics(run: RunData, path: Path) -> RunData:
 
 def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
     """Rows of the table of validation samples."""
-    samples: list[SavedSample] = []
+    samples = Samples(_MOST_SAMPLES)
     for path in sorted((folder / "tables").glob("*.jsonl")):
-        if path.name.endswith(_REPLACED):
-            continue
-        for step, record in read_records(path, notes):
-            if len(samples) == _MOST_SAMPLES:
-                notes.append(f"{path.name}: only the first {_MOST_SAMPLES:,} samples were read.")
-                return samples
-            samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
-    return samples
+        if not path.name.endswith(_REPLACED):
+            for step, record in read_records(path, notes):
+                samples.add(step, record)
+    return samples.kept(notes)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -209,8 +207,12 @@ def _settings(text: str) -> dict[str, Any]:
     return dict(leaves_of(without_secrets(tree)))
 
 
-def _replays(text: str) -> list[ReplayedRecord]:
-    return TypeAdapter(list[ReplayedRecord]).validate_python(json.loads(text)["replayed"])
+def read_replays(folder: Path, notes: list[str]) -> list[ReplayedRecord]:
+    """What ``verl-rc diagnose --replay`` measured of all steps; nothing where it has not been called."""
+    kind = TypeAdapter(list[ReplayedRecord])
+    return _parsed(  # type: ignore[no-any-return]
+        folder / DIAGNOSIS, notes, lambda text: kind.validate_python(json.loads(text)["replayed"]), []
+    )
 
 
 def _total_steps(run: RunData) -> int | None:
@@ -227,22 +229,24 @@ def _ending(path: Path) -> Ending | None:
     return Ending(record["status"], str(record.get("reason", "")))
 
 
-def _cut(run: RunData, first: int, last: int) -> RunData:
-    """The run as if only some of its steps had been logged."""
-    series = {name: cut for name, series in run.series.items() if len(cut := series.between(first, last))}
-    span = range(first, last + 1)
-    source = None if run.tokens is None else token_source(run.path)
-    cut_run = replace(
+def _cut(run: RunData, span: range) -> RunData:
+    """The run as if only some of its steps had been logged. How it ended is that of its last step."""
+    steps = [step for step in run.steps if step in span]
+    shown = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have its records alone
+    if not shown:
+        there = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
+        raise NothingToReadError(f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {there}.")
+    is_whole = bool(steps) and run.steps[-1] in span
+    series = {name: series.between(span[0], span[-1]) for name, series in run.series.items()}
+    return replace(
         run,
-        steps=[step for step in run.steps if step in span],
-        series=series,
+        steps=steps,
+        series={name: part for name, part in series.items() if len(part)},
         _finite={},
         alerts=[alert for alert in run.alerts if alert.step in span],
         samples=[sample for sample in run.samples if sample.step in span],
-        tokens=None if source is None else read_tokens(source, [], first, last),
+        replays=[record for record in run.replays if record.step in span],
+        total_steps=run.total_steps if is_whole else None,
+        ending=run.ending if is_whole else None,
+        notes=[*run.notes, f"Only steps {shown[0]} to {shown[-1]} are shown."],
     )
-    cut_run.notes = [
-        *run.notes,
-        f"Only steps {first} to {min(last, run.steps[-1] if run.steps else last)} are shown.",
-    ]
-    return cut_run

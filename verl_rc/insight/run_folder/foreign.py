@@ -4,23 +4,24 @@ metrics; W&B's and TensorBoard's files of any trainer.
 Names are mapped onto the catalogue where the meaning is equal, and nowhere else.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import event_files
 from verl_rc.insight.run_folder.lines import (
+    Samples,
     as_number,
     as_step,
     numbers_of,
     read_records,
     reading_notes,
+    restart_notes,
 )
-from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
+from verl_rc.insight.run_folder.records import Columns, RunData
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
 
 _T = TypeVar("_T")
@@ -151,13 +152,22 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
             yield name.strip(), float(number[1])
 
 
-def _event_rows(files: Sequence[Path], notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
+def _event_rows(files: Sequence[Path], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """Steps ascending. Tags have counts of their own and may come from several processes: that one goes back
+    says nothing about others."""
+    by_tag: dict[str, Columns] = {}
     for file in files:
-        for step, scalars in groupby(
-            _before_damage(event_files.read_scalars(file), file, notes), itemgetter(0)
-        ):
+        for step, tag, value in _before_damage(event_files.read_scalars(file), file, notes):
             if as_step(step) is not None:
-                yield step, {tag: value for _, tag, value in scalars}
+                by_tag.setdefault(tag, Columns()).add(step, {tag: value})
+    restarts = dict.fromkeys(restart for columns in by_tag.values() for restart in columns.restarts)
+    notes.extend(restart_notes(list(restarts)))
+    rows: dict[int, dict[str, float]] = {}
+    for columns in by_tag.values():
+        for tag, series in columns.series().items():
+            for step, value in series.by_step().items():
+                rows.setdefault(step, {})[tag] = value
+    return sorted(rows.items())
 
 
 def _before_damage(values: Iterable[_T], file: Path, notes: list[str]) -> Iterator[_T]:
@@ -204,21 +214,24 @@ def _from_rows(
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
     rows: dict[int, dict[str, float]] = {}
-    samples: list[SavedSample] = []
+    samples, left_out = Samples(_MOST_DUMPED_SAMPLES), 0
     for file in files:
         step, scores = as_step(int(file.stem)), []
         with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 record = parse_line(line) or {}
-                score = as_number(record.get("score"))
-                if step is None or score is None or "output" not in record:
+                score = as_number(record.get("score", ""))
+                if step is None or score is None or math.isnan(score) or "output" not in record:
+                    left_out += bool(line.strip())
                     continue
                 scores.append(score)
-                if len(samples) < _MOST_DUMPED_SAMPLES:
-                    samples.append(
-                        SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
-                    )
+                samples.add(step, record)
         if step is not None and scores:
             rows[step] = {"critic/score/mean": sum(scores) / len(scores)}
-    run = RunData(path.name, path, DUMPS, samples=samples, trainer="verl")
+    run = RunData(path.name, path, DUMPS, trainer="verl")
+    run.samples = samples.kept(run.notes)
+    if left_out:
+        run.notes.append(
+            f"{left_out} line(s) are half written, or have no output or score, and are left out."
+        )
     return _from_rows(run, rows.items())

@@ -2,11 +2,11 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 
 from verl_rc.insight.run_folder.lines import Record
-from verl_rc.insight.run_folder.records import HeatMap
+from verl_rc.insight.run_folder.records import LARGEST_STEP, HeatMap
 
 LOG_RATIO = "rollout_corr/log_ratio"
 MOST_COLUMNS = 400
@@ -54,9 +54,11 @@ class _HeatMapBuilder:
         self._width *= 2
 
 
-def read_heat_map(records: Iterable[tuple[int, Record]], notes: list[str]) -> HeatMap | None:
-    """Merge histograms. Each has edges of its own, or those of the last one that had some; None without
-    any."""
+def read_heat_map(
+    records: Iterable[tuple[int, Record]], notes: list[str], span: Container[int] = range(LARGEST_STEP + 1)
+) -> HeatMap | None:
+    """Merge the histograms of the steps ``span``; None without any. Each has edges of its own, or those of
+    the last one that had some."""
     builder, edges, rows, damaged = _HeatMapBuilder(), None, [], 0
     for step, record in records:
         if record.get("name") != LOG_RATIO:
@@ -65,7 +67,8 @@ def read_heat_map(records: Iterable[tuple[int, Record]], notes: list[str]) -> He
             if "edges" in record and record["edges"] != edges:
                 edges = record["edges"]
                 rows = [_row_of((float(low) + float(high)) / 2) for low, high in pairwise(edges)]
-            builder.add(step, _merged(record, rows))
+            if step in span:
+                builder.add(step, _merged(record, rows))
         except (KeyError, TypeError, ValueError, IndexError):
             damaged += 1
     if damaged:

@@ -1,14 +1,15 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from verl_rc.data.token_rows import parse_line
-from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns
+from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns, SavedSample
 
 Record = dict[str, Any]
 
@@ -93,11 +94,7 @@ def reading_notes(columns: Columns) -> list[str]:
     notes = [f"{len(steps):,} steps were read, {steps[0]} to {steps[-1]}."] if steps else []
     if columns.repeated:
         notes.append(f"{columns.repeated} line(s) repeat a step; each step counts once, later values win.")
-    notes += [
-        f"The run went on at step {first} after it had reached {last}; the steps that it did again count "
-        "once."
-        for first, last in columns.restarts[-3:]
-    ]
+    notes += restart_notes(columns.restarts)
     # A log of every tenth step has no gaps.
     usual = median_high([b - a for a, b in pairwise(steps)] or [1])
     gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
@@ -105,3 +102,41 @@ def reading_notes(columns: Columns) -> list[str]:
         ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
         notes.append(f"{len(gaps)} gap(s) in the steps: {ranges}{', …' if len(gaps) > 5 else ''}.")
     return notes
+
+
+class Samples:
+    """The first and the newest samples of a run; those in between are left out where there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most_first = most // 2
+        self._first: list[SavedSample] = []
+        self._newest = deque[SavedSample](maxlen=most - most // 2)
+        self._count = 0
+
+    def add(self, step: int, record: Record) -> None:
+        """Take one."""
+        sample = SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
+        self._count += 1
+        if len(self._first) < self._most_first:
+            self._first.append(sample)
+        else:
+            self._newest.append(sample)
+
+    def kept(self, notes: list[str]) -> list[SavedSample]:
+        """Those that were kept, steps ascending; the notes say how many were not."""
+        samples = sorted([*self._first, *self._newest], key=lambda sample: sample.step)
+        if len(samples) < self._count:
+            notes.append(
+                f"{self._count:,} samples were recorded; the first {len(self._first):,} and the newest "
+                f"{len(self._newest):,} were read."
+            )
+        return samples
+
+
+def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:
+    """The last of ``Columns.restarts`` in words."""
+    return [
+        f"The run went on at step {first} after it had reached {last}; the steps that it did again count "
+        "once."
+        for first, last in restarts[-3:]
+    ]

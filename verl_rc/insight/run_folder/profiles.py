@@ -115,9 +115,8 @@ class ProfileSums:
         if "token_class" in tokens:
             classes = tokens["token_class"].astype("int64")
             buckets["class"] = (len(TOKEN_CLASSES), np.clip(classes, 0, len(TOKEN_CLASSES) - 1))
-        if "version" in tokens:
-            current_version = int(record.facts.get("current_version", record.step - 1))
-            buckets["age"] = _digitize(current_version - tokens["version"], _AGES)
+        if (ages := record.ages()) is not None:
+            buckets["age"] = _digitize(ages, _AGES)
         return buckets
 
     def _source_numbers(self, record: TokenRecord) -> Array:

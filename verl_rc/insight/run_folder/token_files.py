@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,13 +47,18 @@ class TokenSource:
 
     def records(self, first_step: int = 0, last_step: int = 1 << 62) -> Iterator[TokenRecord]:
         """The readable records, steps ascending; the notes name the others."""
-        damaged = []
+        damaged, lacking = [], Counter[str]()
         for step in self.steps:
             if first_step <= step <= last_step:
                 try:
-                    yield self.read(step)
+                    record = self.read(step)
                 except DamagedRecordError as error:
                     damaged.append(f"step {step} ({error})")
+                else:
+                    lacking.update(record.left_out)
+                    yield record
+        for name, count in lacking.items():
+            self.notes.append(f"{name} is left out of {count} step(s): some of their rows lack it.")
         if damaged:
             names = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
             self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {names}.")
@@ -144,6 +150,17 @@ def _files_by_step(paths: Iterable[Path], number: str) -> Files:
     return {step: files[step] for step in sorted(files)}
 
 
+def _rank_notes(files: Files) -> list[str]:
+    """Which steps lack the file of a rank; where files are not of ranks, none."""
+    ranks = {step: {path.name.partition(".rank_")[2] for path in paths} for step, paths in files.items()}
+    every = set[str]().union(*ranks.values())
+    lacking = [str(step) for step, there in ranks.items() if there != every]
+    if not lacking:
+        return []
+    steps = ", ".join(lacking[:_MOST_NAMED]) + (", …" if len(lacking) > _MOST_NAMED else "")
+    return [f"{len(lacking)} step(s) lack the token file of a rank that other steps have: {steps}."]
+
+
 def sampled(files: Files, notes: list[str]) -> Files:
     """Every so many steps where all files together are too large, the first and the last among them."""
     total = sum(path.stat().st_size for paths in files.values() for path in paths)
@@ -178,7 +195,7 @@ def own_source(path: Path) -> TokenSource | None:
     files = _files_by_step([file for folder in folders for file in sorted(folder.glob("step_*"))], _OWN)
     if not files:
         return None
-    notes: list[str] = []
+    notes = _rank_notes(files)
     sample, reader = sampled(files, notes), LineReader(notes)
     first = next(iter(sample.values()))[0]
     trainer = str((_facts_or_none(first) or {}).get("trainer", UNKNOWN_TRAINER))
@@ -186,10 +203,9 @@ def own_source(path: Path) -> TokenSource | None:
     def read(step: int) -> TokenRecord:
         if sample[step][0].suffix == ".parquet":
             return _parquet(sample[step][0])
-        shards = [list(reader(file)) for file in sample[step]]
-        shared = required_facts(shards[0][0] if shards[0] else None)
-        rows = [row for lines in shards for row in lines[1:] if VERSION_FACT not in row]
-        return record_of_rows(shared, step, rows)
+        lines = [line for file in sample[step] for line in reader(file)]
+        shared = required_facts(next((line for line in lines if VERSION_FACT in line), None))
+        return record_of_rows(shared, step, [line for line in lines if VERSION_FACT not in line])
 
     return TokenSource(trainer, list(sample), read, notes, path / FOLDER / PIECES)
 

@@ -27,8 +27,8 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
     if "score" in record.rows:
         metrics["critic/score/mean"] = float(np.mean(record.rows["score"][random_rows], dtype="float64"))
     if "entropy" in record.tokens:
-        entropies = record.tokens["entropy"][counted]
-        metrics["actor/entropy"] = float(np.mean(entropies[np.isfinite(entropies)], dtype="float64"))
+        finite = record.tokens["entropy"][counted & np.isfinite(record.tokens["entropy"])]
+        metrics |= {"actor/entropy": float(np.mean(finite, dtype="float64"))} if len(finite) else {}
     tokens = ComparedTokens.from_record(record)
     if tokens is None:
         return metrics
@@ -50,14 +50,10 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
 
 
 def _age_metrics(tokens: ComparedTokens, k3: Array) -> dict[str, float]:
-    """The gap by age; ages count from the newest weights among the tokens, where the facts name no others.
-
-    ``k3``: of the compared tokens.
-    """
-    versions = tokens.record.tokens.get("version")
-    if versions is None:
+    """The gap by age. ``k3``: of the compared tokens."""
+    ages_of_all = tokens.record.ages()
+    if ages_of_all is None:
         return {}
-    versions = versions[tokens.valid].astype("int64")
-    ages = int(tokens.record.facts.get("current_version", versions.max())) - versions
+    ages = ages_of_all[tokens.valid]
     gaps = {int(age): float(k3[ages == age].mean()) for age in np.unique(ages)}
     return {f"age_{age}_k3_kl": gap for age, gap in gaps.items()} | {"token_age_mean": float(ages.mean())}

@@ -127,7 +127,8 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
             record = source.read(step)
         except DamagedRecordError:  # the run that still writes has removed it meanwhile
             continue
-        squares = _squares(record)
+        squares, ages = _squares(record), record.ages()
+        tokens = record.tokens if ages is None else {**record.tokens, "age": ages}
         for index in (index for step_of_row, index in keys if step_of_row == step):
             place = record.of_row(index)
             rows[step, index] = TokenRow(
@@ -137,7 +138,7 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
                     name: values[index].item() if hasattr(values[index], "item") else values[index]
                     for name, values in record.rows.items()
                 },
-                {name: values[place].copy() for name, values in record.tokens.items()},
+                {name: values[place].copy() for name, values in tokens.items()},
                 None if record.prompts is None else record.prompts[index].copy(),
                 float(squares[index]),
             )

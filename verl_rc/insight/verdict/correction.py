@@ -143,7 +143,7 @@ def _cost(run: RunData) -> Statement:
         )
     if ess is None:
         if half is None:
-            sentence = "The correction cannot be told: neither weights nor gap were logged"
+            sentence = "The correction cannot be told: neither weights nor rollout_corr/k3_kl were logged"
             return say("correction", "not measured", "unknown", sentence, {})
         return say(
             "correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps

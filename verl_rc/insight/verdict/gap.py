@@ -484,7 +484,9 @@ def _size_of_gap(run: RunData) -> Statement:
     for gap, unit in measures:
         # Before the first update no weights are old: samples of the second step may be.
         last, first = mean_of(last_part(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
-        if last is not None and last.value - last.error > BOUNDS.above_floor * first:
+        # A gap of 0 has not grown where it is what float32 rounds.
+        floor = BOUNDS.above_floor * max(first, PLAUSIBLE_NOISE["float32"])
+        if last is not None and last.value - last.error > floor:
             grown.append(_grown({"first": first, "gap": last.value}, unit, last.steps))
     if not measures:
         return _not_measured(run)

@@ -22,6 +22,7 @@ ENTROPY_LOST = 0.1
 """Entropy that is left, of the first tenth's, below which the policy has collapsed onto few answers."""
 CUT_OFF = 0.3
 """Share of responses at the length limit above which rewards say more about the limit than about answers."""
+_CLIP_HIGHER = 0.28
 LONGER = 1.5
 """Times the first length, from which on a reward that rises may be a reward for length."""
 _SIZES_OF_UPDATES = {"actor/ppo_kl": "ppo_kl", "actor/pg_clipfrac": "clipped share"}
@@ -218,9 +219,15 @@ def _no_entropy(run: RunData) -> list[Statement]:
             steps=entropy.last.steps,
             next_test="Raise the upper clip bound, or go on from an earlier checkpoint with more samples a "
             "prompt.",
-            overrides=(f"{_ACTOR}.clip_ratio_high=0.28",),
+            overrides=_higher_clip(run),
         )
     ]
+
+
+def _higher_clip(run: RunData) -> tuple[str, ...]:
+    """DAPO's upper bound of the clip; nothing where the run's is as high."""
+    key = f"{_ACTOR}.clip_ratio_high"
+    return (f"{key}={_CLIP_HIGHER}",) if (run.settings.get(key) or 0.0) < _CLIP_HIGHER else ()
 
 
 def _progress(run: RunData) -> Statement:

@@ -54,7 +54,8 @@ def signature_causes(run: RunData) -> list[Statement]:
     mirrors = run.has(KEPT_SETS)
     causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
-    temperature = run.settings.get(_TEMPERATURE, facts.get("temperature", 1.0))
+    said = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
+    temperature = next((value for value in said if isinstance(value, int | float)), 1.0)
     for cause in SIGNATURE_CAUSES:
         marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
         _, first, last = lasting(marks, bool)
@@ -104,7 +105,8 @@ def rows_asked(run: RunData) -> list[Row]:
         needs = " and ".join(dict.fromkeys(_needs(cause)))
         is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
         if (other := rows.get(cause.name)) is not None:
-            needs, is_asked = f"{other.needs} or {needs}", other.is_asked or is_asked
+            alternatives = dict.fromkeys((*other.needs.split(" or "), *needs.split(" or ")))
+            needs, is_asked = " or ".join(alternatives), other.is_asked or is_asked
         rows[cause.name] = Row(cause.row, cause.name, needs, is_asked)
     return list(rows.values())
 

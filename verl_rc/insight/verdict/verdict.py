@@ -1,7 +1,7 @@
 """All statements about a run, in order, with a headline and what to do first."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl_rc.health.cause_table import CAUSES
@@ -10,6 +10,7 @@ from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
 from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.gap_series import GAP, K3
 from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
 from verl_rc.insight.verdict.signatures import Row, has_signatures, rows_asked
@@ -18,7 +19,7 @@ from verl_rc.insight.verdict.speed import judge_speed
 MOST_LINES = 8
 _MOST_OVERRIDES = 3
 _RANK: dict[Level, int] = {"fault": 0, "notice": 1, "unknown": 2, "good": 3}
-_TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean", "rollout_corr/k3_kl"
+_TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean", K3, GAP
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def judge(run: RunData) -> Verdict:
             *judge_correction(run),
             *judge_speed(run),
         )
+    if not _has_our_keys(run):
+        statements = tuple(replace(statement, overrides=()) for statement in statements)
     return Verdict(
         _headline(statements),
         _progress(run),
@@ -115,6 +118,13 @@ def judge(run: RunData) -> Verdict:
         not_visible(run),
         (*invariant_rows(run), *(rows_asked(run) if has_signatures(run) else ())),
     )
+
+
+def _has_our_keys(run: RunData) -> bool:
+    """Whether overrides can be pasted: verl's keys are ours, and its logs of any kind have a metric of this
+    name."""
+    is_verl = run.trainer == "verl" or "critic/score/mean" in run.series.keys() - run.their_names
+    return run.is_own or (is_verl and run.trainer in ("", "verl"))
 
 
 def _headline(statements: tuple[Statement, ...]) -> str:
@@ -131,17 +141,19 @@ def _headline(statements: tuple[Statement, ...]) -> str:
 
 def _progress(run: RunData) -> str:
     done = run.steps[-1] if run.steps else 0
-    steps = f"{done} of {run.total_steps} steps" if run.total_steps else f"{done} steps"
+    of_all = f"{done} of {run.total_steps}" if run.total_steps else f"{done}"
     if run.ending is not None:
         if run.ending.status == 0:
-            return f"The run ended after {steps}."
+            return f"The run ended after {of_all} steps."
         return (
-            f"The run ended after {steps} with exit code {run.ending.status}: "
+            f"The run ended after {of_all} steps with exit code {run.ending.status}: "
             f"{run.ending.reason.removesuffix('.')}."
         )
+    if not run.steps:
+        return "No step is logged."
     if run.total_steps and done < run.total_steps and run.is_own:
-        return f"{steps} are logged: it still trains, or was killed."
-    return f"{steps} are logged."
+        return f"The log goes to step {of_all}: it still trains, or was killed."
+    return f"The log goes to step {of_all}."
 
 
 def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:

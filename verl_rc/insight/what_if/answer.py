@@ -165,6 +165,8 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
     ]
     if not candidates:
         return None, ["Weights and rejection leave less than half of the batch with every one of them."]
+    if not all(math.isfinite(estimate.columns["error"].value) for estimate in candidates):
+        return None, ["Errors cannot be told: they need two prompts or more, and advantages that are not 0."]
     best = min(candidates, key=lambda estimate: estimate.columns["error"].value)
     reasons = []
     for estimate in sorted(estimates, key=_complexity):
@@ -225,8 +227,9 @@ def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
     level = reference_level(batch)
     rows, prompts = len(batch.mask), batch.num_prompts
     notes = [
+        *batch.notes,
         f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed "
-        f"{SEED}."
+        f"{SEED}.",
     ]
     if prompts < FEWEST_PROMPTS:
         notes.append(

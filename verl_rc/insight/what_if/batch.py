@@ -1,7 +1,7 @@
 """Recorded random rows as one padded batch."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class RecordedBatch:
     """``[B]``."""
     clip: RatioOptions | None = None
     """The run's clip of the ratio; None: not known."""
+    notes: Sequence[str] = ()
+    """Records that were left out, and why; one sentence each."""
 
     @property
     def num_prompts(self) -> int:
@@ -91,7 +93,10 @@ def read_batch(
             "(bypass mode, proximal=interpolate) there are no log-probs of the trainer before the update: "
             "record a few steps with algorithm.rollout_correction.bypass_mode=False."
         )
-    return _joined(usable)
+    notes = [] if source is None else source.notes
+    if unusable := len(records) - len(usable):
+        notes = [*notes, f"{unusable} token record(s) lack {' or '.join(_NEEDED)} and are left out."]
+    return replace(_joined(usable), notes=notes)
 
 
 def clip_of(settings: Mapping[str, Any]) -> RatioOptions | None:

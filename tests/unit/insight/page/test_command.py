@@ -13,7 +13,7 @@ def test_it_prints_the_verdict_and_where_the_page_is(tmp_path, capsys):
     folder = write_run(tmp_path / "run", healthy())
     assert main(["report", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Nothing is wrong, as far as metrics tell. 40 of 40 steps")
+    assert lines[0].startswith("Nothing is wrong, as far as metrics tell. The log goes to step 40 of 40.")
     assert [line.split(":")[0].strip() for line in lines[1:5]] == ["learning", "gap", "correction", "speed"]
     assert lines[-1] == f"report: {folder / 'report.html'}"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")

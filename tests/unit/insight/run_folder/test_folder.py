@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from planted_series import healthy, write_run
+from recorded_tokens import token_record, write_tokens
 
 from verl_rc.insight.run_folder import NothingToReadError, read_run
+from verl_rc.insight.run_folder.histograms import LOG_RATIO
+from verl_rc.insight.verdict import judge
 from verl_rc.metrics.sinks.local import JsonlSink
 
 SCORE = "critic/score/mean"
@@ -176,6 +179,30 @@ def test_some_steps_only(tmp_path):
     assert list(run.get(SCORE).steps) == [3, 4, 5]
     assert not run.samples
     assert said(run, "Only steps 3 to 5")
+
+
+def test_a_part_of_a_run_shows_nothing_of_its_other_steps(tmp_path):
+    """Neither how it ended, unless its last step is among them, nor replays, token records or histograms."""
+    folder = write_run(tmp_path, healthy(steps=9))
+    (folder / "ending.json").write_text(json.dumps({"status": 1, "reason": "Ctrl-C"}))
+    replays = [{"step": step, "version": 0, "tokens": 1, "gap": 0.1} for step in (4, 9)]
+    (folder / "diagnosis.json").write_text(json.dumps({"replayed": replays}))
+    first, *others = ({"step": step, "name": LOG_RATIO, "bins": [[0, step]]} for step in (2, 4, 9))
+    lines(folder / "histograms.jsonl", first | {"edges": [0.1, 0.2]}, *others)
+    write_tokens(folder, [token_record(2), token_record(4)])
+    run = read_run(folder, 3, 5)
+    assert judge(run).progress == "The log goes to step 5."
+    assert [record.step for record in run.replays] == [4]
+    assert list(run.heat_map.steps) == [4]
+    assert sum(run.heat_map.counts[0]) == 4
+    assert run.tokens.steps == [4]
+    assert said(run, "Token records of 1 steps were read")
+    assert judge(read_run(folder, 9)).progress == "The run ended after 9 of 9 steps with exit code 1: Ctrl-C."
+
+
+def test_steps_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(NothingToReadError, match="a step from 20 to 30; it has steps 1 to 9"):
+        read_run(write_run(tmp_path, healthy(steps=9)), 20, 30)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,26 @@ def test_rollout_dumps_are_samples_and_scores(tmp_path):
     assert [sample.cells["output"] for sample in run.samples] == ["a1.0", "a0.0", "a1.0", "a1.0"]
 
 
+def test_rows_of_a_dump_without_a_score_are_left_out_and_counted(tmp_path):
+    rows = [{"output": "a", "score": 1.0}, {"output": "b"}, {"output": "c", "score": None}, {"score": 1.0}]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{half")
+    run = read_run(tmp_path)
+    assert run.get("critic/score/mean").by_step() == {1: 1.0}
+    assert [sample.cells["output"] for sample in run.samples] == ["a"]
+    assert any("4 line(s) are half written, or have no output or score" in note for note in run.notes)
+
+
+def test_of_too_many_samples_the_first_and_the_newest_are_kept(tmp_path):
+    for step in range(1, 6):
+        row = json.dumps({"output": str(step), "score": 1.0}) + "\n"
+        (tmp_path / f"{step}.jsonl").write_text(row * 600)
+    run = read_run(tmp_path)
+    assert [(run.samples[0].step, run.samples[-1].step), len(run.samples)] == [(1, 5), 2_000]
+    assert any(
+        "3,000 samples were recorded; the first 1,000 and the newest 1,000 were read" in n for n in run.notes
+    )
+
+
 def test_tensorboard_wrote_it(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
@@ -154,3 +174,18 @@ def test_damaged_event_files_never_break_the_reader(tmp_path, place):
     path.write_bytes(bytes(data))
     with suppress(DamagedFileError):
         list(read_scalars(path))
+
+
+def test_tags_of_event_files_count_steps_of_their_own(tmp_path):
+    """Four updates a rollout, rollouts counted apart; a second process logs from step 0 on; and a resumed one
+    goes back from step 7 to 6."""
+    updates = [(4 * rollout + update, b"train/loss", 1.0) for rollout in range(2) for update in range(4)]
+    mixed = [(0, b"rollout/reward", 0.5), *updates[:4], (1, b"rollout/reward", 0.75), *updates[4:]]
+    for name, events in {"1": mixed, "2": [(0, b"eval/score", 0.25)], "3": [(6, b"train/loss", 9.0)]}.items():
+        (tmp_path / f"x.tfevents.{name}").write_bytes(b"".join(event(*one) for one in events))
+    run = read_run(tmp_path)
+    assert run.get("train/loss").by_step() == {**dict.fromkeys(range(6), 1.0), 6: 9.0}
+    assert run.get("rollout/reward").by_step() == {0: 0.5, 1: 0.75}
+    assert run.get("eval/score").by_step() == {0: 0.25}
+    (restart,) = [note for note in run.notes if "went on" in note]
+    assert restart.startswith("The run went on at step 6 after it had reached 7;")

@@ -22,8 +22,10 @@ def test_log_probs_that_are_not_finite_or_far_apart_have_their_shares() -> None:
     assert metrics["rollout_corr/safety_clamped_fraction"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(("facts", "youngest"), [({}, 0), ({"current_version": 9}, 2)])
-def test_the_gap_by_age(facts: dict[str, int], youngest: int) -> None:
+@pytest.mark.parametrize(
+    ("facts", "youngest"), [({}, 0), ({"current_version": None}, 0), ({"current_version": 9}, 2)]
+)
+def test_the_gap_by_age(facts: dict[str, int | None], youngest: int) -> None:
     """k3 of ±0.1 is e^±0.1 - 1 ∓ 0.1."""
     rows = [
         {"response_mask": [1], "rollout_log_prob": [-1.0], "old_log_prob": [-1.0 + gap], "version": version}
@@ -45,6 +47,11 @@ def test_means_are_those_of_rows_that_were_drawn_at_random() -> None:
     assert metrics["response_length/mean"] == 2.0
     assert metrics["critic/score/mean"] == 1.0
     assert metrics["actor/entropy"] == 0.5
+
+
+def test_entropies_none_of_which_is_a_number_are_not_known() -> None:
+    row = {"response_mask": [1], "rollout_log_prob": [-1.0], "entropy": [math.nan]}
+    assert "actor/entropy" not in metrics_of(record_of_rows({}, 1, [row]))
 
 
 def noisy(prompts: int, samples: int, seed: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 from planted_series import healthy, write_run
 from recorded_tokens import token_record, write_tokens
 
+from verl_rc.data.token_lines import TokenLines
 from verl_rc.data.token_parquet import record_path
 from verl_rc.insight.run_folder import read_run, token_source
 from verl_rc.insight.run_folder.profiles import Bar, Profiles
@@ -124,6 +125,22 @@ def test_old_tokens_stand_apart_and_bands_hold_the_value(tmp_path: Path) -> None
         assert age[label].high - age[label].low < 0.1 * expected
 
 
+@pytest.mark.parametrize("facts", [{}, {"current_version": None}])
+def test_ages_count_from_the_newest_weights_where_no_fact_says_which_are_current(
+    tmp_path: Path, facts: dict[str, None]
+) -> None:
+    """Numbers of weights of another trainer need not be those of steps; and its facts may be null."""
+    for step in (1, 2):
+        with TokenLines(tmp_path / f"step_{step:06d}.jsonl", trainer="mine", **facts) as lines:
+            lines.write(step, [1, 1], [-1.0, -2.0], [-1.1, -2.1], version=100 + step)
+            lines.write(step, [1], [-1.0], [-1.4], version=98 + step)
+    run = read_run(tmp_path)
+    assert run.tokens is not None
+    assert {label: bar.tokens for label, bar in bars(run.tokens.profiles, "Age").items()} == {"0": 4, "2": 2}
+    assert [row.tokens["age"].tolist() for row in run.tokens.rows if row.step == 2] == [[2], [0, 0]]
+    assert run.get("rollout_corr/token_age_mean").values == [pytest.approx(2 / 3)] * 2
+
+
 def test_log_probs_that_are_not_finite_are_shown_and_counted_nowhere(tmp_path: Path) -> None:
     old = [-0.5, -np.inf, np.nan, -0.5]
     write_tokens(tmp_path, [token_record(1, (4,), chosen_by=["random"], old_log_prob=old)])
@@ -159,6 +176,33 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path) -> None:
     assert data is not None
     assert data.steps == [1]
     assert any("1 token record(s) cannot be read and are left out: step 2 (" in note for note in notes)
+
+
+def test_a_rank_s_file_that_is_missing_is_named_and_one_without_facts_loses_no_row(tmp_path: Path) -> None:
+    for step, rank in ((1, 0), (1, 1), (2, 1)):
+        with TokenLines(tmp_path / f"step_{step:06d}.rank_{rank}.jsonl", trainer="mine") as lines:
+            for _ in range(2):
+                lines.write(step, [1], [-1.0], [-1.1])
+    facts, *rows = (tmp_path / "step_000001.rank_0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "step_000001.rank_0.jsonl").write_text("".join([facts[:9] + "\n", *rows]))
+    run = read_run(tmp_path)
+    assert run.tokens is not None
+    assert run.tokens.rows_recorded == 6
+    assert "1 step(s) lack the token file of a rank that other steps have: 2." in run.notes
+    assert any("step_000001.rank_0.jsonl: 1 line(s)" in note for note in run.notes)
+
+
+def test_a_field_that_some_rows_lack_is_left_out_and_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with TokenLines(tmp_path / f"step_{step:06d}.jsonl", trainer="mine") as lines:
+            lines.write(step, [1], [-1.0], [-1.1], score=1.0, entropy=[0.5])
+            lines.write(step, [1], [-1.0], [-1.1], score=None if step == 2 else 0.0, entropy=[0.5])
+    run = read_run(tmp_path)
+    assert run.get("critic/score/mean").by_step() == {1: 0.5}
+    assert run.get("actor/entropy").by_step() == {1: 0.5, 2: 0.5}
+    assert [note for note in run.notes if "left out" in note] == [
+        "score is left out of 1 step(s): some of their rows lack it."
+    ]
 
 
 def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:

@@ -28,6 +28,14 @@ def verdict_of(path: Path) -> Verdict:
     return judge(read_run(path))
 
 
+def test_a_temperature_that_the_facts_leave_open_counts_as_1(tmp_path: Path) -> None:
+    """A hook may write null."""
+    statements = verdict_of(written(tmp_path, "temperature 0.9", temperature=None)).statements
+    (found,) = (statement for statement in statements if statement.topic == "gap")
+    assert found.cause == "temperature"
+    assert found.evidence["temperature"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("without", "unasked"),
     [
@@ -54,6 +62,7 @@ def test_rows_say_which_fields_they_need(tmp_path: Path, without: tuple[str, ...
     needs = {row.cause: row.needs for row in verdict.rows}
     assert needs["log-probs shifted"] == ""
     assert needs["temperature"] == "entropy or prompt_ids and response_ids of several samples a prompt"
+    assert needs["not the sampled tokens, or not their log-probs"] == needs["temperature"]
     assert needs["one engine differs from the others"] == "engine"
     assert len(verdict.unasked) == len(unasked)
 

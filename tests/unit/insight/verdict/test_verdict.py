@@ -3,6 +3,7 @@ beside it."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from planted_series import STEPS, healthy, planted, ramp, wave
@@ -12,6 +13,8 @@ from verl_rc.config.schema import has_key, is_section
 from verl_rc.insight.run_folder.records import Ending, RunData, Series
 from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.correction import half_life, judge_correction
+from verl_rc.insight.verdict.gap import judge_gap
+from verl_rc.insight.verdict.gap_series import GAP
 from verl_rc.insight.verdict.learning import judge_learning
 from verl_rc.insight.verdict.speed import judge_speed, stage_seconds
 
@@ -175,7 +178,7 @@ def test_nothing_is_wrong_with_a_healthy_run():
     assert verdict.headline == "Nothing is wrong, as far as metrics tell."
     assert [found.topic for found in verdict.statements] == ["learning", "gap", "correction", "speed"]
     assert verdict.do_first == ()
-    assert verdict.lines()[0] == f"{verdict.headline} {STEPS} of {STEPS} steps are logged."
+    assert verdict.lines()[0] == f"{verdict.headline} The log goes to step {STEPS} of {STEPS}."
 
 
 def everything_wrong() -> RunData:
@@ -238,7 +241,11 @@ def test_how_it_ended():
     run.ending = Ending(143, "SIGTERM")
     assert judge(run).progress == f"The run ended after {STEPS} of {STEPS} steps with exit code 143: SIGTERM."
     run.ending, run.total_steps = None, 100
-    assert judge(run).progress == f"{STEPS} of 100 steps are logged: it still trains, or was killed."
+    assert judge(run).progress == f"The log goes to step {STEPS} of 100: it still trains, or was killed."
+    run.steps, run.total_steps = range(15, 21), None
+    assert judge(run).progress == "The log goes to step 20."
+    run.steps = ()
+    assert judge(run).progress == "No step is logged."
 
 
 def test_numbers_of_a_sentence_are_its_evidence():
@@ -279,3 +286,41 @@ def test_a_run_without_metrics_is_not_judged():
 def test_names_of_a_run_cannot_break_a_sentence():
     run = planted({"val-core/{evil}{0}/acc/mean@1": [0.1, 0.2]}, {"actor_rollout_ref.rollout.top_p": "{x}"})
     assert "{evil}{0}" in judge(run).statements[0].text
+
+
+@pytest.mark.parametrize(
+    ("source", "trainer", "metrics", "is_pasted"),
+    [
+        ("verl_rc run", "", {}, True),
+        ("verl's console log", "verl", {}, True),
+        ("W&B export", "", {}, True),
+        ("TRL's trainer_state.json", "TRL", {}, False),
+        ("W&B export", "", {SCORE: "reward/mean"}, False),
+    ],
+)
+def test_overrides_are_of_keys_that_the_trainer_has(source, trainer, metrics, is_pasted):
+    run = replace(everything_wrong(), source=source, trainer=trainer, their_names=metrics)
+    assert bool(judge(run).do_first) is is_pasted
+
+
+def test_a_gap_is_judged_where_nothing_else_was_logged():
+    """SkyRL's and slime's names of other metrics are not the catalogue's."""
+    run = planted({GAP: ramp(0.01, 0.2)}, source="W&B export", without=[n for n in healthy() if n != GAP])
+    (found,) = (statement for statement in judge(run).statements if statement.topic == "gap")
+    assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
+
+
+@pytest.mark.parametrize(("last", "level"), [(1e-6, "good"), (0.01, "fault")])
+def test_a_gap_that_begins_at_0_has_grown_beyond_what_float32_rounds(last, level):
+    gap = [0.0, 0.0, *wave(last, steps=STEPS - 2)]
+    run = planted({GAP: gap}, without=["rollout_corr/k3_kl", "rollout_corr/kl"])
+    (found,) = judge_gap(run)
+    assert found.level == level
+
+
+@pytest.mark.parametrize(("clip", "overrides"), [(0.2, 1), (None, 1), (0.3, 0)])
+def test_a_clip_that_is_to_be_raised_is_not_lowered(clip, overrides):
+    metrics = {"actor/entropy": ramp(1.0, 0.01), SCORE: wave(0.3)}
+    run = planted(metrics, {"actor_rollout_ref.actor.clip_ratio_high": clip})
+    (found,) = (statement for statement in judge_learning(run) if statement.cause == "entropy lost")
+    assert len(found.overrides) == overrides

@@ -17,6 +17,8 @@ from recorded_tokens import token_record, write_tokens
 
 from verl_rc.cli import main
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.data.token_parquet import record_path
+from verl_rc.data.token_record import FOLDER
 from verl_rc.insight.verdict import Verdict
 from verl_rc.insight.what_if import (
     NoRecordsError,
@@ -301,6 +303,18 @@ def test_random_rows_of_all_records_are_one_batch(tmp_path: Path) -> None:
     assert read_batch(tmp_path, first_step=2).mask.shape == (2, 5)
 
 
+def test_records_that_are_left_out_are_named(tmp_path: Path) -> None:
+    """One lacks advantages, one is damaged."""
+    write_tokens(tmp_path, [token_record(1), token_record(2, advantage=None), token_record(3)])
+    record_path(tmp_path / FOLDER, 3).write_bytes(b"PAR1")
+    batch = read_batch(tmp_path)
+    assert batch.step_of_row == [1, 1]
+    damaged, lacking = batch.notes
+    assert damaged.startswith("1 token record(s) cannot be read and are left out: step 3")
+    assert lacking == "1 token record(s) lack old_log_prob or advantage and are left out."
+    assert set(batch.notes) <= set(answer(batch, {"disabled": RolloutCorrectionConfig()}).notes)
+
+
 def test_runs_without_usable_records_are_refused_with_the_key(tmp_path: Path) -> None:
     with pytest.raises(NoRecordsError, match=r"trainer\.token_records\.enable=True"):
         read_batch(tmp_path)
@@ -357,6 +371,21 @@ def test_no_preset_is_chosen_where_a_fault_is_named(
     out = capsys.readouterr().out
     assert "no preset is recommended" in out
     assert "temperature: no preset repairs this." in out
+
+
+@pytest.mark.parametrize(
+    ("logs", "advantages"),
+    [([[0.1, -0.2]], [[1.0, 1.0]]), ([[0.1, -0.2]] * 3, [[0.0, 0.0]] * 3)],
+    ids=["one prompt", "advantages of 0"],
+)
+def test_nothing_is_recommended_where_errors_cannot_be_told(
+    logs: list[list[float]], advantages: list[list[float]]
+) -> None:
+    found = answer(small_batch(logs, advantages), CONFIGS)
+    assert found.recommended is None
+    assert found.reasons == (
+        "Errors cannot be told: they need two prompts or more, and advantages that are not 0.",
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ protocol buffer ``Record``.
 import csv
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.event_files import DamagedFileError, fields_of
 from verl_rc.insight.run_folder.lines import as_number, as_step
+from verl_rc.insight.run_folder.records import NothingToReadError
 
 OFFLINE, EXPORT = "W&B offline run", "W&B export"
 _HEADER = struct.Struct("<4sHB")
@@ -42,10 +43,12 @@ def is_offline(path: Path) -> Path | None:
 
 def offline_rows(path: Path) -> Rows:
     """Step and metrics of each history record. Raises ``DamagedFileError`` where the bytes make no sense."""
-    for record in _records(path):
-        for number, history in fields_of(record):
-            if number == _HISTORY and isinstance(history, bytes):
-                yield from _numbers(dict(_items(history)))
+    return _by_step(
+        dict(_items(history))
+        for record in _records(path)
+        for number, history in fields_of(record)
+        if number == _HISTORY and isinstance(history, bytes)
+    )
 
 
 def _items(history: bytes) -> Iterator[tuple[str, Any]]:
@@ -86,7 +89,10 @@ def _records(path: Path) -> Iterator[bytes]:
 
 
 def export_rows(path: Path) -> Rows | None:
-    """Step and metrics of each row of an exported history; None where the file is none."""
+    """Step and metrics of each row of an exported history; None where the file is none.
+
+    Raises ``NothingToReadError`` for a table of several runs, whose columns have the same metrics.
+    """
     if path.suffix not in (".csv", ".json", ".jsonl") or not _names_a_step(path):
         return None
     if path.suffix == ".csv":
@@ -104,7 +110,12 @@ def export_rows(path: Path) -> Rows | None:
         rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
     if not any(_STEP in row or "Step" in row for row in rows):
         return None
-    return (numbers for row in rows for numbers in _numbers(row))
+    runs = sorted({run for run, is_of_run, _ in map(_parts, rows[0]) if is_of_run})
+    if len(runs) > 1:
+        raise NothingToReadError(
+            f"{path} must be the history of one run; it has columns of {', '.join(runs)}. Export one alone."
+        )
+    return _by_step(rows)
 
 
 def _names_a_step(path: Path) -> bool:
@@ -121,12 +132,26 @@ def _number(cell: str | None) -> float | None:
         return None
 
 
-def _numbers(row: Mapping[str, Any]) -> Rows:
-    """The row's step and metrics; nothing for a row without a step. The UI exports ``run - metric``."""
-    values = {str(name).rpartition(" - ")[2]: value for name, value in row.items()}
-    counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
-    steps = map(as_step, (*counted, values.get(_STEP), values.get("Step")))
-    step = next((candidate for candidate in steps if candidate is not None), None)
-    if step is not None:
+def _by_step(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    """Step and metrics of each row that has both; where the training step is logged, a row without it belongs
+    to the one before."""
+    training_step = None
+    for row in rows:
+        values = {_parts(name)[2]: value for name, value in row.items()}
+        counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
+        training_step = _first_step(counted, training_step)
+        own = _first_step((values.get(_STEP), values.get("Step")), None)
+        step = own if training_step is None else training_step
         metrics = {name: as_number(value) for name, value in values.items() if not name.startswith("_")}
-        yield step, {name: value for name, value in metrics.items() if value is not None and value == value}
+        finite = {name: value for name, value in metrics.items() if value is not None and value == value}
+        if step is not None and finite:
+            yield step, finite
+
+
+def _parts(name: object) -> tuple[str, str, str]:
+    """Run, separator and metric of a column: the UI exports ``run - metric``."""
+    return str(name).rpartition(" - ")
+
+
+def _first_step(values: Iterable[object], otherwise: int | None) -> int | None:
+    return next((step for step in map(as_step, values) if step is not None), otherwise)

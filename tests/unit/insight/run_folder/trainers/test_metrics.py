@@ -121,3 +121,24 @@ def test_exports_of_a_history(tmp_path: Path, name: str, text: str) -> None:
     run = read_run(tmp_path / name)
     assert run.source == "W&B export"
     assert run.get("rollout_corr/k3_kl").by_step() == {1: 0.5, 2: 0.25}
+
+
+def test_rows_without_the_training_step_belong_to_the_one_before(tmp_path: Path) -> None:
+    """W&B's own step counts calls of log: a table of completions takes one, and training seems to go back."""
+    rows: list[dict[str, object]] = [{"_step": 0, "eval/score": 0.5}]
+    for step in range(1, 6):
+        rows.append({"train/global_step": step, "train/loss": float(step)})
+        rows.append({"completions": {"_type": "table"}})
+        rows.append({"eval/score": step / 10})
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps([{"_step": call, **row} for call, row in enumerate(rows)]))
+    run = read_run(path)
+    assert run.get("train/loss").by_step() == {step: float(step) for step in range(1, 6)}
+    assert run.get("eval/score").by_step() == {0: 0.5, **{step: step / 10 for step in range(1, 6)}}
+    assert not any("went on" in note for note in run.notes)
+
+
+def test_an_export_of_several_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ui.csv").write_text("Step,run a - loss,run a - loss__MIN,run b - loss\n1,0.5,0.5,0.25\n")
+    with pytest.raises(NothingToReadError, match="the history of one run; it has columns of run a, run b"):
+        read_run(tmp_path / "ui.csv")
