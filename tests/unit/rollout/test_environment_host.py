@@ -1,11 +1,14 @@
 """Episodes of a host: the same from state, from turns and never moved; what fails, and how it is told."""
 
 import asyncio
+import io
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+import torch
 from guessing import Guess
 
 from verl_rc.data.episode import BadReplyError, Episode, Exchange, Opening, Reply, Turn
@@ -245,8 +248,25 @@ def test_classes_are_found_by_name_and_refused_by_name() -> None:
         ({"done": True, "reward": "1"}, "Reply.reward must be a finite number, got '1'"),
         ({"done": True, "metrics": {"a": float("inf")}}, r"Reply.metrics\['a'\] must be a finite number"),
         ({"messages": ["hello"]}, "Reply.messages must be of the roles"),
+        ({"done": True, "extra_info": {"a": object()}}, "Reply.extra_info must hold texts, .*, got object"),
     ],
 )
 def test_a_reply_says_what_it_must_be(facts: dict[str, Any], why: str) -> None:
     with pytest.raises(BadReplyError, match=why):
         Reply(**facts)
+
+
+def test_what_numpy_computed_for_a_reply_comes_back_from_a_checkpoint() -> None:
+    """A checkpoint is read without any class but Python's own."""
+    facts = {"seen": [np.int64(3)]}
+    messages = ({"role": "user", "content": np.str_("ab")},)
+    given = Reply(messages, np.float32(0.5), np.bool_(False), metrics={"a": np.float64(2)}, extra_info=facts)
+    facts["seen"].append(4)  # the environment goes on with its own
+    file = io.BytesIO()
+    torch.save([asdict(given), asdict(Opening(messages))], file)
+    file.seek(0)
+    reply, opening = torch.load(file, weights_only=True)
+    assert Reply(**reply) == given
+    assert opening == {"messages": [{"role": "user", "content": "ab"}], "tools": []}
+    assert (reply["reward"], reply["done"], reply["metrics"]) == (0.5, False, {"a": 2.0})
+    assert reply["extra_info"] == {"seen": [3]}
