@@ -118,6 +118,7 @@ def test_an_episode_whose_turns_went_elsewhere_meanwhile_is_opened_again() -> No
             r"the environment, turn 0 of episode \(3, 1, 0\): RuntimeError\('the sandbox was lost'\)",
             True,
         ),
+        ({"timeout": 0}, r"turn 0 of episode \(3, 1, 0\): TimeoutError\('no answer of the database'\)", True),
         ({"hang": 0}, r"Guess.step must return within .*step_seconds=0.1", True),
         ({"nan": 0}, "Reply.reward must be a finite number, got nan", False),
         ({"role": 0}, "Reply.messages must be of the roles user, tool or system", False),
@@ -177,6 +178,28 @@ def test_an_episode_is_closed_when_it_ends_is_cut_off_or_is_left_alone() -> None
         assert (len(host), made[1].closed) == (1, 1)
 
     run(close())
+
+
+def test_an_episode_that_is_asked_for_while_others_are_closed_stays_open() -> None:
+    async def ask() -> None:
+        host, made = host_of(HostLimits(idle_seconds=0.05), max_turns=9, latency=0.1)
+
+        def step(number: int) -> "asyncio.Task[Outcome]":
+            return asyncio.create_task(host.step(replace(episode(), key=(number, 0, 0)), WRONG[0]))
+
+        await asyncio.gather(step(0), step(1))
+        await asyncio.sleep(0.1)
+        leave = asyncio.Event()
+        made[0].close = leave.wait  # type: ignore[assignment, method-assign]
+        third = step(2)  # closes the first two, and waits for the first
+        await asyncio.sleep(0.01)
+        second = step(1)
+        await asyncio.sleep(0.01)
+        leave.set()
+        await asyncio.gather(second, third)
+        assert (len(host), [one.closed for one in made[1:]]) == (2, [1, 0, 0])
+
+    run(ask())
 
 
 def test_a_state_has_a_largest_size() -> None:
