@@ -257,6 +257,11 @@ def test_classes_are_found_by_name_and_refused_by_name() -> None:
     for name, arguments, why in (
         ("guessing:WithoutStep", {}, "abstract method.* step"),
         ("guessing:Guess", {"turns": 2}, "unexpected keyword argument 'turns'"),
+        (
+            "verl_rc.rollout.environments.gym:Gym",
+            {"game": "builtins:open", "file": "/none"},
+            r"gym:Gym must be made by .*arguments=.*, but: FileNotFoundError\(2",
+        ),
         ("guessing:json", {}, "must be a verl_rc.rollout.environment.Environment"),
         ("guessing:Gess", {}, "must name a class in an importable module"),
     ):
