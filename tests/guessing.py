@@ -44,6 +44,8 @@ class Guess(Environment):
             time.sleep(3)
         if self.faults.get("raise") == turn.number:
             raise RuntimeError("the sandbox was lost")
+        if self.faults.get("timeout") == turn.number:
+            raise TimeoutError("no answer of the database")
         if self.faults.get("policy") == turn.number:
             raise PolicyError("it calls what it must not", reward=-5.0)
         self.guesses += 1

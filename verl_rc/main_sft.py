@@ -14,7 +14,8 @@ from verl_rc.distributed.child_process import importing
 def train(config: SftConfig) -> None:
     """Load what the configuration names, train, and say where the model is.
 
-    Raises ``ConfigError`` when the model or the data cannot be used, or the model could not be written.
+    Raises ``ConfigError`` when the model or the data cannot be used, the model could not be written, or its
+    loss stops being a number.
     """
     if problem := folder_problem("trainer.output_dir", config.trainer.output_dir):
         raise ConfigError(problem)
@@ -29,7 +30,10 @@ def train(config: SftConfig) -> None:
         setup = load_sft(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    result = train_sft(setup, console)
+    try:
+        result = train_sft(setup, console)
+    except FloatingPointError as error:
+        raise ConfigError(str(error)) from error
     console.print(
         f"SFT: {result.steps} steps, held-out accuracy {result.validation.accuracy:.3f}, model in "
         f"{result.folder}",

@@ -90,7 +90,8 @@ def kill(identity: ProcessIdentity) -> None:
     """Kill a process of this node, even one that is stopped."""
     status = _status(identity.pid)
     if status is not None and status[1] == identity.started:
-        os.kill(identity.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(identity.pid, signal.SIGKILL)
 
 
 def _dumped(identity: ProcessIdentity) -> str:

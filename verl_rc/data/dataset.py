@@ -485,3 +485,4 @@ class PromptStream:
             )
         self._batches_drawn = int(state["batches_drawn"])
         self._loader.load_state_dict(state["loader"])
+        self._passing = iter(self._loader)  # now, and not at the first batch, it says what does not fit

@@ -1,9 +1,11 @@
 """The records of an episode: what an environment is told, and what it answers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
+
+from verl_rc.data.plain import is_finite, plain, unwrapped
 
 Message = Mapping[str, Any]
 """A chat message ``{role, content}``; the role of an environment's is user, tool or system."""
@@ -25,6 +27,11 @@ class Opening:
     """The prompt."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Descriptions of tools for the chat template (OpenAI's function format)."""
+
+    def __post_init__(self) -> None:
+        """Copy everything into plain values. Raise ``BadReplyError`` for what is none."""
+        for name in ("messages", "tools"):
+            object.__setattr__(self, name, _plain(f"Opening.{name}", list(getattr(self, name))))
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,21 @@ class Reply:
     with one name the last counts."""
 
     def __post_init__(self) -> None:
-        """Raise ``BadReplyError`` naming what is wrong."""
-        numbers = {"reward": self.reward, **{f"metrics[{name!r}]": v for name, v in self.metrics.items()}}
-        for name, value in numbers.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise BadReplyError(f"Reply.{name} must be a finite number, got {value!r}.")
+        """Copy everything into plain values, which checkpoints hold. Raise ``BadReplyError`` naming what is
+        wrong."""
+        metrics = {
+            str(name): _number(f"Reply.metrics[{name!r}]", value) for name, value in self.metrics.items()
+        }
+        values = {
+            "messages": _plain("Reply.messages", list(self.messages)),
+            "reward": _number("Reply.reward", self.reward),
+            "done": bool(self.done),
+            "truncated": bool(self.truncated),
+            "metrics": metrics,
+            "extra_info": _plain("Reply.extra_info", self.extra_info),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         for message in self.messages:
             if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
                 raise BadReplyError(
@@ -94,6 +111,22 @@ class Reply:
         again = self.asked_again + last.asked_again
         reward, facts = self.reward + last.reward, {**self.extra_info, **last.extra_info}
         return Reply(reward=reward, truncated=True, metrics=metrics, asked_again=again, extra_info=facts)
+
+
+def _plain(name: str, value: object) -> Any:
+    try:
+        return plain(value)
+    except TypeError as error:
+        raise BadReplyError(
+            f"{name} must hold texts, numbers, None, and lists and dicts of those, got {error}."
+        ) from error
+
+
+def _number(name: str, value: object) -> float:
+    number = unwrapped(value)
+    if not isinstance(number, Real) or not is_finite(number):
+        raise BadReplyError(f"{name} must be a finite number, got {value!r}.")
+    return float(number)
 
 
 @dataclass(frozen=True)

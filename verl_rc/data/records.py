@@ -107,13 +107,15 @@ class VerifiersRecords:
         return "reward_model" not in file.columns and "answer" in file.columns
 
     def __init__(self, file: RecordFile, prompt_key: str) -> None:
-        """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it has
-        no prompts."""
+        """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it has no prompts,
+        and names the first row without one."""
         self.path = file.path
         self._file = file
         self._prompt_key = prompt_key
         if prompt_key not in file.columns:
             file.require(("question", "answer"))
+        for row, messages in enumerate(self.column(prompt_key)):
+            check_messages(messages, prompt_key, f"row {row} of {self.path}")
 
     def __len__(self) -> int:
         """Number of rows."""

@@ -1,11 +1,12 @@
 """The input of a reward function (one response and its prompt's row) and its checked output."""
 
-import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
+
+from verl_rc.data.plain import is_finite, plain, plain_text, unwrapped
 
 if TYPE_CHECKING:  # reward processes start without torch, which the data package loads
     from verl_rc.data.dataset import PromptRow
@@ -81,16 +82,18 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
                 "a reward function must return a number, or a dict that has 'score' among keys that are "
                 f"strings; for {sample} it returned a dict with the keys {_shown(list(returned))}."
             )
-        extras = {_text(key): _plain(value, key, sample) for key, value in returned.items() if key != "score"}
+        extras = {
+            plain_text(key): _extra(value, key, sample) for key, value in returned.items() if key != "score"
+        }
         if extras.get("acc") is not None:
             extras["acc"] = _number(extras["acc"], "acc", sample)
-        return RewardOutput(_number(_unwrapped(returned["score"]), "score", sample), extras)
-    score = _number(_unwrapped(returned), "score", sample)
+        return RewardOutput(_number(unwrapped(returned["score"]), "score", sample), extras)
+    score = _number(unwrapped(returned), "score", sample)
     return RewardOutput(score, {"acc": score})
 
 
 def _number(value: object, name: str, sample: object) -> float:
-    if not isinstance(value, Real) or not _is_finite(value):
+    if not isinstance(value, Real) or not is_finite(value):
         raise RewardError(
             f"the {name} of a reward function must be a finite number, got {_shown(value)} "
             f"({type(value).__name__}) for {sample}. Return a float, or a dict with one under 'score'."
@@ -98,43 +101,15 @@ def _number(value: object, name: str, sample: object) -> float:
     return float(value)
 
 
-def _is_finite(number: Real | int) -> bool:
+def _extra(value: object, name: str, sample: object) -> object:
+    """``value`` made plain, because the driver cannot unpickle classes of the user's module."""
     try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-def _plain(value: object, name: str, sample: object) -> object:
-    """``value`` converted to Python's built-in types, because the driver cannot unpickle classes of the
-    user's module."""
-    value = _unwrapped(value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, int) and _is_finite(value):
-        return int(value)
-    if isinstance(value, Real) and not isinstance(value, int):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, name, sample) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, name, sample) for item in value]
-    raise RewardError(
-        "what a reward function returns beside the score must be numbers, texts, None, or lists and dicts of "
-        f"those, got {type(value).__name__} under {name!r} for {sample}."
-    )
-
-
-def _unwrapped(value: object) -> object:
-    """The one number of an array or tensor without dimensions; anything else as it is."""
-    return value.tolist() if getattr(value, "shape", None) == () and hasattr(value, "tolist") else value
-
-
-def _text(value: str) -> str:
-    """``value`` as valid UTF-8; lone surrogates are escaped."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return plain(value)
+    except TypeError as error:
+        raise RewardError(
+            "what a reward function returns beside the score must be numbers, texts, None, or lists and "
+            f"dicts of those, got {error} under {name!r} for {sample}."
+        ) from error
 
 
 def _shown(value: object) -> str:

@@ -86,8 +86,10 @@ def environment_class(name: str, arguments: Mapping[str, Any]) -> Callable[[], E
     make = partial(kind, **arguments)
     try:
         make()
-    except TypeError as error:  # an abstract method is missing, or arguments do not fit
+    except ValueError:  # it says itself what is wrong
+        raise
+    except Exception as error:  # such as a TypeError: a method is missing, or arguments do not fit
         raise ValueError(
-            f"{key}.name={name} must be made by {key}.arguments={dict(arguments)}, but: {error}."
+            f"{key}.name={name} must be made by {key}.arguments={dict(arguments)}, but: {error!r}."
         ) from error
     return make

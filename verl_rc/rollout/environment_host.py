@@ -210,18 +210,24 @@ class Host:
         return Answered(reply, state)
 
     async def _limited(self, call: Awaitable[T], method: str, environment: Environment) -> T:
+        alone = asyncio.gather(call, return_exceptions=True)  # it may raise a TimeoutError of its own
         try:
-            return await asyncio.wait_for(call, self._limits.step_seconds)
+            (outcome,) = await asyncio.wait_for(alone, self._limits.step_seconds)
         except asyncio.TimeoutError as error:
             raise TimeoutError(
                 f"{environment!r}.{method} must return within "
                 f"actor_rollout_ref.rollout.environment.step_seconds={self._limits.step_seconds:g}."
             ) from error
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     async def _close_idle(self) -> None:
         oldest = asyncio.get_running_loop().time() - self._limits.idle_seconds
-        for key in [key for key, one in self._open.items() if one.used < oldest and not one.lock.locked()]:
-            await self.close(key)
+        for key, one in list(self._open.items()):
+            # Looked at now: while others were closed, it may have been asked for, or opened again.
+            if one.used < oldest and not one.lock.locked() and self._open.get(key) is one:
+                await self.close(key)
 
     async def _close(self, environment: Environment) -> None:
         closing = asyncio.wait_for(environment.close(), _CLOSE_SECONDS)

@@ -296,9 +296,9 @@ class StepLoop(Generic[S]):
         try:
             sampler = build()
             while True:
-                command = self._next_command()
+                self._wait_for_work()
                 self._return_to_batch(sampler)
-                if command is not None:
+                if (command := self._next_command()) is not None:
                     self._run_command(command, sampler)
                 elif self._may_step():
                     began = time.time()
@@ -315,13 +315,17 @@ class StepLoop(Generic[S]):
             began = self._activity.pop()[0]
         self._activity.append((began, ended))
 
-    def _next_command(self) -> _Command | None:
-        """Wait for work. Returns the first command if it may run now, None if a step may run or answers have
-        come."""
+    def _wait_for_work(self) -> None:
+        """Wait until answers have come, or the first command or a step may run."""
         with self._changed:
             if not self._commands:  # so no submission is queued
                 self._cancelled.clear()
             self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step())
+
+    def _next_command(self) -> _Command | None:
+        """The first command if it may run now; it leaves the queue, so that nothing may fail before it
+        runs."""
+        with self._changed:
             return self._commands.popleft() if self._may_run_command() else None
 
     def _may_run_command(self) -> bool:

@@ -57,6 +57,13 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
             f"{config.target_modules!r} (without exclude_modules={config.exclude_modules!r}). Its linear "
             f"layers are {', '.join(linear)}; all-linear takes all of them. ({error})"
         ) from error
+    others = sorted(name for name, _ in adapted.named_parameters() if ".lora_embedding_" in name)
+    if others:  # named otherwise than those of linear layers
+        raise ValueError(
+            "actor_rollout_ref.model.target_modules must name linear layers, whose adapters engines get, got "
+            f"{config.target_modules!r}, which also takes {others[0].partition('.lora_')[0]}. Leave it out, "
+            "or name it in exclude_modules."
+        )
     if not isinstance(model.get_output_embeddings(), nn.Linear):  # type: ignore[operator]
         raise ValueError(
             "actor_rollout_ref.model.target_modules must leave the output layer out, got "

@@ -92,7 +92,7 @@ def load_sft(config: SftConfig) -> SftSetup:
 def train_sft(setup: SftSetup, console: Console) -> SftResult:
     """Train until the step limit or the wished accuracy, and save a Hugging Face folder.
 
-    Raises ``FloatingPointError`` when the loss stops being a number.
+    Raises ``FloatingPointError`` when the loss or its gradient stops being a number.
     """
     trainer, optim = setup.config.trainer, setup.config.optim
     betas = (optim.betas[0], optim.betas[1])
@@ -141,14 +141,15 @@ def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: to
         loss = F.cross_entropy(logits.float(), targets, reduction="sum") / num_answer_tokens
         loss.backward()
         total += loss.detach()
-    torch.nn.utils.clip_grad_norm_(setup.model.parameters(), setup.config.optim.clip_grad)
+    norm = torch.nn.utils.clip_grad_norm_(setup.model.parameters(), setup.config.optim.clip_grad)
     optimizer.step()
     optimizer.zero_grad()
     # Read once, after the optimizer step: it makes the host wait for the device.
     mean = float(total)
-    if not math.isfinite(mean):
+    if not math.isfinite(mean) or not math.isfinite(norm):
         raise FloatingPointError(
-            f"the SFT loss must be a number, got {mean}. Lower optim.lr={setup.config.optim.lr}."
+            f"the SFT loss and the norm of its gradient must be numbers, got {mean} and {float(norm)}. Lower "
+            f"optim.lr={setup.config.optim.lr}."
         )
     return mean
 

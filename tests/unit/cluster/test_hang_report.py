@@ -147,3 +147,11 @@ def test_an_engine_stands_where_the_thread_that_samples_does() -> None:
     assert "rank 0: at forward (/lib/vllm/model.py:4);" in short(
         ProcessState("runs", COLLECT + "\n" + SAMPLE)
     )
+
+
+def test_a_process_that_ends_before_the_signal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hide why all processes are to end."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(watchdog, "_status", lambda _: ("R", 7))  # what was seen a moment ago
+    kill(watchdog.ProcessIdentity("node", ended.pid, 7, ""))

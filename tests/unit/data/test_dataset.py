@@ -329,9 +329,9 @@ ROWS, SIZE = 7, 2
 BATCHES_PER_EPOCH = 3
 
 
-def make_stream() -> PromptStream:
-    order = EpochBatches(ROWS, SIZE, seed=3, shuffle=True)
-    return PromptStream(StatefulDataLoader(list(range(ROWS)), batch_sampler=order, collate_fn=list))  # type: ignore[arg-type]
+def make_stream(rows: int = ROWS) -> PromptStream:
+    order = EpochBatches(rows, SIZE, seed=3, shuffle=True)
+    return PromptStream(StatefulDataLoader(list(range(rows)), batch_sampler=order, collate_fn=list))  # type: ignore[arg-type]
 
 
 def test_an_epoch_serves_every_row_once_and_the_next_one_follows() -> None:
@@ -362,3 +362,8 @@ def test_a_resumed_stream_goes_on_with_the_next_batch(drawn_before: int) -> None
 def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="must hold batches_drawn and loader"):
         make_stream().load_state_dict({"position": 3})
+
+
+def test_a_position_in_other_data_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(ValueError, match="a resumed run must read the data it was started with"):
+        make_stream(rows=8).load_state_dict(make_stream().state_dict())

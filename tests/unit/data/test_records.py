@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl_rc.config.task import DataConfig
-from verl_rc.data.dataset import build_train_loader, build_validation_rows
+from verl_rc.data.dataset import PromptDataset, build_train_loader, build_validation_rows
 from verl_rc.data.records import RecordFile, check_messages
 
 ROWS = [{"prompt": "a", "extra": 1, "unused": True}, {"prompt": "b", "extra": None, "unused": False}]
@@ -241,6 +241,9 @@ def test_messages_of_a_file_of_verifiers_win_over_its_question(write_parquet, to
 def test_what_lacks_in_a_file_of_verifiers_is_named(write_parquet, tokenizer):
     with pytest.raises(ValueError, match=r"lacks \['question'\]"):
         build_validation_rows(options_of(write_parquet([{"answer": "4", "task": "t"}])), tokenizer)
+    path = write_parquet([{"question": "q", "answer": "4"}, {"question": None, "answer": "5"}])
+    with pytest.raises(ValueError, match=r"must hold a list of chat messages .* in row 1 of"):
+        PromptDataset([path], tokenizer, options_of(path))
     path = write_parquet([{"question": "q", "answer": "4", "info": "{"}])
     with pytest.raises(ValueError, match=r"'info' must hold a mapping, .*row 0 of"):
         build_validation_rows(options_of(path), tokenizer)

@@ -1,11 +1,14 @@
 """Episodes of a host: the same from state, from turns and never moved; what fails, and how it is told."""
 
 import asyncio
+import io
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+import torch
 from guessing import Guess
 
 from verl_rc.data.episode import BadReplyError, Episode, Exchange, Opening, Reply, Turn
@@ -115,6 +118,7 @@ def test_an_episode_whose_turns_went_elsewhere_meanwhile_is_opened_again() -> No
             r"the environment, turn 0 of episode \(3, 1, 0\): RuntimeError\('the sandbox was lost'\)",
             True,
         ),
+        ({"timeout": 0}, r"turn 0 of episode \(3, 1, 0\): TimeoutError\('no answer of the database'\)", True),
         ({"hang": 0}, r"Guess.step must return within .*step_seconds=0.1", True),
         ({"nan": 0}, "Reply.reward must be a finite number, got nan", False),
         ({"role": 0}, "Reply.messages must be of the roles user, tool or system", False),
@@ -176,6 +180,28 @@ def test_an_episode_is_closed_when_it_ends_is_cut_off_or_is_left_alone() -> None
     run(close())
 
 
+def test_an_episode_that_is_asked_for_while_others_are_closed_stays_open() -> None:
+    async def ask() -> None:
+        host, made = host_of(HostLimits(idle_seconds=0.05), max_turns=9, latency=0.1)
+
+        def step(number: int) -> "asyncio.Task[Outcome]":
+            return asyncio.create_task(host.step(replace(episode(), key=(number, 0, 0)), WRONG[0]))
+
+        await asyncio.gather(step(0), step(1))
+        await asyncio.sleep(0.1)
+        leave = asyncio.Event()
+        made[0].close = leave.wait  # type: ignore[assignment, method-assign]
+        third = step(2)  # closes the first two, and waits for the first
+        await asyncio.sleep(0.01)
+        second = step(1)
+        await asyncio.sleep(0.01)
+        leave.set()
+        await asyncio.gather(second, third)
+        assert (len(host), [one.closed for one in made[1:]]) == (2, [1, 0, 0])
+
+    run(ask())
+
+
 def test_a_state_has_a_largest_size() -> None:
     outcome = run(host_of(HostLimits(state_megabytes=1e-4))[0].step(episode(), WRONG[0]))
     assert isinstance(outcome, Failed)
@@ -231,6 +257,11 @@ def test_classes_are_found_by_name_and_refused_by_name() -> None:
     for name, arguments, why in (
         ("guessing:WithoutStep", {}, "abstract method.* step"),
         ("guessing:Guess", {"turns": 2}, "unexpected keyword argument 'turns'"),
+        (
+            "verl_rc.rollout.environments.gym:Gym",
+            {"game": "builtins:open", "file": "/none"},
+            r"gym:Gym must be made by .*arguments=.*, but: FileNotFoundError\(2",
+        ),
         ("guessing:json", {}, "must be a verl_rc.rollout.environment.Environment"),
         ("guessing:Gess", {}, "must name a class in an importable module"),
     ):
@@ -245,8 +276,25 @@ def test_classes_are_found_by_name_and_refused_by_name() -> None:
         ({"done": True, "reward": "1"}, "Reply.reward must be a finite number, got '1'"),
         ({"done": True, "metrics": {"a": float("inf")}}, r"Reply.metrics\['a'\] must be a finite number"),
         ({"messages": ["hello"]}, "Reply.messages must be of the roles"),
+        ({"done": True, "extra_info": {"a": object()}}, "Reply.extra_info must hold texts, .*, got object"),
     ],
 )
 def test_a_reply_says_what_it_must_be(facts: dict[str, Any], why: str) -> None:
     with pytest.raises(BadReplyError, match=why):
         Reply(**facts)
+
+
+def test_what_numpy_computed_for_a_reply_comes_back_from_a_checkpoint() -> None:
+    """A checkpoint is read without any class but Python's own."""
+    facts = {"seen": [np.int64(3)]}
+    messages = ({"role": "user", "content": np.str_("ab")},)
+    given = Reply(messages, np.float32(0.5), np.bool_(False), metrics={"a": np.float64(2)}, extra_info=facts)
+    facts["seen"].append(4)  # the environment goes on with its own
+    file = io.BytesIO()
+    torch.save([asdict(given), asdict(Opening(messages))], file)
+    file.seek(0)
+    reply, opening = torch.load(file, weights_only=True)
+    assert Reply(**reply) == given
+    assert opening == {"messages": [{"role": "user", "content": "ab"}], "tools": []}
+    assert (reply["reward"], reply["done"], reply["metrics"]) == (0.5, False, {"a": 2.0})
+    assert reply["extra_info"] == {"seen": [3]}

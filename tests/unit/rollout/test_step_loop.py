@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -537,3 +538,30 @@ def test_what_is_cancelled_does_not_wait_for_an_update_that_waits_for_it(
     )  # nothing is queued any more: a number that comes again is another sample
     assert loop.take(box, wait_seconds=PATIENCE) == [(2, (1,))]
     assert not loop.call(lambda sampler: sampler.left)
+
+
+def test_a_call_that_comes_with_an_answer_that_ends_the_loop_is_told_so() -> None:
+    reply: Future[str] = Future()
+
+    class Waiting(Countdown):
+        """Its samples wait for ``reply``, which it cannot read."""
+
+        def begin(self, key: int, sample: QueuedSample) -> Any:
+            return reply
+
+        def step(self) -> list[tuple[int, Any]]:
+            return []
+
+        def proceed(self, key: int, answer: Any) -> Any:
+            raise ArithmeticError("no answer can be read")
+
+    loop = StepLoop(partial(Waiting, 8, threading.Semaphore()))
+    loop.submit([sample(0, 1)], [])
+    deadline = time.monotonic() + PATIENCE
+    while not loop.call(lambda _: dict(loop._away)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with loop._changed:  # the thread sees both at once
+        reply.set_result("x")
+        call = loop.post(lambda _: None)
+    with pytest.raises(ArithmeticError, match="no answer can be read"):
+        call.result(PATIENCE)

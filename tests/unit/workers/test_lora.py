@@ -70,6 +70,13 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}
 
 
+def test_adapters_that_engines_would_not_get_are_refused(model_folder: Path) -> None:
+    """An embedding's adapter has other names than those that are merged and sent."""
+    config = ModelConfig(path="m", lora_rank=2, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ValueError, match=r"must name linear layers, .* also takes .*embed_tokens"):
+        add_adapters(AutoModelForCausalLM.from_pretrained(model_folder), config)
+
+
 def adapted(folder: Path, config: ModelConfig) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
     """A model with adapters, the weights it had before, and the factors of one adapter."""
     plain = AutoModelForCausalLM.from_pretrained(folder)

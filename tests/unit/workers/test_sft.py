@@ -192,6 +192,14 @@ def test_a_loss_that_is_no_number_stops_the_run(make_setup):
         train_step(setup, setup.train[:4], torch.optim.SGD(setup.model.parameters(), lr=0.0))
 
 
+def test_a_gradient_that_is_no_number_stops_the_run_before_anything_is_saved(make_setup):
+    setup = make_setup(trainer__total_training_steps=1)
+    setup.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(FloatingPointError, match=r"its gradient must be numbers, got [0-9.]+ and inf"):
+        train_sft(setup, quiet())
+    assert not list(Path(setup.config.trainer.output_dir).glob("*.safetensors"))
+
+
 def test_what_cannot_be_trained_is_refused(make_setup, model_folder):
     with pytest.raises(ValueError, match=r"data.train_batch_size=65 examples, got 64"):
         make_setup(data__train_batch_size=65)

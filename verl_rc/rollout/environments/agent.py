@@ -27,6 +27,8 @@ from verl_rc.rollout.environments.chat import (
 )
 from verl_rc.rollout.environments.chat_endpoint import ChatEndpoint, EndpointLimits
 
+_LOOK_SECONDS = 0.05
+"""How often it is seen whether a process has ended."""
 _OUTPUT_KEPT = 65_536
 """Bytes at the end of what a process writes."""
 _WORDS_SHOWN = 2_000
@@ -254,14 +256,17 @@ async def _run_process(words: Sequence[str], variables: Mapping[str, str]) -> An
     )
     assert process.stdout is not None
     assert process.stderr is not None
+    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
     try:
-        output, errors, code = await asyncio.gather(
-            _tail(process.stdout), _tail(process.stderr), process.wait()
-        )
+        # Before Python 3.13 wait() waits for the end of its outputs, too.
+        while process.returncode is None:
+            await asyncio.sleep(_LOOK_SECONDS)
     finally:
+        # Also what it leaves behind, which would keep its outputs open.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        code = await process.wait()
+    output, errors = await tails
     if code:
         written = (errors or output).decode(errors="replace")[-_WORDS_SHOWN:]
         raise RuntimeError(f"its process ended with exit code {code} and wrote: {written}")

@@ -80,7 +80,8 @@ def plain_message(message: Any) -> dict[str, Any]:
         raise RefusedCallError(400, f"the role of a message must be one of {_ROLES}, got {message!r:.200}.")
     content = message.get("content") or ""
     if isinstance(content, list):
-        texts = [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise RefusedCallError(400, f"the content of a message must be text, got {message!r:.200}.")
@@ -88,8 +89,9 @@ def plain_message(message: Any) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if message.get(name):
             plain[name] = message[name]
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_tool_call(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        calls = calls if isinstance(calls, list) else [calls]
+        plain["tool_calls"] = [_plain_tool_call(call) for call in calls]
     return plain
 
 

@@ -279,6 +279,14 @@ def test_a_score_is_a_finite_number() -> None:
         assert "must end with a number" in outcome.why or "must be a finite number" in outcome.why
 
 
+def test_an_agent_has_ended_when_its_process_has_whatever_that_leaves_behind() -> None:
+    leave = "import subprocess; subprocess.Popen(['sleep', '60'])"
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; {leave}; print(0.5)"
+    limits = HostLimits(step_seconds=20)
+    (last,) = replies(run(outcomes(host_of(limits, command=[sys.executable, "-c", script]), 1)))
+    assert (last.reward, last.done) == (0.5, True)
+
+
 _ONE_CALL = (
     "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps({'messages': "
     "[{'role': 'user', 'content': 'x'}]}).encode(), {'Authorization': 'Bearer ' + "
