@@ -1,6 +1,6 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
-from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, token_mean
+from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
 from verl_rc.losses.distillation import TopWords, compute_distillation_loss
 from verl_rc.losses.inputs import (
     LossMetrics,
@@ -26,6 +26,7 @@ __all__ = [
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",
+    "aggregate_loss",
     "clean_policy_loss_inputs",
     "compute_distillation_loss",
     "compute_entropy_loss",

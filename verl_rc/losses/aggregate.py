@@ -107,9 +107,26 @@ class Aggregation:
         if self.mode == "seq-mean-token-sum-norm":
             factor = self.loss_scale_factor
             token_loss = token_loss / (token_loss.shape[-1] if factor is None else factor)
-        # Padding sequences have no tokens; denominator, they would shrink the loss.
+        # Padding sequences have no tokens; in the denominator they would shrink the loss.
         sequences = sequence_tokens.count_nonzero() if self.num_sequences is None else self.num_sequences
         return token_loss.sum() / _positive(sequences, token_loss)
+
+
+def aggregate_loss(
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: LossAggregation,
+    denominator_mask: Tensor | None = None,
+    num_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """``Aggregation.reduce`` for those who have no record: a notebook, another trainer.
+
+    Arguments, result (0-d) and errors are those of ``Aggregation`` and its ``reduce``.
+    """
+    aggregation = Aggregation(mode, num_tokens, num_sequences, loss_scale_factor)
+    return aggregation.reduce(token_loss, mask, denominator_mask)
 
 
 def _positive(count: Count, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.losses import AGGREGATION_MODES, Aggregation, token_mean
+from verl_rc.losses import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
 from verl_rc.metrics.mergeable import Mean
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "loss_aggregation.json").read_text())["cases"]
@@ -24,13 +24,14 @@ def float64(values: Any) -> Tensor:
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['loss_agg_mode']}-{case['kwargs']}")
 def test_equals_golden_after_the_factor_for_averaged_gradients(case: dict[str, Any]) -> None:
     given_counts = case["kwargs"]
-    aggregation = Aggregation(
+    loss = aggregate_loss(
+        float64(case["loss"]),
+        float64(case["mask"]),
         case["loss_agg_mode"],
         num_tokens=given_counts.get("batch_num_tokens"),
         num_sequences=given_counts.get("global_batch_size"),
         loss_scale_factor=given_counts.get("loss_scale_factor"),
     )
-    loss = aggregation.reduce(float64(case["loss"]), float64(case["mask"]))
     assert (given_counts.get("dp_size", 1) * loss).item() == pytest.approx(case["expected"], rel=1e-6)
 
 
