@@ -33,7 +33,7 @@ class ValKwargsConfig(StrictModel):
     def _sampling_needs_a_temperature(self) -> Self:
         if self.do_sample and self.temperature == 0:
             raise ValueError(
-                "do_sample=True needs a temperature above 0, which is greedy; pass "
+                "do_sample=True needs a temperature above 0, and 0, the default, is greedy; pass "
                 "actor_rollout_ref.rollout.val_kwargs.temperature=<above 0>, or drop do_sample"
             )
         return self
