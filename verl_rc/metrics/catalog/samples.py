@@ -68,7 +68,7 @@ _LENGTHS = (
     MetricSpec(
         "kept_set/unrecorded_ratio",
         "1",
-        "response tokens drawn from a set above max_kept_tokens / all: left out of the loss",
+        "response tokens drawn from a set above max_kept_tokens / all: in no loss and no rollout_corr/*",
         (0, 0.01),
         "ppo",
     ),
