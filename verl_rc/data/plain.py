@@ -1,15 +1,17 @@
 """Values of a user's code as plain Python: what a checkpoint may hold, and another process can read."""
 
-import math
 from collections.abc import Mapping
 from numbers import Real
+
+_LARGEST = float.fromhex("0x1.fffffep127")
+"""The largest number in float32."""
 
 
 def plain(value: object) -> object:
     """A copy of ``value`` in Python's built-in types: numbers, valid UTF-8, None, lists and dicts.
 
     Arrays and tensors without dimensions count as numbers. Raises ``TypeError``, whose text is the type, for
-    what is none of them, and for an integer beyond every float.
+    what is none of them, and for an integer beyond every float32.
     """
     value = unwrapped(value)
     if value is None or isinstance(value, bool):
@@ -33,11 +35,8 @@ def unwrapped(value: object) -> object:
 
 
 def is_finite(number: Real | int) -> bool:
-    """Whether it is a finite number as a float, too."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer beyond every float
-        return False
+    """Whether it is a finite number in float32, too, as which scores are kept."""
+    return bool(abs(number) <= _LARGEST)  # not NaN, either
 
 
 def plain_text(value: str) -> str:

@@ -39,6 +39,7 @@ def test_a_dict_without_accuracy_stays_so():
         ("1.0", "got '1.0' .str. for row 7"),
         (float("nan"), "got nan .float. for row 7"),
         ({"score": float("inf")}, "got inf .float. for row 7"),
+        (-1e39, "got -1e.39 .float. for row 7"),  # scores are kept in float32
         ({"score": "high"}, "got 'high' .str. for row 7"),
         ({"acc": 1.0}, "has 'score'.*for row 7 it returned a dict with the keys .'acc'"),
         ({"score": 1.0, 3: "x"}, "keys that are strings; for row 7"),

@@ -274,6 +274,7 @@ def test_classes_are_found_by_name_and_refused_by_name() -> None:
     [
         ({}, "must have messages for the policy's next turn, or done=True"),
         ({"done": True, "reward": "1"}, "Reply.reward must be a finite number, got '1'"),
+        ({"done": True, "reward": 1e39}, r"Reply.reward must be a finite number, got 1e\+39"),
         ({"done": True, "metrics": {"a": float("inf")}}, r"Reply.metrics\['a'\] must be a finite number"),
         ({"messages": ["hello"]}, "Reply.messages must be of the roles"),
         ({"done": True, "extra_info": {"a": object()}}, "Reply.extra_info must hold texts, .*, got object"),
