@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import LossOptions, RatioOptions
 from verl_rc.config.distillation import DistillationLossConfig
+from verl_rc.config.models import ActorConfig
 from verl_rc.config.user_code import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, token_mean
 from verl_rc.metrics.mergeable import Mean
@@ -132,7 +133,14 @@ when there is no such loss."""
 
 def loss_options(section: RatioOptions | DistillationLossConfig) -> LossOptions:
     """The options of the losses in a section of the configuration."""
-    return read_loss_options(section.model_dump())
+    parts = (section, section.policy_loss) if isinstance(section, ActorConfig) else (section,)
+    return read_loss_options(
+        {
+            name: getattr(part, name)
+            for part in parts
+            for name in LossOptions.model_fields.keys() & type(part).model_fields
+        }
+    )
 
 
 def read_loss_options(section: Mapping[str, object]) -> LossOptions:

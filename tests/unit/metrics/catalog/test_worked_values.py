@@ -707,7 +707,7 @@ def engine_against_trainer():
     mask = torch.tensor([[True, True, False]])
     statistics = measure(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask, config)
     record, state = StepRecord(), RunState()
-    control = SimpleNamespace(correction=lambda config: config, threshold=None)
+    control = SimpleNamespace(correction=lambda config: config, rejection_threshold=None)
     judge(services, state, statistics, control, record)
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
     return {name: record.metrics()[name] for name in expected}, expected
@@ -804,7 +804,7 @@ def the_histogram_and_a_threshold_that_follows():
     fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
     config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
     statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
-    control = SimpleNamespace(correction=lambda config: config, threshold=1.25)
+    control = SimpleNamespace(correction=lambda config: config, rejection_threshold=1.25)
     record, tracker = StepRecord(), Mock()
     record_correction(config, statistics_of_step, control, record)
     record.log(tracker, step=1)
