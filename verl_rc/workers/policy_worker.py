@@ -159,8 +159,11 @@ class PolicyWorker(Learner):
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor
         corrects: the current log-probs are the first that can be compared with the engine's).
         """
-        steps, mesh = len(mini_batches), self._data_parallel
-        correction = ActorCorrection(request, steps, mesh) if self._correction.in_actor else None
+        correction = (
+            ActorCorrection(request, len(mini_batches), self._data_parallel)
+            if self._correction.in_actor
+            else None
+        )
         totals = ObjectiveTotals("actor")
         kept_tokens = []
         gap = None
