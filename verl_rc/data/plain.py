@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 _LARGEST = float.fromhex("0x1.fffffep127")
 """The largest number in float32."""
@@ -34,8 +35,8 @@ def unwrapped(value: object) -> object:
     return value.tolist() if getattr(value, "shape", None) == () and hasattr(value, "tolist") else value
 
 
-def is_finite(number: Real | int) -> bool:
-    """Whether it is a finite number in float32, too, as which scores are kept."""
+def is_finite(number: Any) -> bool:
+    """Whether a real number is finite in float32, too, as which scores are kept."""
     return bool(abs(number) <= _LARGEST)  # not NaN, either
 
 
