@@ -121,9 +121,9 @@ class TrainerConfig(StrictModel):
     total_training_steps: int | None = Field(None, ge=1)
     """Total steps, at most as many as the epochs have; null: all steps of the epochs."""
     val_before_train: bool = True
-    """Validate before the first step."""
+    """Validate before the first step; a resumed run does not validate again."""
     val_only: bool = False
-    """Validate and stop."""
+    """Validate and stop, whatever ``val_before_train`` says."""
     test_freq: int = -1
     """Steps between validations; <= 0: never. The last step always validates when it is > 0."""
     save_freq: int = -1

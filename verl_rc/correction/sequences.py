@@ -117,7 +117,7 @@ class SequenceContext:
         )
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
-        """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``;
+        """int64 ``[B, T]``: versions since the weights that sampled each token; 0 outside ``response_mask``;
         None if unknown."""
         if self.policy_versions is None or self.current_version is None:
             return None

@@ -390,7 +390,9 @@ _OTHER_LEAVES = {
     f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
     f"{_ACTOR}.freeze_vision_tower": Refusal(_IMAGES, _OFF),
     f"{_ACTOR}.calculate_entropy": Refusal(
-        "entropy is always measured, before the first update; drop it", _EITHER
+        "entropy is always measured, before the first update or, where the actor corrects, during the "
+        "updates; drop it",
+        _EITHER,
     ),
     f"{_ACTOR}.calculate_sum_pi_squared": Refusal(
         "it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER

@@ -25,7 +25,8 @@ _ACTOR = (
         "actor/loss",
         "1",
         "what was differentiated: pg_loss − entropy_coeff · entropy_loss + kl_loss_coef · the KL estimate "
-        "aggregated likewise",
+        "aggregated likewise + distillation_loss_coef · distillation/loss, which stands for pg_loss with "
+        "use_task_rewards=False",
     ),
     MetricSpec(
         "actor/pg_clipfrac",

@@ -188,13 +188,14 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_ess_raw_{level}",
         "1",
-        "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts",
+        "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts (not where the actor corrects)",
         (0.3, 1),
     ),
     (
         "rollout_is_ess_applied_{level}",
         "1",
-        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts; at the level of rollout_is "
+        "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts (not where the actor "
+        "corrects); at the level of rollout_is "
         "(token, or sequence where a row has one weight) equal to rollout_is_eff_sample_size",
         (0.5, 1),
     ),
