@@ -428,9 +428,7 @@ def _engine(config: RunConfig) -> Iterator[str]:
             "merge=True."
         )
     yield from check_device(config, config.trainer.device)
-    if rollout.val_kwargs.n > 1 and (
-        rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False
-    ):
+    if rollout.val_kwargs.n > 1 and rollout.val_kwargs.is_greedy:
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be "
             "equal: pass val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."

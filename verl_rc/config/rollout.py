@@ -29,6 +29,11 @@ class ValKwargsConfig(StrictModel):
     do_sample: bool | None = None
     """False: greedy, at any temperature; null: the temperature decides, as in verl."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken each time."""
+        return self.do_sample is False or self.temperature == 0
+
     @model_validator(mode="after")
     def _sampling_needs_a_temperature(self) -> Self:
         if self.do_sample and self.temperature == 0:

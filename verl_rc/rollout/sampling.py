@@ -62,7 +62,7 @@ class SamplingOptions:
         cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]
     ) -> "SamplingOptions":
         """Options of validation rollouts; ``do_sample=False`` is greedy at any temperature."""
-        temperature = 0.0 if validation.do_sample is False else validation.temperature
+        temperature = 0.0 if validation.is_greedy else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
 
 

@@ -140,9 +140,8 @@ def _rollouts(config: RunConfig) -> Iterator[Unread]:
     yield not rollout.multi_turn.enable, _of(_ROLLOUT, "multi_turn.*"), "it is not enabled"
     yield rollout.environment.name is None, _of(_ROLLOUT, "environment.*"), "environment.name=null"
     yield True, _of(_ROLLOUT, "seed"), "every request has a seed of its own, made from trainer.seed"
-    is_greedy = validation.do_sample is False or validation.temperature == 0
     filters = _of(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k")
-    yield is_greedy, filters, "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)"
+    yield validation.is_greedy, filters, "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)"
     heat = _of(f"{_ROLLOUT}.val_kwargs", "temperature")
     yield validation.do_sample is False, heat, "val_kwargs.do_sample=False is greedy"
     never = not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0)
