@@ -129,7 +129,7 @@ class TokenRecord:
         return difference
 
     def ages(self) -> Array | None:
-        """int64 ``[tokens]``: updates since the weights that sampled each token; None where those are not
+        """int64 ``[tokens]``: versions since the weights that sampled each token; None where those are not
         known. They count from the fact ``current_version``, else from the newest of sampled tokens."""
         mask = self.tokens["response_mask"]
         if "version" not in self.tokens or not mask.any():

@@ -19,7 +19,7 @@ class TokenRow:
     cells: Mapping[str, Any]
     """Its values of the fields of rows."""
     tokens: Mapping[str, Array]
-    """Its values of the fields of tokens, and ``age`` where versions are known: updates since its weights."""
+    """Its values of the fields of tokens, and ``age`` where versions are known: versions since its own."""
     prompt: Array | None
     squares: float
     """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
