@@ -17,6 +17,7 @@ from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
     Samples,
+    first_few,
     numbers_of,
     read_records,
     reading_notes,
@@ -88,7 +89,7 @@ def _read(path: Path, span: range) -> RunData:
     if run is not None:
         return _without_tokens(run) if source is None else with_tokens(run, source, span)
     if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
-        names = ", ".join(runs[:_MOST_RUNS_NAMED]) + (", …" if len(runs) > _MOST_RUNS_NAMED else "")
+        names = first_few(runs, _MOST_RUNS_NAMED)
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
     raise NothingToReadError(
         f"{path} must hold a run: {METRICS} or {CONFIG} in a folder, token records, token files of "

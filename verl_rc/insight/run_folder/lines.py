@@ -35,9 +35,7 @@ def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Itera
             "now."
         )
     if broken:
-        numbers = ", ".join(map(str, broken[:max_complaints])) + (
-            ", …" if len(broken) > max_complaints else ""
-        )
+        numbers = first_few(broken, max_complaints)
         notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {numbers}.")
 
 
@@ -140,3 +138,8 @@ def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:
         "once."
         for first, last in restarts[-3:]
     ]
+
+
+def first_few(values: Sequence[object], most: int, separator: str = ", ") -> str:
+    """The first of ``values`` in a sentence, and an ellipsis where there are more."""
+    return separator.join([*map(str, values[:most]), *["…"] * (len(values) > most)])

@@ -17,6 +17,7 @@ from verl_rc.data.token_record import (
     required_facts,
 )
 from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step, whole_rows
+from verl_rc.insight.run_folder.lines import first_few
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
@@ -60,7 +61,7 @@ class TokenSource:
         for name, count in lacking.items():
             self.notes.append(f"{name} is left out of {count} step(s): some of their rows lack it.")
         if damaged:
-            names = "; ".join(damaged[:_MOST_NAMED]) + ("; …" if len(damaged) > _MOST_NAMED else "")
+            names = first_few(damaged, _MOST_NAMED, "; ")
             self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {names}.")
 
 
@@ -157,7 +158,7 @@ def _rank_notes(files: Files) -> list[str]:
     lacking = [str(step) for step, there in ranks.items() if there != every]
     if not lacking:
         return []
-    steps = ", ".join(lacking[:_MOST_NAMED]) + (", …" if len(lacking) > _MOST_NAMED else "")
+    steps = first_few(lacking, _MOST_NAMED)
     return [f"{len(lacking)} step(s) lack the token file of a rank that other steps have: {steps}."]
 
 

@@ -4,6 +4,7 @@ from verl_rc.health import cause_table as table
 from verl_rc.health.causes import statement_from
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.run_folder.lines import first_few
 from verl_rc.insight.verdict.signatures import Row
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -36,7 +37,7 @@ def invariant_causes(run: RunData) -> list[Statement]:
         if cause is table.SHIFTED_ROWS and evidence["count"] < BOUNDS.shifted_rows * evidence["rows"]:
             continue
         rows = checked[broken[0]].rows
-        numbers = ", ".join(map(str, rows[:_MOST_NAMED])) + (", …" if len(rows) > _MOST_NAMED else "")
+        numbers = first_few(rows, _MOST_NAMED)
         sentence = f"{cause.sentence}; in step {broken[0]} row {numbers}"
         confidence = "named" if evidence["count"] > 1 else "likely"
         statements.append(
