@@ -129,9 +129,9 @@ class RejectionRule:
         return _LARGEST[self.divergence]
 
     @property
-    def is_per_token(self) -> bool:
-        """Whether single tokens, or turns of them, are rejected; otherwise whole rows."""
-        return not self.scope.startswith("seq")
+    def rejects_rows(self) -> bool:
+        """Whether whole rows are rejected; otherwise single tokens, or turns of them."""
+        return self.scope.startswith("seq")
 
 
 @dataclass(frozen=True)

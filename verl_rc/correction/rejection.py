@@ -43,7 +43,7 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     candidates = ratio.response if settings.nonfinite == "neutral" else ratio.valid
     causes, rules = dict[str, Tensor](), dict[str, RuleSums]()
     for rule in settings.rules:
-        if rule.rule.is_per_token:
+        if not rule.rule.rejects_rows:
             statistic = rule_statistic(rule.rule, ratio)
             above, below = outside(rule, statistic)
             # Measured here: the comparisons of one rule are freed before those of the next.
@@ -81,7 +81,7 @@ class SequenceEvidence:
         cls, ratio: LogRatio, tokens: Rejection, settings: CorrectionSettings
     ) -> "SequenceEvidence":
         """Add up the tokens of each sequence."""
-        rules = [rule for rule in settings.rules if not rule.rule.is_per_token]
+        rules = [rule for rule in settings.rules if rule.rule.rejects_rows]
         below_veto = None
         if settings.log_veto is not None:
             # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
@@ -99,7 +99,7 @@ def reject_sequences(evidence: SequenceEvidence, settings: CorrectionSettings) -
     log-probs."""
     sums, causes, rules = evidence.sums, dict[str, Tensor](), dict[str, RuleSums]()
     for rule in settings.rules:
-        if not rule.rule.is_per_token:
+        if rule.rule.rejects_rows:
             statistic = evidence.statistics[rule.name]
             above, below = (sums.real * side for side in outside(rule, statistic))
             rules[rule.name] = _sequence_rule_sums(rule, sums, statistic, above, below)
@@ -117,7 +117,7 @@ def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
     divergences = ratio.divergence(rule.divergence)
     if rule.scope == "token":
         return divergences
-    if rule.is_per_token:
+    if not rule.rejects_rows:
         total = ratio.turn_sums(divergences)
         return total if rule.scope == "turn_sum" else total / ratio.turn_sums(ratio.valid).clamp_min_(1.0)
     if rule.scope == "seq_max":

@@ -419,7 +419,7 @@ def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums,
     shares."""
     real, tokens, mean = sums.real, sums.tokens, measured.mean
     above, below = measured.above, measured.below
-    count, rejected = (tokens, above + below) if rule.rule.is_per_token else (real, tokens * (above + below))
+    count, rejected = (real, tokens * (above + below)) if rule.rule.rejects_rows else (tokens, above + below)
     seq_above, seq_below = (real * side for side in outside(rule, mean))
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, seq_above, seq_below = below, above, seq_below, seq_above

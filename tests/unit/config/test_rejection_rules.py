@@ -38,8 +38,8 @@ def test_an_unknown_rule_names_the_nearest(given: str, nearest: str) -> None:
 
 def test_only_k1_thresholds_are_bounds_on_the_ratio() -> None:
     assert {rule.divergence for rule in REJECTION_RULES.values() if rule.bounds_ratio} == {"k1"}
-    assert {name for name, rule in REJECTION_RULES.items() if rule.is_per_token} == {
-        name for name in REJECTION_RULES if not name.startswith("seq_")
+    assert {name for name, rule in REJECTION_RULES.items() if rule.rejects_rows} == {
+        name for name in REJECTION_RULES if name.startswith("seq_")
     }
 
 

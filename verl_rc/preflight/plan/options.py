@@ -271,7 +271,7 @@ def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
             "runs lost accuracy from one step on, and broke at eight (docs/evidence.md). Pass "
             "correction=bypass_ppo_clip or decoupled_token_is."
         )
-    narrow = [rule.name for rule in correction.settings().rules if not rule.rule.is_per_token]
+    narrow = [rule.name for rule in correction.settings().rules if rule.rule.rejects_rows]
     if narrow and options.usual_age >= 1:
         yield (
             f"algorithm.rollout_correction.rollout_rs={','.join(narrow)} rejects whole rows outside a band "
