@@ -145,7 +145,7 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
     by force."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     log_probs = current.log_probs.detach() if detach else current.log_probs
-    if width := config.distillation.top_words:  # the teacher's pass has found so many words
+    if width := config.distillation.top_tokens:  # the teacher's pass has found so many tokens
         assert batch.teacher_top_ids is not None
         assert batch.teacher_top_log_probs is not None
         batch = batch.clone(recurse=False)
@@ -153,7 +153,7 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
             batch.teacher_top_ids[..., :width],
             batch.teacher_top_log_probs[..., :width],
         )
-        current = replace(current, candidates=current.log_probs[..., None] - 0.1 * ids)
+        current = replace(current, candidate_log_probs=current.log_probs[..., None] - 0.1 * ids)
     batch, counts = corrected(batch, log_probs, correction)
     totals = Aggregation(
         actor.loss_agg_mode,

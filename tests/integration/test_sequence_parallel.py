@@ -41,7 +41,7 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "clip_cov": {},
     "kept sets": {},
     "kept sets, bypass": {**BYPASS, **WIDE_RULE, "rejection_denominator": "kept"},
-    "a teacher's likeliest words": {},
+    "a teacher's likeliest tokens": {},
 }
 ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=2",)
@@ -116,9 +116,9 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     found |= critic_numbers(critic, micro_batches)
     critic.close()
     reference = ReferenceWorker(config, addresses[2], total_steps=10)
-    reference._top_words = 3  # as a teacher's
+    reference._top_tokens = 3  # as a teacher's
     scores = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)
-    found |= dict(zip(("reference", "its likeliest words", "their log-probs"), scores, strict=True))
+    found |= dict(zip(("reference", "its likeliest tokens", "their log-probs"), scores, strict=True))
     leave_trainer_group()
     return found
 
@@ -147,10 +147,10 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         if bypass:
             batch.proximal_log_probs, batch.rollout_log_probs = None, batch.reference_log_probs
         worker._distillation = None
-        if name == "a teacher's likeliest words":
+        if name == "a teacher's likeliest tokens":
             worker._distillation = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3)
             batch.teacher_log_probs = batch.reference_log_probs
-            add_top_words(batch, worker.model.module.config.vocab_size)
+            add_top_tokens(batch, worker.model.module.config.vocab_size)
         correction = (
             ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._data_parallel)
             if bypass
@@ -168,7 +168,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
     return found
 
 
-def add_top_words(batch: TrainBatch, vocabulary: int) -> None:
+def add_top_tokens(batch: TrainBatch, vocabulary: int) -> None:
     """Give each token three words of a teacher; the rest of the probability is a fourth's."""
     shape = (*batch.response_mask.shape, 4)
     generator = torch.Generator().manual_seed(11)

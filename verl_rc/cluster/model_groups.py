@@ -122,15 +122,16 @@ class FrozenGroup(RankGroup):
     def compute_log_probs(
         self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
     ) -> Timed[TokenScores]:
-        """Log-probs of all rows under the policy; of a teacher, its likeliest words where they are wanted."""
+        """Log-probs of all rows under the policy; of a teacher, also its most likely tokens where
+        the loss reads them."""
 
-        def named(scores: list[Tensor]) -> TokenScores:
+        def token_scores(scores: list[Tensor]) -> TokenScores:
             log_probs, *top = scores
             # They come as float32, in which ids below 2^24 are exact.
-            of_words = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
-            return TokenScores(log_probs, None, **of_words)
+            top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
+            return TokenScores(log_probs, None, **top_tokens)
 
-        return self.score("compute_log_probs", tokens.without_experts(), limit, beside).map(named)
+        return self.score("compute_log_probs", tokens.without_experts(), limit, beside).map(token_scores)
 
 
 class ReferenceGroup(FrozenGroup):

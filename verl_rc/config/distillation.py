@@ -31,10 +31,10 @@ class DistillationLossConfig(StrictModel):
 
     loss_mode: KlKind | Literal["forward_kl_topk"] = "k3"
     """Estimate of KL(current || teacher) of each sampled token. Pass ``k1`` with ``use_policy_gradient``. Or
-    ``forward_kl_topk``: KL(teacher || current) in the token's place, over the ``topk`` words that the teacher
-    finds most likely there."""
+    ``forward_kl_topk``: KL(teacher || current) in the token's place, over the ``topk`` tokens that the
+    teacher finds most likely there."""
     topk: int = Field(32, ge=1)
-    """``forward_kl_topk``: how many words; all where the vocabulary has fewer."""
+    """``forward_kl_topk``: how many tokens; all where the vocabulary has fewer."""
     log_prob_min_clamp: float | None = Field(None, lt=0)
     """``forward_kl_topk``: log-probs below it count as it, nats; null: none."""
     use_policy_gradient: bool = False
@@ -79,8 +79,8 @@ class DistillationConfig(StrictModel):
         return self.distillation_loss if self.enabled else None
 
     @property
-    def top_words(self) -> int:
-        """How many words of the teacher the loss looks at beside each sampled token; 0: none."""
+    def top_tokens(self) -> int:
+        """How many tokens of the teacher the loss looks at beside each sampled token; 0: none."""
         loss = self.loss
         return loss.topk if loss is not None and loss.loss_mode == "forward_kl_topk" else 0
 

@@ -27,7 +27,7 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
         )
     if loss.loss_mode == "forward_kl_topk" and loss.use_policy_gradient:
         yield (
-            f"{_LOSS}.loss_mode=forward_kl_topk is of many words, no advantage of the sampled one, got "
+            f"{_LOSS}.loss_mode=forward_kl_topk is of many tokens, no advantage of the sampled one, got "
             f"{_LOSS}.use_policy_gradient=True; pass False, or loss_mode=k1."
         )
     if loss.loss_mode == "forward_kl_topk" and config.actor_rollout_ref.exact:

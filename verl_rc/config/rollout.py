@@ -12,7 +12,7 @@ DEFAULT_CPU_CACHE_MEGABYTES = 256
 
 
 _TIES = 16
-"""Tokens as likely as the last of top_k, in bf16 up to 5 of 258 words."""
+"""Tokens as likely as the last of top_k, in bf16 up to 5 of 258 tokens."""
 
 
 class ValKwargsConfig(StrictModel):

@@ -1,7 +1,7 @@
 """The batch records that stages pass to each other, with shape and unit of every field.
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
-padded response width (padding right), ``W`` numbers and ``C`` candidate words beside each token; of the lists
+padded response width (padding right), ``W`` numbers and ``C`` candidates beside each token; of the lists
 beside a row's tokens, padded on the right, ``K`` token ids that a filter kept and ``E`` experts. Log-probs
 are in nats; the log-prob at response position t is that *of* response token t. Records are tensordict
 tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
@@ -42,7 +42,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
     "varentropies": (torch.float32, "BR"),
-    "candidates": (torch.float32, "BRC"),
+    "candidate_log_probs": (torch.float32, "BRC"),
     "top_ids": (torch.int64, "BRW"),
     "top_log_probs": (torch.float32, "BRW"),
     "flipped_experts": (torch.float32, "BR"),
@@ -277,11 +277,11 @@ class TokenScores:
     varentropies: Tensor | None = None
     """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both
     of the above."""
-    candidates: Tensor | None = None
-    """float32 ``[B, R, C]``, nats: log-probs of other words in each token's place, where they were named;
-    -inf where there is no such word."""
+    candidate_log_probs: Tensor | None = None
+    """float32 ``[B, R, C]``, nats: log-probs of other tokens in each token's place, where they were named;
+    -inf where there is no such token."""
     top_ids: Tensor | None = None
-    """int64 ``[B, R, W]``: the most likely words in each token's place, where they were asked for."""
+    """int64 ``[B, R, W]``: the most likely tokens in each token's place, where they were asked for."""
     top_log_probs: Tensor | None = None
     """float32 ``[B, R, W]``, nats: their log-probs."""
     flipped_experts: Tensor | None = None

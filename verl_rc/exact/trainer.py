@@ -55,14 +55,14 @@ def exact_scores(
     options: ScoreOptions,
     bias: Tensor | None = None,
     kept_ids: Tensor | None = None,
-    candidates: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
 ) -> HiddenStateScores:
     """See ``scores_from_hidden_states``; the log-probs are a whole log-softmax, as in vLLM's sampler.
 
-    Filters, and losses that look at other words, are refused in exact mode: ``kept_ids`` and ``candidates``
-    are None.
+    Filters, and losses that look at other tokens, are refused in exact mode: ``kept_ids`` and
+    ``candidate_ids`` are None.
     """
-    assert kept_ids is candidates is None
+    assert kept_ids is candidate_ids is None
     kernels = of_this_device("kernels")
     scores = scores_from_hidden_states(hidden, weight, token_ids, options, bias)
     log_probs = torch.empty_like(scores.log_probs)

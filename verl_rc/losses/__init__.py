@@ -1,7 +1,7 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
 from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
-from verl_rc.losses.distillation import TopWords, compute_distillation_loss
+from verl_rc.losses.distillation import TopTokens, compute_distillation_loss
 from verl_rc.losses.inputs import (
     LossMetrics,
     MiniBatchStatistics,
@@ -22,7 +22,7 @@ __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
     "MiniBatchStatistics",
-    "TopWords",
+    "TopTokens",
     "LossMetrics",
     "PolicyLoss",
     "PolicyLossInputs",

@@ -10,8 +10,8 @@ from verl_rc.tensor_ops import kl_penalty
 
 
 @dataclass(frozen=True)
-class TopWords:
-    """The W words that the teacher finds most likely in each token's place."""
+class TopTokens:
+    """The W tokens that the teacher finds most likely in each token's place."""
 
     teacher_log_probs: Tensor
     """[B, T, W], nats; constants."""
@@ -21,11 +21,11 @@ class TopWords:
     """What log-probs of both are raised to, nats; None: nothing is."""
 
     def divergence(self, kept: Tensor) -> Tensor:
-        """``Σ π_T (log π_T − log π)`` over the words, at least 0: KL(teacher ‖ current) but for the rest of
-        the vocabulary. It is verl's ``forward_kl_topk``, which does not renormalise.
+        """``Σ π_T (log π_T − log π)`` over these tokens, at least 0: KL(teacher ‖ current) but for the rest
+        of the vocabulary. It is verl's ``forward_kl_topk``, which does not renormalise.
 
-        A word that either policy cannot draw adds nothing, unless ``lowest`` says how unlikely it is. Returns
-        [B, T], nats, 0 where ``kept`` (bool [B, T]) is False.
+        A token that either policy cannot draw adds nothing, unless ``lowest`` says how unlikely it is.
+        Returns [B, T], nats, 0 where ``kept`` (bool [B, T]) is False.
         """
         teacher, current = self.teacher_log_probs.detach(), self.log_probs
         if self.lowest is not None:
@@ -42,11 +42,11 @@ def compute_distillation_loss(
     kind: str,
     max_clamp: float | None = None,
     policy_loss: str | None = None,
-    top_words: TopWords | None = None,
+    top_tokens: TopTokens | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute the teacher's term of the loss and its metrics for one micro-batch.
 
-    With d the ``kind`` estimate of KL(current ‖ teacher) of a token, or the divergence of ``top_words``,
+    With d the ``kind`` estimate of KL(current ‖ teacher) of a token, or the divergence of ``top_tokens``,
     clamped to ± ``max_clamp``, importance weights w and ``inputs.aggregation``:
 
     - with ``policy_loss``: that loss, of the advantage −d, a constant (with k1 it is log π_T − log π, of the
@@ -57,10 +57,10 @@ def compute_distillation_loss(
         inputs: cleaned; its advantages are not read.
         teacher_log_probs: [B, T], nats; a constant. NaN outside ``loss_mask`` is harmless.
         kind: an estimator of ``kl_penalty`` (``distillation.distillation_loss.loss_mode``); not read beside
-            ``top_words``.
+            ``top_tokens``.
         max_clamp: nats, > 0; None: no bound.
         policy_loss: a registered loss that selects no tokens; None: the divergence itself is the loss.
-        top_words: for ``forward_kl_topk``; None: the sampled token is looked at alone.
+        top_tokens: for ``forward_kl_topk``; None: the sampled token is looked at alone.
 
     Returns:
         The loss, 0-d, and ``distillation/*``: means over ``loss_mask``.
@@ -71,7 +71,7 @@ def compute_distillation_loss(
     kept = inputs.loss_mask
     # Cut before the difference, as in the KL loss: on padding both may be −inf.
     current, teacher = inputs.log_probs.where(kept, 0), teacher_log_probs.detach().where(kept, 0)
-    divergence = kl_penalty(current, teacher, kind) if top_words is None else top_words.divergence(kept)
+    divergence = kl_penalty(current, teacher, kind) if top_tokens is None else top_tokens.divergence(kept)
     bounded = divergence if max_clamp is None else divergence.clamp(-max_clamp, max_clamp)
     metrics = {
         "distillation/reverse_kl": inputs.mean_over_tokens(current - teacher),
@@ -79,8 +79,8 @@ def compute_distillation_loss(
     }
     if max_clamp is not None:
         metrics["distillation/clamped_fraction"] = inputs.mean_over_tokens(divergence.abs() > max_clamp)
-    if top_words is not None:
-        masses = {"student": top_words.log_probs.detach(), "teacher": top_words.teacher_log_probs}
+    if top_tokens is not None:
+        masses = {"student": top_tokens.log_probs.detach(), "teacher": top_tokens.teacher_log_probs}
         for owner, log_probs in masses.items():
             metrics[f"distillation/{owner}_mass"] = inputs.mean_over_tokens(log_probs.exp().sum(dim=-1))
     if policy_loss is None:

@@ -23,7 +23,7 @@ from verl_rc.losses import (
     Aggregation,
     MiniBatchStatistics,
     PolicyLossInputs,
-    TopWords,
+    TopTokens,
     clean_policy_loss_inputs,
     compute_distillation_loss,
     compute_entropy_loss,
@@ -97,7 +97,7 @@ def policy_objective(
             distillation.loss_mode,
             distillation.loss_max_clamp,
             distillation_loss_name(distillation, correction),
-            _top_words(current, batch, distillation),
+            _top_tokens(current, batch, distillation),
         )
         losses.append(distillation.distillation_loss_coef * teacher_loss if losses else teacher_loss)
         terms["distillation/loss"] = teacher_loss.detach()
@@ -128,14 +128,16 @@ def policy_objective(
     return Objective(loss, terms, averages)
 
 
-def _top_words(
+def _top_tokens(
     current: TokenScores, batch: TrainBatch, distillation: DistillationLossConfig
-) -> TopWords | None:
+) -> TopTokens | None:
     if distillation.loss_mode != "forward_kl_topk":
         return None
     assert batch.teacher_top_log_probs is not None
-    assert current.candidates is not None
-    return TopWords(batch.teacher_top_log_probs, current.candidates, distillation.log_prob_min_clamp)
+    assert current.candidate_log_probs is not None
+    return TopTokens(
+        batch.teacher_top_log_probs, current.candidate_log_probs, distillation.log_prob_min_clamp
+    )
 
 
 def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:

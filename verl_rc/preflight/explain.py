@@ -556,7 +556,7 @@ def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> s
     if distillation.loss_mode == "forward_kl_topk":
         lowest = distillation.log_prob_min_clamp
         floor = "" if lowest is None else f", log-probs at least {lowest:g}"
-        words = f"the {distillation.topk} words v that π_T finds most likely at y{floor}"
+        words = f"the {distillation.topk} tokens v that π_T finds most likely at y{floor}"
         divergence = f"max(0, Σ π_T(v) (log π_T(v) − log π(v))) over {words}"
     if distillation.loss_max_clamp is not None:
         divergence = f"clamp({divergence}, ±{distillation.loss_max_clamp:g})"

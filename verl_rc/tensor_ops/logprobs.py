@@ -47,13 +47,13 @@ class ScoreOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient."""
     sum_pi_squared: bool = False
-    top_words: int = 0
-    """How many of the most likely words are returned."""
+    top_tokens: int = 0
+    """How many of the most likely tokens are returned in the place of each."""
 
 
 class HiddenStateScores(NamedTuple):
-    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept words where a
-    token has such a set; None: not asked for."""
+    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept tokens where
+    a token has such a set; None: not asked for."""
 
     log_probs: Tensor
     """``log p[token]``, nats ``[K]``, with gradient."""
@@ -65,11 +65,11 @@ class HiddenStateScores(NamedTuple):
     varentropies: Tensor | None
     """``sum_v p_v (log p_v + entropy)^2``, nats^2 ``[K]``, without gradient: the variance of a drawn token's
     log-prob. Computed where both entropies and sums of squares are."""
-    candidates: Tensor | None
-    """``log p[candidate]``, nats ``[K, W]``, with gradient; -inf for words that there are not."""
+    candidate_log_probs: Tensor | None
+    """``log p[candidate]``, nats ``[K, W]``, with gradient; -inf for ids that the vocabulary lacks."""
     top_ids: Tensor | None
-    """int64 ``[K, W]``, without gradient: the most likely words, the first of them first; all where they are
-    fewer than ``top_words``."""
+    """int64 ``[K, W]``, without gradient: the most likely tokens, the first of them first; all where they are
+    fewer than ``top_tokens``."""
     top_log_probs: Tensor | None
     """``log p`` of these, nats ``[K, W]``, without gradient."""
 
@@ -81,7 +81,7 @@ def scores_from_hidden_states(
     options: ScoreOptions,
     bias: Tensor | None = None,
     kept_ids: Tensor | None = None,
-    candidates: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
 ) -> HiddenStateScores:
     """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
     states).
@@ -97,9 +97,9 @@ def scores_from_hidden_states(
         token_ids: int64 ``[K]``.
         options: What to compute.
         bias: ``[V]``, optional.
-        kept_ids: int64 ``[K, W]``, optional: the words that each token could be drawn from, padded with -1;
-            all other logits count as -inf. A token without any could be every word.
-        candidates: int64 ``[K, W]``, optional: other words in the place of each token, no word twice.
+        kept_ids: int64 ``[K, W]``, optional: the tokens that each could be drawn from, padded with -1;
+            all other logits count as -inf. A token without any was drawn from the whole vocabulary.
+        candidate_ids: int64 ``[K, W]``, optional: other tokens in the place of each, none of them twice.
 
     Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """
@@ -115,21 +115,24 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    for name, sets in (("kept_ids", kept_ids), ("candidates", candidates)):
+    for name, sets in (("kept_ids", kept_ids), ("candidate_ids", candidate_ids)):
         if sets is not None and (sets.ndim != 2 or len(sets) != len(hidden)):
             raise ValueError(
                 f"{name} must be [K, W] for hidden states [K, H]; got {list(sets.shape)}, "
                 f"{list(hidden.shape)}"
             )
-    ids = token_ids[:, None] if candidates is None else torch.cat([token_ids[:, None], candidates], dim=-1)
+    ids = token_ids[:, None]
+    if candidate_ids is not None:
+        ids = torch.cat([ids, candidate_ids], dim=-1)
     scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, ids, kept_ids, options
     )
     return HiddenStateScores(*scores)
 
 
-class _WordSums(NamedTuple):
-    """Sums over words of ``e = exp(x)``, where ``x`` is a scaled logit minus the maximum; ``[K]`` each."""
+class _VocabularySums(NamedTuple):
+    """Sums over the vocabulary of ``e = exp(x)``, where ``x`` is a scaled logit minus the maximum; ``[K]``
+    each."""
 
     maxima: Tensor
     exponentials: Tensor
@@ -141,11 +144,11 @@ class _WordSums(NamedTuple):
     squares: Tensor | None
     """``sum e^2``."""
 
-    def add(self, other: "_WordSums") -> "_WordSums":
-        """Return the sums over the words of both."""
+    def add(self, other: "_VocabularySums") -> "_VocabularySums":
+        """Return the sums over the tokens of both."""
         maxima = torch.maximum(self.maxima, other.maxima)
         left, right = self._with_maxima(maxima), other._with_maxima(maxima)
-        return _WordSums(
+        return _VocabularySums(
             maxima,
             left.exponentials + right.exponentials,
             _total(left.logits, right.logits),
@@ -153,7 +156,7 @@ class _WordSums(NamedTuple):
             _total(left.squares, right.squares),
         )
 
-    def _with_maxima(self, maxima: Tensor) -> "_WordSums":
+    def _with_maxima(self, maxima: Tensor) -> "_VocabularySums":
         """Return the sums for other maxima, none of which is lower."""
         shift = (self.maxima - maxima).clamp_min_(_LOWEST_LOGIT)
         factor, logits, squared_logits, squares = shift.exp(), self.logits, self.squared_logits, self.squares
@@ -165,7 +168,7 @@ class _WordSums(NamedTuple):
             logits = (logits + shift * self.exponentials) * factor
         if squares is not None:
             squares = squares * factor.square()
-        return _WordSums(maxima, self.exponentials * factor, logits, squared_logits, squares)
+        return _VocabularySums(maxima, self.exponentials * factor, logits, squared_logits, squares)
 
 
 def _total(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -187,16 +190,16 @@ class _HiddenStateScores(torch.autograd.Function):
         kept_ids: Tensor | None,
         options: ScoreOptions,
     ) -> tuple[Tensor | None, ...]:
-        sum_words, sums = _fused(_sum_words, hidden.device), None
+        sum_block, sums = _fused(_sum_block, hidden.device), None
         chosen = hidden.new_full(ids.shape, -torch.inf, dtype=_precision(hidden))
         top = None
-        for words in _word_slices(hidden, weight):
-            logits = _logits(hidden, weight[words], bias, words, kept_ids)
-            chosen = _gathered(logits, ids, words, options.temperature, chosen)
-            if options.top_words:
-                top = _largest(logits, words, options, top)
-            block = sum_words(logits, options.temperature, options.entropies, options.sum_pi_squared)
-            sums = block if sums is None else sums.add(block)
+        for block in _vocabulary_blocks(hidden, weight):
+            logits = _logits(hidden, weight[block], bias, block, kept_ids)
+            chosen = _gathered(logits, ids, block, options.temperature, chosen)
+            if options.top_tokens:
+                top = _largest(logits, block, options, top)
+            block_sums = sum_block(logits, options.temperature, options.entropies, options.sum_pi_squared)
+            sums = block_sums if sums is None else sums.add(block_sums)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
         chosen.sub_(maxima[:, None]).sub_(log_totals[:, None])
@@ -227,7 +230,7 @@ class _HiddenStateScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *further: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute gradients of logits: ``(onehot(word) - p) / temperature`` and ``-p (log p + H) /
+        """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) /
         temperature``.
 
         With ``x``, the sums ``S`` of ``exp(x)`` and the means ``m`` of ``x``, ``log p + H = x - m``: the
@@ -249,31 +252,31 @@ class _HiddenStateScores(torch.autograd.Function):
             entropy_slopes = grad_entropies / ctx.temperature
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
-        of_chosen = _gradients_of_words(slopes, log_probs, slopes_of_all, totals, means, entropy_slopes)
+        grad_chosen = _gradients_of_chosen(slopes, log_probs, slopes_of_all, totals, means, entropy_slopes)
         differentiate = _fused(_differentiate, hidden.device)
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         # Each row of the weight's gradient is one sum over all tokens, as if there were no blocks, and is
         # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
-        for words in _word_slices(hidden, weight):
-            of_words = weight[words].to(hidden.dtype)
-            logits = _logits(hidden, of_words, bias, words, kept_ids) if whole is None else whole
+        for block in _vocabulary_blocks(hidden, weight):
+            block_weight = weight[block].to(hidden.dtype)
+            logits = _logits(hidden, block_weight, bias, block, kept_ids) if whole is None else whole
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
-            # One after the other: words outside the block have the same nearest place.
+            # One after the other: tokens outside the block have the same nearest place.
             for column in range(ids.shape[1]):
-                places, is_inside = _places(ids[:, column : column + 1], words)
+                places, is_inside = _places(ids[:, column : column + 1], block)
                 before = grad_logits.gather(-1, places)
-                of_word = of_chosen[:, column : column + 1].to(before.dtype)
-                grad_logits.scatter_(-1, places, torch.where(is_inside, of_word, before))
+                after = grad_chosen[:, column : column + 1].to(before.dtype)
+                grad_logits.scatter_(-1, places, torch.where(is_inside, after, before))
             if ctx.needs_input_grad[0]:
-                grad_hidden = _add_product(grad_hidden, grad_logits, of_words)
+                grad_hidden = _add_product(grad_hidden, grad_logits, block_weight)
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
-                torch.mm(grad_logits.t(), hidden, out=grad_weight[words])
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[block])
             elif grad_weight is not None:
-                grad_weight[words] = grad_logits.t() @ hidden
+                grad_weight[block] = grad_logits.t() @ hidden
             if grad_bias is not None:
-                grad_bias[words] = grad_logits.sum(dim=0)
+                grad_bias[block] = grad_logits.sum(dim=0)
             del logits, grad_logits  # before the next block's: two blocks are alive at once, not three
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
@@ -285,7 +288,7 @@ class _HiddenStateScores(torch.autograd.Function):
         )
 
 
-def _gradients_of_words(
+def _gradients_of_chosen(
     own: Tensor,
     log_probs: Tensor,
     slopes_of_all: Tensor,
@@ -293,42 +296,45 @@ def _gradients_of_words(
     means: Tensor | None,
     entropy_slopes: Tensor | None,
 ) -> Tensor:
-    """Gradients of the logits of single words with these ``log_probs`` ``[K, N]``, whose slopes are ``own``
+    """Gradients of the logits of single tokens with these ``log_probs`` ``[K, N]``, whose slopes are ``own``
     of ``slopes_of_all`` ``[K]`` of their row."""
     # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
-    found = -own * torch.expm1(log_probs) - (slopes_of_all[:, None] - own) * log_probs.exp()
+    gradients = -own * torch.expm1(log_probs) - (slopes_of_all[:, None] - own) * log_probs.exp()
     if means is None or entropy_slopes is None:
-        return found
+        return gradients
     below = log_probs.clamp_min(_LOWEST_LOGIT)
     differences = below + totals.log()[:, None] - means[:, None]
-    return found - entropy_slopes[:, None] * below.exp() * differences
+    return gradients - entropy_slopes[:, None] * below.exp() * differences
 
 
 def _logits(
-    hidden: Tensor, of_words: Tensor, bias: Tensor | None, words: slice, kept_ids: Tensor | None
+    hidden: Tensor, block_weight: Tensor, bias: Tensor | None, block: slice, kept_ids: Tensor | None
 ) -> Tensor:
-    """Logits of some words in the dtype of the hidden states; -inf where a token cannot be the word."""
+    """Logits of a block of the vocabulary in the dtype of the hidden states; -inf for tokens that the filter
+    removed."""
     dtype = hidden.dtype
-    logits = F.linear(hidden, of_words.to(dtype), None if bias is None else bias[words].to(dtype))
+    logits = F.linear(hidden, block_weight.to(dtype), None if bias is None else bias[block].to(dtype))
     if kept_ids is None:
         return logits
-    # One column more, for the kept words that are not in this block.
+    # One column more, for the kept tokens that are not in this block.
     is_kept = torch.zeros(len(hidden), logits.shape[1] + 1, dtype=torch.bool, device=hidden.device)
-    is_inside = (kept_ids >= words.start) & (kept_ids < words.stop)
-    is_kept.scatter_(1, torch.where(is_inside, kept_ids - words.start, logits.shape[1]), True)
+    is_inside = (kept_ids >= block.start) & (kept_ids < block.stop)
+    is_kept.scatter_(1, torch.where(is_inside, kept_ids - block.start, logits.shape[1]), True)
     is_unfiltered = (kept_ids < 0).all(dim=-1, keepdim=True)
     return logits.masked_fill_(~(is_kept[:, :-1] | is_unfiltered), -torch.inf)
 
 
-def _sum_words(logits: Tensor, temperature: float, with_entropies: bool, with_squares: bool) -> _WordSums:
-    """Sums over the words of a block, from its logits ``[K, words]``."""
+def _sum_block(
+    logits: Tensor, temperature: float, with_entropies: bool, with_squares: bool
+) -> _VocabularySums:
+    """Sums over a block of the vocabulary, from its logits ``[K, block]``."""
     scaled = _scaled(logits, temperature)
     # A token may have no probability in this block: the difference must not be inf - inf.
     maxima = scaled.amax(dim=-1).clamp_min_(torch.finfo(scaled.dtype).min)
     if not with_entropies:
         exponentials = _below_maxima(scaled, maxima).exp_()
         squares = exponentials.square().sum(dim=-1) if with_squares else None
-        return _WordSums(maxima, exponentials.sum(dim=-1), None, None, squares)
+        return _VocabularySums(maxima, exponentials.sum(dim=-1), None, None, squares)
     below = _below_maxima(scaled, maxima).clamp_min_(_LOWEST_LOGIT)
     exponentials = below.exp()
     totals = exponentials.sum(dim=-1)
@@ -336,13 +342,13 @@ def _sum_words(logits: Tensor, temperature: float, with_entropies: bool, with_sq
     products = exponentials.mul_(below)
     sums = products.sum(dim=-1)
     squared_logits = products.mul_(below).sum(dim=-1) if with_squares else None
-    return _WordSums(maxima, totals, sums, squared_logits, squares)
+    return _VocabularySums(maxima, totals, sums, squared_logits, squares)
 
 
 def _differentiate(
     logits: Tensor, temperature: float, maxima: Tensor, constants: Tensor, factors: Tensor | None
 ) -> Tensor:
-    """``exp(x) (constants + factors x)`` in the precision of the logits ``[K, words]``."""
+    """``exp(x) (constants + factors x)`` in the precision of the logits ``[K, block]``."""
     below = _below_maxima(_scaled(logits, temperature), maxima)
     if factors is None:
         return below.exp_().mul_(constants[:, None]).to(logits.dtype)
@@ -363,34 +369,34 @@ def _below_maxima(scaled: Tensor, maxima: Tensor) -> Tensor:
     return scaled.sub_(maxima[:, None])
 
 
-def _places(ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Columns ``[K, N]`` of some words in a block of them, or the nearest ones, and bool ``[K, N]``: which
-    are in it."""
-    places = ids - words.start
-    columns = places.clamp(0, words.stop - words.start - 1)
+def _places(ids: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Columns ``[K, N]`` of tokens in a block of the vocabulary, or the nearest ones, and bool ``[K, N]``:
+    which are in it."""
+    places = ids - block.start
+    columns = places.clamp(0, block.stop - block.start - 1)
     return columns, columns == places
 
 
-def _gathered(logits: Tensor, ids: Tensor, words: slice, temperature: float, found: Tensor) -> Tensor:
-    """``found`` ``[K, N]``, with the scaled logits of those of ``ids`` that are in the block ``words``."""
-    places, is_inside = _places(ids, words)
-    return torch.where(is_inside, _scaled(logits.gather(-1, places), temperature), found)
+def _gathered(logits: Tensor, ids: Tensor, block: slice, temperature: float, before: Tensor) -> Tensor:
+    """``before`` ``[K, N]``, with the scaled logits of those of ``ids`` that are in the block."""
+    places, is_inside = _places(ids, block)
+    return torch.where(is_inside, _scaled(logits.gather(-1, places), temperature), before)
 
 
 def _largest(
-    logits: Tensor, words: slice, options: ScoreOptions, before: tuple[Tensor, Tensor] | None
+    logits: Tensor, block: slice, options: ScoreOptions, before: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The largest scaled logits of a block and of ``before``, and their words, ``[K, top_words]``."""
-    values, ids = logits.topk(min(options.top_words, logits.shape[1]), dim=-1)
-    values, ids = _scaled(values, options.temperature), ids + words.start
+    """The largest scaled logits of a block and of ``before``, and their ids, ``[K, top_tokens]``."""
+    values, ids = logits.topk(min(options.top_tokens, logits.shape[1]), dim=-1)
+    values, ids = _scaled(values, options.temperature), ids + block.start
     if before is None:
         return values, ids
     values, ids = torch.cat([before[0], values], dim=-1), torch.cat([before[1], ids], dim=-1)
-    values, places = values.topk(min(options.top_words, values.shape[1]), dim=-1)
+    values, places = values.topk(min(options.top_tokens, values.shape[1]), dim=-1)
     return values, ids.gather(-1, places)
 
 
-def _word_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+def _vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Blocks of the vocabulary whose logits exist at once."""
     elements = logits_at_once(_gpu_bytes(hidden.device), hidden.dtype.itemsize)
     return row_slices(weight.shape[0], hidden.shape[0], elements)
@@ -421,8 +427,8 @@ def _fused(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
 
 @cache
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    # dynamic: numbers of tokens and words differ from call to call. 0 and 1 are compiled on their own, as are
-    # options, more often than the default limit of 8 allows.
+    # dynamic: the sizes of batch and block differ from call to call. 0 and 1 are compiled on their own, as
+    # are options, more often than the default limit of 8 allows.
     compiled: Callable[P, R] = torch.compile(  # type: ignore[call-overload]  # whose overloads lack the limit
         function, dynamic=True, fullgraph=True, recompile_limit=64
     )

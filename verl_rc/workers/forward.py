@@ -78,16 +78,16 @@ def score_tokens(
     options: ForwardOptions,
     with_entropy: bool,
     with_sum_pi_squared: bool = False,
-    top_words: int = 0,
-    candidates: Tensor | None = None,
+    top_tokens: int = 0,
+    candidate_ids: Tensor | None = None,
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one
     to its left.
 
     Where the engine has recorded which tokens its filter kept, these alone can be drawn here too: log-probs
     and what is averaged over a distribution are those of the kept tokens. Where it has recorded experts, and
-    ``options`` replay them, tokens take these. ``candidates`` (integers ``[B, R, C]``) are words whose
-    log-probs are computed too, ``top_words`` how many of the most likely words are.
+    ``options`` replay them, tokens take these. ``candidate_ids`` (integers ``[B, R, C]``) are other tokens
+    whose log-probs are computed too; ``top_tokens`` says of how many of the most likely tokens they are.
     """
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
@@ -97,7 +97,7 @@ def score_tokens(
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     score_options = ScoreOptions(
-        options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared, top_words
+        options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared, top_tokens
     )
     kept_ids = _kept_ids(tokens, packed.is_response)
     predicted = PredictedTokens(
@@ -105,7 +105,7 @@ def score_tokens(
         predictors.select(targets),
         score_options,
         None if kept_ids is None else predictors.select(kept_ids),
-        None if candidates is None else predictors.select(candidates[packed.is_response].long()),
+        None if candidate_ids is None else predictors.select(candidate_ids[packed.is_response].long()),
     )
     found: HiddenStateScores = model(predicted=predicted, **inputs)
 

@@ -260,7 +260,7 @@ class PolicyWorker(Learner):
 
     def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
         """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient;
-        those of the teacher's likeliest words where it has named them."""
+        those of the teacher's likeliest tokens where it has named them."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
         return score_tokens(
             self.model.module,
@@ -268,7 +268,7 @@ class PolicyWorker(Learner):
             self._forward,
             with_entropy,
             with_sum_pi_squared,
-            candidates=part.teacher_top_ids,
+            candidate_ids=part.teacher_top_ids,
         )
 
     def _mini_batch_statistics(
@@ -357,19 +357,19 @@ class FrozenWorker:
             operations=operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
         )
         self.model = FrozenModel(module, mesh, fsdp)
-        self._top_words = config.distillation.top_words if self.role == "teacher" else 0
+        self._top_tokens = config.distillation.top_tokens if self.role == "teacher" else 0
         _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs ``[B, R]`` of the given rows' response tokens; of a teacher whose most likely words the
+        """Log-probs ``[B, R]`` of the given rows' response tokens; of a teacher whose most likely tokens the
         loss looks at, these and their log-probs ``[B, R, W]`` too."""
 
         def score(part: TokenBatch) -> list[Tensor]:
             scores = score_tokens(
-                self.model.module, part, self._forward, with_entropy=False, top_words=self._top_words
+                self.model.module, part, self._forward, with_entropy=False, top_tokens=self._top_tokens
             )
             optional = (scores.top_ids, scores.top_log_probs)
             return [scores.log_probs, *(values for values in optional if values is not None)]

@@ -22,7 +22,7 @@ class PredictedTokens:
     options: ScoreOptions
     kept_ids: Tensor | None = None
     """See ``scores_from_hidden_states``."""
-    candidates: Tensor | None = None
+    candidate_ids: Tensor | None = None
     """See there."""
 
 
@@ -57,7 +57,7 @@ def add_scoring(
             replace(options, temperature=options.temperature / factor),
             head.bias,
             predicted.kept_ids,
-            predicted.candidates,
+            predicted.candidate_ids,
         )
 
     causal_lm.forward = forward

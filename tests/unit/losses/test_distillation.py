@@ -9,7 +9,7 @@ from torch import Tensor
 from verl_rc.losses import (
     Aggregation,
     PolicyLossInputs,
-    TopWords,
+    TopTokens,
     clean_policy_loss_inputs,
     compute_distillation_loss,
 )
@@ -170,9 +170,9 @@ def term_of_words(
     rows: slice | list[int] = slice(None),
     teacher: Tensor = TEACHERS_WORDS,
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-    words = TopWords(teacher[rows], current[rows], lowest)
+    words = TopTokens(teacher[rows], current[rows], lowest)
     loss, metrics = compute_distillation_loss(
-        inputs_of(CURRENT, rows), TEACHER[rows], "forward_kl_topk", BOUND, top_words=words
+        inputs_of(CURRENT, rows), TEACHER[rows], "forward_kl_topk", BOUND, top_tokens=words
     )
     return loss, {name: (float(mean.total), float(mean.count)) for name, mean in metrics.items()}
 
@@ -239,6 +239,6 @@ def test_over_all_words_it_is_the_forward_divergence_and_over_few_it_is_not_belo
     """Of two words, of which the policy likes the first more than the teacher does, the first is -0.09."""
     teacher, policy = torch.tensor([0.7, 0.3]).log(), torch.tensor([0.8, 0.2]).log()
     everywhere = torch.ones(1, 1, dtype=torch.bool)
-    whole = TopWords(teacher[None, None], policy[None, None]).divergence(everywhere)
+    whole = TopTokens(teacher[None, None], policy[None, None]).divergence(everywhere)
     assert float(whole) == pytest.approx(0.7 * math.log(7 / 8) + 0.3 * math.log(1.5), rel=1e-5)
-    assert float(TopWords(teacher[None, None, :1], policy[None, None, :1]).divergence(everywhere)) == 0.0
+    assert float(TopTokens(teacher[None, None, :1], policy[None, None, :1]).divergence(everywhere)) == 0.0

@@ -520,7 +520,7 @@ def test_terms_of_the_loss(given: Given, expected: str) -> None:
         (
             {"loss_mode": "forward_kl_topk", "topk": 8, "log_prob_min_clamp": -10.0},
             "L = L_policy + 1 · L_teacher",
-            "1/N · Σ m max(0, Σ π_T(v) (log π_T(v) − log π(v))) over the 8 words v that π_T finds "
+            "1/N · Σ m max(0, Σ π_T(v) (log π_T(v) − log π(v))) over the 8 tokens v that π_T finds "
             "most likely at y, log-probs at least -10, differentiated through π",
         ),
         (

@@ -20,7 +20,7 @@ def head() -> list[Tensor]:
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor, options: ScoreOptions) -> HiddenStateScores:
-    return scores_from_hidden_states(hidden, weight, TOKENS, options, bias, candidates=CANDIDATES)
+    return scores_from_hidden_states(hidden, weight, TOKENS, options, bias, candidate_ids=CANDIDATES)
 
 
 @pytest.mark.parametrize("elements", CHUNKS)
@@ -32,13 +32,15 @@ def test_values_and_gradients_are_those_of_all_logits(
     shares = torch.randn(5, 3, dtype=torch.float64)
     leaves = head()
     found = scores(*leaves, ScoreOptions(0.7, entropies=with_entropies))
-    assert found.candidates is not None
-    loss = (shares * found.candidates).sum() + (found.log_probs * torch.arange(5.0)).sum()
+    assert found.candidate_log_probs is not None
+    loss = (shares * found.candidate_log_probs).sum() + (found.log_probs * torch.arange(5.0)).sum()
     loss = loss if found.entropies is None else loss + 0.3 * found.entropies.square().sum()
     own = torch.autograd.grad(loss, leaves)
 
     plain = torch.log_softmax((leaves[0] @ leaves[1].T + leaves[2]) / 0.7, dim=-1)
-    torch.testing.assert_close(found.candidates, plain.gather(-1, CANDIDATES), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found.candidate_log_probs, plain.gather(-1, CANDIDATES), rtol=1e-12, atol=1e-12
+    )
     entropies = -(plain.exp() * plain).sum(-1)
     loss = (shares * plain.gather(-1, CANDIDATES)).sum()
     loss = loss + (plain.gather(-1, TOKENS[:, None])[:, 0] * torch.arange(5.0)).sum()
@@ -54,7 +56,7 @@ def test_the_most_likely_words_are_those_of_all_logits(
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
     hidden, weight, bias = head()
-    found = scores_from_hidden_states(hidden, weight, TOKENS, ScoreOptions(0.7, top_words=width), bias)
+    found = scores_from_hidden_states(hidden, weight, TOKENS, ScoreOptions(0.7, top_tokens=width), bias)
     assert found.top_ids is not None
     assert found.top_log_probs is not None
     values, ids = torch.log_softmax((hidden @ weight.T + bias) / 0.7, dim=-1).topk(min(width, 7), dim=-1)
@@ -66,10 +68,10 @@ def test_the_most_likely_words_are_those_of_all_logits(
 def test_a_word_that_there_is_not_is_impossible_and_moves_nothing() -> None:
     leaves = head()
     ids = torch.tensor([[0, 7]] * 5)
-    found = scores_from_hidden_states(*leaves[:2], TOKENS, ScoreOptions(), leaves[2], candidates=ids)
-    assert found.candidates is not None
-    assert (found.candidates[:, 1] == -torch.inf).all()
-    known = found.candidates[:, 0].sum()
+    found = scores_from_hidden_states(*leaves[:2], TOKENS, ScoreOptions(), leaves[2], candidate_ids=ids)
+    assert found.candidate_log_probs is not None
+    assert (found.candidate_log_probs[:, 1] == -torch.inf).all()
+    known = found.candidate_log_probs[:, 0].sum()
     plain = torch.log_softmax(leaves[0] @ leaves[1].T + leaves[2], dim=-1)[:, 0].sum()
     for one, other in zip(
         torch.autograd.grad(known, leaves), torch.autograd.grad(plain, leaves), strict=True
@@ -82,7 +84,9 @@ def test_a_likely_candidate_has_the_digits_that_16_bits_round_away() -> None:
     dimension, the gradient of a hidden state is that of its logits."""
     logits = torch.tensor([[8.0, 0.0, 0.0]], dtype=torch.bfloat16).requires_grad_()
     words, ids = torch.eye(3, dtype=torch.bfloat16), torch.tensor([[0, 1, 2]])
-    found = scores_from_hidden_states(logits, words, ids[0, :1], ScoreOptions(), candidates=ids).candidates
+    found = scores_from_hidden_states(
+        logits, words, ids[0, :1], ScoreOptions(), candidate_ids=ids
+    ).candidate_log_probs
     assert found is not None
     teacher = torch.tensor([[0.999, 0.0005, 0.0005]])
     (gradient,) = torch.autograd.grad(-(teacher * found).sum(), logits)
@@ -93,6 +97,6 @@ def test_a_likely_candidate_has_the_digits_that_16_bits_round_away() -> None:
 def test_candidates_must_stand_beside_tokens() -> None:
     hidden, weight, bias = head()
     with pytest.raises(
-        ValueError, match=r"candidates must be \[K, W\] for hidden states \[K, H\]; got \[4, 3\]"
+        ValueError, match=r"candidate_ids must be \[K, W\] for hidden states \[K, H\]; got \[4, 3\]"
     ):
-        scores_from_hidden_states(hidden, weight, TOKENS, ScoreOptions(), bias, candidates=CANDIDATES[:4])
+        scores_from_hidden_states(hidden, weight, TOKENS, ScoreOptions(), bias, candidate_ids=CANDIDATES[:4])

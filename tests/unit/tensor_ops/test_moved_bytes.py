@@ -69,7 +69,7 @@ def test_two_blocks_of_a_hundredth_of_the_memory_are_alive_at_once(monkeypatch: 
     """The logits and their gradient, beside hidden states and the gradients that are returned."""
     monkeypatch.setattr(logprobs, "_gpu_bytes", lambda device: 80 << 30)
     monkeypatch.setattr(logprobs, "_differentiate", lambda logits, *_: torch.empty_like(logits))
-    monkeypatch.setattr(logprobs, "_sum_words", one_sum)
+    monkeypatch.setattr(logprobs, "_sum_block", one_sum)
     monkeypatch.setattr(logprobs, "_fused", lambda function, device: function)
     hidden, weight = (
         torch.empty(rows, LARGE[0], dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -81,10 +81,10 @@ def test_two_blocks_of_a_hundredth_of_the_memory_are_alive_at_once(monkeypatch: 
     assert live.peak - weight.nbytes - 4 * hidden.nbytes <= (80 << 30) / 100
 
 
-def one_sum(logits: Tensor, *_: object) -> logprobs._WordSums:
+def one_sum(logits: Tensor, *_: object) -> logprobs._VocabularySums:
     """The results of the kernel, without what it keeps in registers."""
     numbers = torch.empty(logits.shape[0], device="meta")
-    return logprobs._WordSums(numbers, numbers, None, None, None)
+    return logprobs._VocabularySums(numbers, numbers, None, None, None)
 
 
 def softmax(values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ TERMS = {
     "advantages beside the task": {"loss_mode": "k1", "use_policy_gradient": True, "loss_max_clamp": 1.0},
     "divergence alone": {"loss_mode": "k3", "use_task_rewards": False},
     "divergence beside the task": {"loss_mode": "k2", "distillation_loss_coef": 0.3},
-    "its likeliest words": {"loss_mode": "forward_kl_topk", "use_task_rewards": False},
+    "its likeliest tokens": {"loss_mode": "forward_kl_topk", "use_task_rewards": False},
 }
 
 

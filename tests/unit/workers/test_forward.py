@@ -59,17 +59,17 @@ def test_other_words_stand_beside_their_tokens(model_folder: Path, remove_paddin
     words = torch.arange(VOCABULARY).expand(*tokens.responses.shape, VOCABULARY)
     with torch.no_grad():
         found = score_tokens(
-            model, tokens, ForwardOptions(0.7, remove_padding), False, top_words=3, candidates=words
+            model, tokens, ForwardOptions(0.7, remove_padding), False, top_tokens=3, candidate_ids=words
         )
     real = positions_mask(tokens.response_lengths, 7)
-    assert found.candidates is not None
+    assert found.candidate_log_probs is not None
     assert found.top_ids is not None
     assert found.top_log_probs is not None
-    everywhere = found.candidates.logsumexp(-1)[real]
+    everywhere = found.candidate_log_probs.logsumexp(-1)[real]
     torch.testing.assert_close(everywhere, torch.zeros_like(everywhere), rtol=0, atol=1e-5)
-    own = found.candidates.gather(-1, tokens.responses[..., None])[..., 0]
+    own = found.candidate_log_probs.gather(-1, tokens.responses[..., None])[..., 0]
     torch.testing.assert_close(own[real], found.log_probs[real], rtol=0, atol=1e-6)
-    values, ids = found.candidates[real].topk(3, dim=-1)
+    values, ids = found.candidate_log_probs[real].topk(3, dim=-1)
     assert torch.equal(found.top_ids[real], ids)
     torch.testing.assert_close(found.top_log_probs[real], values, rtol=0, atol=1e-6)
     assert not found.top_log_probs[~real].any()

@@ -153,7 +153,7 @@ _DISTILLATION = (
         MetricSpec(
             f"distillation/{owner}_mass",
             "1",
-            f"mean over tokens in loss_mask of the probability that {policy} gives to the topk words of "
+            f"mean over tokens in loss_mask of the probability that {policy} gives to the topk tokens of "
             "forward_kl_topk together, over all updates",
         )
         for owner, policy in (("student", "the current policy"), ("teacher", "the teacher"))

@@ -161,5 +161,7 @@ def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[
     if (policy.has_task_loss and advantages.reward_kl) or policy.kl_loss_coef:
         yield "reference_log_probs"
     if policy.distillation is not None:
-        of_words = policy.distillation.loss_mode == "forward_kl_topk"
-        yield from ("teacher_top_ids", "teacher_top_log_probs") if of_words else ("teacher_log_probs",)
+        reads_top_tokens = policy.distillation.loss_mode == "forward_kl_topk"
+        yield from (
+            ("teacher_top_ids", "teacher_top_log_probs") if reads_top_tokens else ("teacher_log_probs",)
+        )

@@ -140,8 +140,12 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
     section = "distillation_loss."
     yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
     yield True, (f"{section}policy_loss_mode",), "there is one"
-    of_words = (f"{section}topk", f"{section}log_prob_min_clamp")
-    yield not config.distillation.top_words, of_words, f"they belong to {section}loss_mode=forward_kl_topk"
+    for_top_tokens = (f"{section}topk", f"{section}log_prob_min_clamp")
+    yield (
+        not config.distillation.top_tokens,
+        for_top_tokens,
+        f"they belong to {section}loss_mode=forward_kl_topk",
+    )
     reads_clips = policy.teacher_loss == "vanilla"
     clips = ("clip_ratio", *_CLIPS)
     reason = (

@@ -45,10 +45,10 @@ from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.parts import Sample
 from verl_rc.data.ragged_column import RaggedColumn
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.driver.decide import environment_call_metrics, environment_metrics
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.guards import Guards
 from verl_rc.driver.judge import judge, record_correction
+from verl_rc.driver.scored_groups import environment_call_metrics, environment_metrics
 from verl_rc.driver.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
 from verl_rc.driver.stages import record_batch, update_actor
 from verl_rc.driver.step_record import StepRecord, StepTokens
@@ -339,7 +339,7 @@ def lengths_scores_advantages():
         "global_seqlen": (4, 5, 3),
         "num_turns": (4, 6, 2),
         "tool_call_counts": (2, 5, 0),
-        "kept_set": (2, 6, 0),
+        "kept_set": (2.4, 6, 1),
     }
     expected = {
         f"{name}/{end}": value
@@ -516,7 +516,7 @@ def the_words_that_the_teacher_finds_most_likely():
         batch_size=[1],
     )
     objective = policy_objective(
-        TokenScores(sampled, None, candidates=torch.full((1, 4, 2), math.log(1 / 4))),
+        TokenScores(sampled, None, candidate_log_probs=torch.full((1, 4, 2), math.log(1 / 4))),
         batch,
         config.actor_rollout_ref.actor,
         config.algorithm.rollout_correction,
@@ -896,7 +896,11 @@ def every_account_of_the_ledger():
     record.ledger.book_prompts(prompts)
     expected = {f"ledger/{account}_tokens": count for account, count in tokens.items()}
     expected |= {f"ledger/prompts_{account}": count for account, count in prompts.items()}
-    return record.ledger.close(), {**expected, "ledger/sampled_tokens": 36, "ledger/prompts_sampled": 6}
+    return record.ledger.balanced_metrics(), {
+        **expected,
+        "ledger/sampled_tokens": 36,
+        "ledger/prompts_sampled": 6,
+    }
 
 
 @example

@@ -47,7 +47,7 @@ PG: Given = {**TEACHER, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient"
 TEACHERS: dict[str, Given] = {
     "beside the task": TEACHER,
     "alone": {**TEACHER, f"{LOSS}.use_task_rewards": False},
-    "its likeliest words beside the task": {**TEACHER, f"{LOSS}.loss_mode": "forward_kl_topk"},
+    "its likeliest tokens beside the task": {**TEACHER, f"{LOSS}.loss_mode": "forward_kl_topk"},
     "advantages beside the task": PG,
     "advantages alone": {**PG, f"{LOSS}.use_task_rewards": False},
 }

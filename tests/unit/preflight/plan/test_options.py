@@ -72,7 +72,7 @@ CASES: dict[str, Given] = {
         f"{TEACHER}.clip_ratio_low": 0.1,
         f"{TEACHER}.clip_ratio_high": 0.3,
     },
-    "teacher's likeliest words": {**WITH_TEACHER, f"{TEACHER}.loss_mode": "forward_kl_topk"},
+    "teacher's likeliest tokens": {**WITH_TEACHER, f"{TEACHER}.loss_mode": "forward_kl_topk"},
     "teacher alone": ALONE,
     "teacher alone, policy gradient": {**ALONE, **PG},
     "teacher alone, reinforce": {
