@@ -62,7 +62,7 @@ _LENGTHS = (
     *spread(
         "kept_set",
         "tokens",
-        "response tokens of the size of the set that the filter has left, 0 where it is unrecorded",
+        "response tokens with a recorded set of the size of the set that the filter has left",
         "ppo",
     ),
     MetricSpec(

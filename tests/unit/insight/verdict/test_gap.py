@@ -110,7 +110,7 @@ def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_
 
 
 def test_a_filter_whose_kept_sets_the_trainer_has_is_not_what_is_missing():
-    metrics = with_mean_ratio(0.962) | {"kept_set/mean": [4.0] * STEPS}
+    metrics = with_mean_ratio(0.962) | {"kept_set/unrecorded_ratio": [0.0] * STEPS}
     found = only(judge_gap(planted(metrics, {"actor_rollout_ref.rollout.top_p": 0.95})))
     assert (found.cause, found.row) == ("raw log-probs, or not those of the sampled tokens", 7)
     assert "0.9620 instead of 1" in found.text
