@@ -129,4 +129,4 @@ def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     assert run.engines.asleep
     record.ledger.book({"trained": batch.num_tokens})
     supply.close_step(record)
-    return batch, {**record.metrics(), **record.ledger.close()}
+    return batch, {**record.metrics(), **record.ledger.balanced_metrics()}

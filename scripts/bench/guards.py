@@ -14,9 +14,9 @@ from torch import Tensor
 from verl_rc.data.fingerprints import fingerprints_of_samples, require_sampled_tokens
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.parts import Part, Sample
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.health.guards import RewardHistory
 from verl_rc.ppo.ledger import Ledger, accounts_of_update
-from verl_rc.rollout.response import build_rollout_batch
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096), (1024, 512, 8192))
 """Rows, prompt tokens, response tokens."""
@@ -53,7 +53,7 @@ def ledger_work(mask: Tensor) -> None:
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]
     ledger.book(accounts_of_update(parts, parts, [OptimizerStep(1.0)] * 8, epochs=1))
     ledger.book_prompts({"in_batch": len(mask) // 8})
-    ledger.close()
+    ledger.balanced_metrics()
 
 
 def costs_of(rows: int, prompt: int, response: int) -> list[float]:

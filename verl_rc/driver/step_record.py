@@ -109,7 +109,7 @@ class StepRecord:
     def log(self, tracker: Tracker, step: int, values: Mapping[str, float] | None = None) -> None:
         """Hand everything to the tracker, with finished ``values``. Raises ``LedgerError`` when the books do
         not balance."""
-        tracker.log({**self.metrics(), **self.ledger.close(), **(values or {})}, step=step)
+        tracker.log({**self.metrics(), **self.ledger.balanced_metrics(), **(values or {})}, step=step)
         for name, (edges, counts) in self.histograms.items():
             tracker.log_histogram(name, edges, counts, step)
         TRACE.span("driver", STEP, self._began, time.time(), step=step)

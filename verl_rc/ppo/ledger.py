@@ -88,7 +88,7 @@ class Ledger:
                 "mask is shifted."
             )
 
-    def close(self) -> dict[str, float]:
+    def balanced_metrics(self) -> dict[str, float]:
         """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books
         do not balance."""
         for what, booked in (("tokens", self._tokens), ("prompts", self._prompts)):

@@ -28,7 +28,7 @@ def balanced() -> Ledger:
 
 
 def test_a_balanced_step_tells_every_account() -> None:
-    metrics = balanced().close()
+    metrics = balanced().balanced_metrics()
     assert metrics["ledger/sampled_tokens"] == 100
     assert [
         metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")
@@ -46,18 +46,18 @@ def test_a_token_lost_or_booked_twice_does_not_close(change: int) -> None:
     with pytest.raises(
         LedgerError, match=rf"every one of the step's 102 sampled tokens .* but {102 + change} are"
     ):
-        ledger.close()
+        ledger.balanced_metrics()
 
 
 def test_a_lost_prompt_does_not_close() -> None:
     ledger = balanced()
     ledger.sampled(tokens=0, prompts=1)
     with pytest.raises(LedgerError, match="the step's 7 sampled prompts"):
-        ledger.close()
+        ledger.balanced_metrics()
 
 
 def test_a_record_without_rollouts_has_no_books() -> None:
-    assert Ledger().close() == {}
+    assert Ledger().balanced_metrics() == {}
 
 
 @pytest.mark.parametrize("entries", [{"eaten": 1}, {"trained": -1}])
