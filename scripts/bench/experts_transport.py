@@ -18,7 +18,7 @@ import torch
 from verl_rc.data.parts import Part, Sample
 from verl_rc.data.ragged import Ragged
 from verl_rc.data.ragged_column import RaggedColumn
-from verl_rc.rollout.response import build_rollout_batch
+from verl_rc.data.rollout_batch import build_rollout_batch
 
 PROMPT = [1] * 64
 RANKS = 2

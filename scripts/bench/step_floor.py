@@ -64,9 +64,9 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     from verl_rc.config.run import RunConfig
     from verl_rc.data.batches import TrainBatch
     from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
+    from verl_rc.data.rollout_batch import build_rollout_batch
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.rollout.response import build_rollout_batch
     from verl_rc.workers.policy_worker import PolicyWorker
     from verl_rc.workers.updates import UpdateRequest
 

@@ -16,7 +16,7 @@ from real_runs import of_folder, train
 pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-DECIDE, SUPPLY = "verl_rc.driver.decide", "verl_rc.driver.supply"
+DECIDE, SUPPLY = "verl_rc.driver.scored_groups", "verl_rc.driver.supply"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
 

@@ -11,9 +11,9 @@ from real_steps import RealRun
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import unpadded
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.choices import log_prob_limit
-from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 VERSION = 1000

@@ -62,8 +62,9 @@ SHOWN_ELSEWHERE = {
     "tests/unit/driver/test_environment_scores.py": f"{ENVIRONMENT}.reward",
     "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
-    "tests/unit/driver/test_decide.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
-    f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
+    "tests/unit/driver/test_scored_groups.py": f"data.train_batch_size {GROUPS}.metric "
+    f"{GROUPS}.max_num_gen_batches {PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len "
+    f"{PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
     "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "

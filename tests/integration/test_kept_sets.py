@@ -9,8 +9,8 @@ import torch
 from small_models import small_run_config
 
 from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import engine_options
 from verl_rc.workers.environment import engine_environment

@@ -13,8 +13,8 @@ from transformers import Qwen3MoeForCausalLM
 
 from verl_rc.data.batches import RolloutBatch, TokenScores
 from verl_rc.data.parts import Sample
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm

@@ -10,17 +10,17 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Episode
 from verl_rc.data.parts import Sample, token_ids
+from verl_rc.data.rollout_batch import build_rollout_batch, check_versions
 from verl_rc.data.samples import Samples
 from verl_rc.driver import stages
-from verl_rc.driver.decide import score
 from verl_rc.driver.openings import Openings, OverlongOpeningError
+from verl_rc.driver.scored_groups import score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.weights import Publisher
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 

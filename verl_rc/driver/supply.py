@@ -13,11 +13,18 @@ from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver.announce import say
-from verl_rc.driver.decide import decide, join, record_batch_of_groups
 from verl_rc.driver.group_requests import GroupRequests, end_sample, environment_seed
+from verl_rc.driver.scored_groups import join, record_batch_of_groups, score_groups
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
+from verl_rc.driver.supply_progress import (
+    StepTotals,
+    SupplyProgress,
+    age_metrics,
+    ages_to_come,
+    require_ages,
+    require_room,
+)
 from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
@@ -48,7 +55,8 @@ class Supply:
     def __init__(self, services: Services, state: RunState, publisher: Publisher) -> None:
         """Go on from ``state.supply``; ``admit`` hands over what it held unfinished.
 
-        Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
+        Raises ``ConfigError`` when the data lack a prompt of the checkpoint, or ``data.max_response_length``
+        leaves a response that is still sampled no room.
         """
         config = services.config
         options = config.async_training
@@ -64,6 +72,11 @@ class Supply:
             config.data.gen_batch_size if self._draws else None,
         )
         self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
+        require_room(
+            self._progress.groups.values(),
+            config.data.max_response_length,
+            config.actor_rollout_ref.rollout.converses,
+        )
         # ``train.start`` published it, before anything is admitted.
         self._progress.admission = self._progress.admission.publish(state.step)
         strategy = options.max_off_policy_strategy
@@ -403,7 +416,7 @@ class Supply:
         progress = self._progress
         totals = self._totals
         filtered = list[Group]()
-        for group, outcome in zip(groups, decide(self._services, groups), strict=True):
+        for group, outcome in zip(groups, score_groups(self._services, groups), strict=True):
             totals.longest_group = max(totals.longest_group, self._requests.pop_elapsed_seconds(group.number))
             if isinstance(outcome, RewardError):
                 self._fail(group, outcome)

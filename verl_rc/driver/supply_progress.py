@@ -10,6 +10,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.groups import Group, pack, unpack
+from verl_rc.data.parts import num_tokens
 from verl_rc.health.guards import FailedGroups
 from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.ledger import RunningLedger
@@ -164,6 +165,20 @@ def age_metrics(
         "async/token_age/mean": float(token_ages.mean()),
         **too_old,
     }
+
+
+def require_room(groups: Iterable[Group], limit: int, converses: bool) -> None:
+    """Raise ``ConfigError`` when a response that is still sampled has no room for another token below
+    ``limit`` tokens. One that an environment answers may be full and wait for its last reply."""
+    running = (sample for group in groups for sample in group.samples if not sample.ended)
+    longest = max((num_tokens(sample.response.parts) for sample in running), default=0)
+    least = longest if converses else longest + 1
+    if longest and limit < least:
+        raise ConfigError(
+            f"data.max_response_length must be at least {least} to resume here: the checkpoint holds a "
+            f"response of {longest} tokens that is still sampled; got {limit}. Raise it until this response "
+            "has ended, or start anew with trainer.resume_mode=disable."
+        )
 
 
 def require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> None:

@@ -15,6 +15,7 @@ from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, unpadded
+from verl_rc.data.rollout_batch import at_turn_ends
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
@@ -22,7 +23,6 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
-from verl_rc.rollout.response import at_turn_ends
 from verl_rc.rollout.sampling import request_seed
 
 MOST_FILES = 512

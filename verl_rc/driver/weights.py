@@ -14,6 +14,7 @@ from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.engine_work import Request
 from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
+from verl_rc.data.rollout_batch import build_rollout_batch, check_versions
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver.announce import say
 from verl_rc.driver.guards import require_exact
@@ -23,7 +24,6 @@ from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.engine import Interrupted
-from verl_rc.rollout.response import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 from verl_rc.weight_sync.sender import SendReceipt

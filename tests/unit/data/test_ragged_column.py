@@ -15,7 +15,7 @@ from verl_rc.data.groups import Group, GroupSample, pack, unpack
 from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.data.ragged import Ragged
 from verl_rc.data.ragged_column import RaggedColumn
-from verl_rc.rollout.response import build_rollout_batch
+from verl_rc.data.rollout_batch import build_rollout_batch
 
 SETS = [[5, 7], [6], [], [8, 9, 10]]
 """Of four tokens; nothing is recorded of the third."""

@@ -16,6 +16,8 @@ from formula_run import STEPS, WIDTH, World, live, log_probs_of, without_process
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.engine_work import Request
+from verl_rc.config.errors import ConfigError
+from verl_rc.data.groups import unpack
 from verl_rc.data.parts import Part, Sample
 from verl_rc.distributed.child_process import ProcessLostError
 from verl_rc.rollout.engine import QueuedSample
@@ -262,6 +264,34 @@ def test_a_run_of_whole_responses_goes_on_with_what_was_cut(tmp_path: Path) -> N
     found = lines(tmp_path / "whole")
     assert found[3]["fully_async/partial/partial_ratio"] > 0
     assert [found[step]["async/group_age/max"] for step in (3, 4)] == [2, 2]
+
+
+def test_a_limit_that_a_running_response_has_reached_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *partial(2))
+    checkpoint = tmp_path / "whole" / "global_step_2"
+    state = SavedRun.load(checkpoint).state
+    saved = SavedRun.load(checkpoint).state.supply
+    assert saved is not None
+    groups = unpack(saved.groups, lambda _: cast(Any, SimpleNamespace(prompt_token_ids=[])))
+    running = [sample for group in groups for sample in group.samples]
+    longest = max(sample.num_sampled for sample in running if not sample.ended)
+    assert longest > 1
+
+    def resumed(limit: int) -> None:
+        run(
+            tmp_path / f"again_{limit}",
+            *partial(2),
+            f"data.max_response_length={limit}",
+            state=state,
+            checkpoint=checkpoint,
+        )
+
+    with pytest.raises(
+        ConfigError,
+        match=rf"at least {longest + 1} to resume here: .* of {longest} tokens .* got {longest}\.",
+    ):
+        resumed(longest)
+    resumed(longest + 1)
 
 
 class Losing(Cutting):

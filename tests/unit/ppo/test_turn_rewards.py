@@ -13,10 +13,10 @@ from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.data.parts import Sample
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, token_rewards
-from verl_rc.rollout.response import build_rollout_batch
 
 GAMMA, LAM = 0.9, 0.8
 GROUP = 4

@@ -18,6 +18,7 @@ from torch import Tensor
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import with_value
 from verl_rc.data.batches import TokenBatch, TrainBatch
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.exact import hold_sums
@@ -28,7 +29,6 @@ from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import check_driver, uses_gpus
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, model_paths
 from verl_rc.rollout.engine import engine_options
-from verl_rc.rollout.response import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit, LogProbGap, check_receipts
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks

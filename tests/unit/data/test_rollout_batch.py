@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from made_samples import answer, part
 from torch import Tensor
 
+from verl_rc.data import rollout_batch
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.fingerprints import TokensChangedError, fingerprints, require_sampled_tokens
 from verl_rc.data.parts import Answer, Part, Sample
 from verl_rc.data.ragged_column import RaggedColumn
-from verl_rc.rollout import response
-from verl_rc.rollout.response import build_rollout_batch, check_versions
+from verl_rc.data.rollout_batch import build_rollout_batch, check_versions
 
 SHORT = Sample(0, [part([7, 2], 4, [-0.5, -0.25])], finished=True)
 CUT_AND_ANSWERED = Sample(
@@ -158,12 +158,12 @@ def test_fingerprints_of_samples_are_those_of_the_batch_that_they_become(
 def test_a_batch_that_is_built_wrongly_is_not_trained_on(
     monkeypatch: pytest.MonkeyPatch, record: str, field: str, spoil: Callable[[Tensor], Tensor]
 ) -> None:
-    make: Callable[..., Any] = getattr(response, record)
+    make: Callable[..., Any] = getattr(rollout_batch, record)
 
     def make_spoilt(**fields: Any) -> Any:
         return make(**{**fields, field: spoil(fields[field])})
 
-    monkeypatch.setattr(response, record, make_spoilt)
+    monkeypatch.setattr(rollout_batch, record, make_spoilt)
     column = RaggedColumn.from_counts(np.array([1, 2]), np.array([7, 2, 3]))
     recorded = replace(part([7, 2], 4), columns={"kept": column})
     batch = build(Sample(0, [recorded, answer([8])]), Sample(1, [part([7, 3], 4), answer([9, 8])]))

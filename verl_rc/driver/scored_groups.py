@@ -18,6 +18,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.groups import Group, Scores
 from verl_rc.data.parts import token_ids
+from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import (
     FAILURE_COLUMN,
@@ -29,7 +30,6 @@ from verl_rc.driver.scoring import (
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.rewards import RewardError
-from verl_rc.rollout.response import build_rollout_batch
 
 _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
 """What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
@@ -107,7 +107,7 @@ def _environment_columns(episodes: Sequence[Replies]) -> dict[str, list[object]]
     return columns
 
 
-def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
+def score_groups(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
     """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
     score."""
     options = services.config.algorithm.filter_groups
@@ -116,11 +116,11 @@ def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardEr
         scores
         if isinstance(scores, RewardError)
         else group.scored(scores, "kept" if _is_informative(scores, count, options) else "filtered")
-        for group, scores in zip(groups, _score_groups(services, groups), strict=True)
+        for group, scores in zip(groups, _scores_of_groups(services, groups), strict=True)
     ]
 
 
-def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | RewardError]:
+def _scores_of_groups(services: Services, groups: Sequence[Group]) -> list[Scores | RewardError]:
     samples = [sample for group in groups for sample in group.samples]
     rows = [group.row for group in groups for _ in group.samples]
     responses = [token_ids(sample.response.parts) for sample in samples]
@@ -129,7 +129,7 @@ def _score_groups(services: Services, groups: Sequence[Group]) -> list[Scores | 
     except RewardError as error:
         if len(groups) == 1:
             return [error]
-        return [scores for group in groups for scores in _score_groups(services, [group])]
+        return [scores for group in groups for scores in _scores_of_groups(services, [group])]
     lengths = torch.tensor([len(response) for response in responses])
     scores = _with_overlong_penalty(scores, lengths, services.config.reward.reward_kwargs)
     ends = torch.tensor([len(group.samples) for group in groups]).cumsum(0).tolist()

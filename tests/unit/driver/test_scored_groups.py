@@ -7,7 +7,7 @@ import pytest
 from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, sample
 
 from verl_rc.checkpoint import RunState
-from verl_rc.driver import decide
+from verl_rc.driver import scored_groups
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
 
@@ -69,14 +69,14 @@ def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_updat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was sampled is counted in what the engines returned."""
-    build = decide.build_rollout_batch
+    build = scored_groups.build_rollout_batch
 
     def build_and_lose(*arguments: Any, **options: Any) -> Any:
         batch = build(*arguments, **options)
         batch.response_mask[1, 0] = False
         return batch
 
-    monkeypatch.setattr(decide, "build_rollout_batch", build_and_lose)
+    monkeypatch.setattr(scored_groups, "build_rollout_batch", build_and_lose)
     record = StepRecord()
     batch = new_supply(make_run(), RunState()).take(record)
     with pytest.raises(LedgerError, match=r"must hold the 6 sampled tokens .*, it holds 5\."):
