@@ -66,8 +66,8 @@ check lint "$bin/ruff" check .
 check format "$bin/ruff" format --check .
 check types "$bin/mypy"
 check imports "$bin/lint-imports" --no-logo
-# Three processes, for each often waits; tests that share a run or a Ray stay in one of them (tests/conftest.py).
-check pytest "$bin/python" -m pytest -n 3 --no-loadscope-reorder "$@"
+# Two processes; tests that share a run or a Ray stay in one of them (tests/conftest.py).
+check pytest "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
   printf '\ntest: FAILED: %s\n' "${failed[*]}"
