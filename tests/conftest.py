@@ -38,24 +38,10 @@ WHOLE_RUNS = (
     "tests/integration/test_resume.py",
     "tests/integration/test_two_steps.py",
 )
-IN_ONE_RAY = tuple(
-    f"tests/integration/test_{name}.py"
-    for name in (
-        "adapters_in_a_run",
-        "conversation",
-        "environment_hosts",
-        "local_ray",
-        "planted_faults",
-        "recovery",
-        "remote",
-        "reward_model",
-        "watchdog",
-    )
-)
-SHARED = {"whole runs": WHOLE_RUNS, "one Ray": IN_ONE_RAY}
-"""Tests whose start takes long: those that start the program as a user does share one run's folder; those
-with ``ray_here`` or ``faulty_run`` start Ray in their own process, which holds one at a time, so that the run
-with faulty workers comes last."""
+SHARED = {"whole runs": WHOLE_RUNS, "real parts": ("tests/integration/",)}
+"""Tests whose start takes long: those that start the program as a user does share one run's folder; the
+others in tests/integration start Ray in their own process, which holds one at a time, so that the run with
+faulty workers comes last."""
 
 
 class WhatIsSharedStaysTogether(LoadScopeScheduling):
@@ -64,14 +50,6 @@ class WhatIsSharedStaysTogether(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return next((scope for scope, paths in SHARED.items() if file.startswith(paths)), file)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A Ray that a second process starts would cost seconds that nobody sees."""
-    for item in items:
-        starts_ray = {"ray_here", "faulty_run"} & set(getattr(item, "fixturenames", ()))
-        if starts_ray and not item.nodeid.startswith((*IN_ONE_RAY, "tests/chaos/")):
-            raise pytest.UsageError(f"{item.nodeid} starts Ray in this process: add its file to IN_ONE_RAY.")
 
 
 @pytest.hookimpl(wrapper=True)
