@@ -19,12 +19,12 @@ from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_toke
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import (
-    Answered,
-    Failed,
+    Failure,
     Host,
     Hosts,
     NeedsHistory,
-    Outcome,
+    StepOutcome,
+    StepResult,
     open_host,
 )
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
@@ -60,7 +60,7 @@ class LocalHosts(Hosts):
         """See ``Hosts``."""
         return await asyncio.wrap_future(self._loop.start(self._host.open(row, seed)))
 
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
         """See ``Hosts``."""
         return await asyncio.wrap_future(self._loop.start(self._host.step(episode, turn)))
 
@@ -146,7 +146,7 @@ class Conversations:
             history.append(Exchange(turn, answer.reply))
             none = Turn(turn.number + 1, "", (), stopped=False)
             last = await self._answer(replace(request.episode, state=answer.state), history, none)
-            answer = Answered(answer.reply.joined(last.reply))
+            answer = StepResult(answer.reply.joined(last.reply))
         replies = [*sample.replies, replace(answer.reply, waited=time.perf_counter() - began)]
         if parts is None:
             return Advanced(replace(sample, replies=replies, state=None, finished=finished), goes_on=False)
@@ -173,29 +173,29 @@ class Conversations:
         # At least one token must fit after the reply: no engine can go on without room for one.
         return parts if num_tokens(parts) < max_tokens else None
 
-    async def _answer(self, episode: Episode, history: Sequence[Exchange], turn: Turn) -> Answered:
+    async def _answer(self, episode: Episode, history: Sequence[Exchange], turn: Turn) -> StepResult:
         """The environment's answer to a turn, for which it is asked ``TRIES`` times."""
         for attempt in range(TRIES):
             outcome = await self._step(episode, turn)
             episode = replace(episode, history=history)
             if isinstance(outcome, NeedsHistory):
                 outcome = await self._step(episode, turn)
-            if isinstance(outcome, Answered):
+            if isinstance(outcome, StepResult):
                 return replace(outcome, reply=replace(outcome.reply, asked_again=attempt))
-            assert isinstance(outcome, Failed)
+            assert isinstance(outcome, Failure)
             failure = outcome
-            if not failure.again:
+            if not failure.may_retry:
                 break
-        raise EpisodeFailedError(failure.why)
+        raise EpisodeFailedError(failure.reason)
 
-    async def _step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def _step(self, episode: Episode, turn: Turn) -> StepOutcome:
         try:
             return await asyncio.wait_for(self._hosts.step(episode, turn), self._patience)
         except asyncio.TimeoutError:
-            return Failed(
+            return Failure(
                 f"turn {turn.number} of episode {episode.key}: an environment must leave its thread to "
                 f"others while it waits (await), but its host did not answer within {self._patience:g} s.",
-                again=False,
+                may_retry=False,
             )
 
     def _turns(self, sample: Sample) -> list[Turn]:
