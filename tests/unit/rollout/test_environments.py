@@ -166,11 +166,11 @@ def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
     rollout = RolloutConfig(environment=config("guessing:Guess", max_turns=2))
     conversations = Conversations.open(ConversationOptions(rollout, str(tmp_path), False, {}))
     request = GenerationRequest([0], 100, episode=episode(1))
-    first = conversations.ask(request, Sample(0, [part([1], 0)], True), 90).result(10)
-    assert (first.goes_on, first.sample.finished, len(first.sample.replies)) == (True, False, 1)
+    first = conversations.request_reply(request, Sample(0, [part([1], 0)], True), 90).result(10)
+    assert (first.continues, first.sample.finished, len(first.sample.replies)) == (True, False, 1)
     grown = replace(first.sample, parts=[*first.sample.parts, part([2], 0)], finished=True)
-    last = conversations.ask(request, grown, 90).result(10)
-    assert (last.goes_on, last.sample.finished, len(last.sample.replies)) == (False, False, 2)
+    last = conversations.request_reply(request, grown, 90).result(10)
+    assert (last.continues, last.sample.finished, len(last.sample.replies)) == (False, False, 2)
     assert last.sample.parts == grown.parts
 
 
