@@ -30,7 +30,7 @@ class QueuedSample:
     """Waiting samples begin in ascending order of this number."""
     request: GenerationRequest
     options: SamplingOptions
-    ahead: bool = False
+    has_priority: bool = False
     """Priority: the sample begins before those without, and no other one begins until it has ended. Running
     samples continue."""
 

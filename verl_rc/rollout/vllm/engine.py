@@ -198,7 +198,8 @@ class VllmEngine(Engine):
         """
         box: Box = []
         self._loop.submit(
-            [QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box
+            [QueuedSample(row, request, options, has_priority=True) for row, request in enumerate(requests)],
+            box,
         )
         collected = _collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
