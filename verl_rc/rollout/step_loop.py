@@ -355,9 +355,8 @@ class StepLoop(Generic[S]):
 
     def _has_priority_samples(self) -> bool:
         """Whether a sample with priority runs or waits."""
-        return self._num_priority_running > 0 or bool(
-            self._waiting and self._waiting[0][0] == _Level.PRIORITY
-        )
+        waits = bool(self._waiting) and self._waiting[0][0] == _Level.PRIORITY
+        return waits or self._num_priority_running > 0
 
     def _may_decode(self) -> bool:
         """Whether samples without priority may be decoded."""
