@@ -65,7 +65,7 @@ def sampled(engine: ChildProcess, model: Any, version: int, whole: bool) -> list
     for index in range(sender.num_buckets(whole)):
         engine.call("load_bucket", sender.offer(index, True, whole))
     sent = sender.release()
-    check_receipts(sender.manifest_of(whole), sent, [engine.call("finish_update", version)], version)
+    check_receipts(sender.update_manifest(whole), sent, [engine.call("finish_update", version)], version)
     samples: list[Sample] = engine.call("generate", [GenerationRequest(one, 0) for one in PROMPTS], SHORT)
     return samples
 

@@ -82,7 +82,7 @@ class EngineOptions(Protocol):
 
 
 def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> EngineOptions:
-    """The options of the engine that ``actor_rollout_ref.rollout.name`` names, by the function of this name in
+    """The options of the engine ``actor_rollout_ref.rollout.name``, by the function of this name in
     ``rollout/NAME/options.py``.
 
     ``hosts``: of environments in other processes; None: each engine has a host of its own.

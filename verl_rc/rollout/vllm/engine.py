@@ -25,9 +25,9 @@ class VllmEngine(Engine):
     """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's
     threads.
 
-    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. ``VllmOptions.on_update``
-    says what an update does to running samples. Sleep waits until every response requested before has
-    ended; later ones wait for it.
+    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM.
+    ``VllmOptions.on_update`` says what an update does to running samples. Sleep waits until every response
+    requested before has ended; later ones wait for it.
     """
 
     def __init__(self, options: VllmOptions) -> None:
