@@ -35,11 +35,11 @@ def check_receipts(
     load_receipts: Sequence[Sequence[LoadReceipt]],
     version: int,
 ) -> None:
-    """Every worker of every engine received every tensor of the manifest, byte for byte, and filled all its
-    parameters.
+    """Check that every worker of every engine received each tensor of the manifest, byte for byte, and filled
+    all its parameters.
 
-    ``load_receipts``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and counts
-    otherwise.
+    ``load_receipts``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and
+    counts.
     """
     names = set(manifest.names)
     if set(send_receipt.digests) != names:

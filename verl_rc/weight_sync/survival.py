@@ -58,12 +58,12 @@ class UpdateSurvival:
         for name, rows in weights:
             old_rows, new_rows = self._old_weights[name], rows.cpu()
             update = (new_rows - old_rows).double()
-            engine_update = rounding(name, new_rows).double() - rounding(name, old_rows)
+            survivor = rounding(name, new_rows).double() - rounding(name, old_rows)
             total += torch.stack(
                 [
-                    (engine_update * update).sum(),
+                    (survivor * update).sum(),
                     update.square().sum(),
-                    (engine_update != 0).sum(),
+                    (survivor != 0).sum(),
                     (update != 0).sum(),
                 ]
             ).double()
