@@ -52,10 +52,11 @@ IN_ONE_RAY = tuple(
         "watchdog",
     )
 )
-SHARED = {"whole runs": WHOLE_RUNS, "one Ray": IN_ONE_RAY}
+OF_ONE_ENGINE = tuple(f"tests/integration/test_{name}.py" for name in ("agent", "ipc_sync", "kept_sets"))
+SHARED = {"whole runs": WHOLE_RUNS, "one Ray": IN_ONE_RAY, "one engine": OF_ONE_ENGINE}
 """Tests whose start takes long: those that start the program as a user does share one run's folder; those
-with ``ray_here`` or ``faulty_run`` start Ray in their own process, which holds one at a time, so that the run
-with faulty workers comes last."""
+with ``small_engine`` share this engine; those with ``ray_here`` or ``faulty_run`` start Ray in their own
+process, which holds one at a time, so that the run with faulty workers comes last."""
 
 
 class WhatIsSharedStaysTogether(LoadScopeScheduling):
