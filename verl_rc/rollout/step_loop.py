@@ -215,14 +215,6 @@ class StepLoop(Generic[S]):
             self._changed.notify_all()
         return command.answer
 
-    def _finish(self, reason: BaseException) -> None:
-        with self._changed:
-            self._failure = reason
-            for command in self._commands:
-                command.answer.set_exception(reason)
-            self._commands.clear()
-            self._changed.notify_all()
-
     # for actions, in the owning thread
 
     def cut(self, sampler: S) -> list[QueuedSample]:
@@ -304,7 +296,12 @@ class StepLoop(Generic[S]):
                     self._deliver(sampler.step())
                     self._record_activity(start, time.time())
         except BaseException as error:
-            self._finish(error)  # the next call raises it
+            with self._changed:
+                self._failure = error  # the next call raises it
+                for command in self._commands:
+                    command.answer.set_exception(error)
+                self._commands.clear()
+                self._changed.notify_all()
             if not isinstance(error, Exception):
                 raise
 

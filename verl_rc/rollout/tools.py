@@ -101,7 +101,8 @@ def evaluate_expression(expression: str) -> str:
     # CPython's parser raises MemoryError, too, when nesting is too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("not an arithmetic expression") from None
-    return _format(_evaluate(tree.body))
+    value = _evaluate(tree.body)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def _evaluate(node: ast.expr) -> Fraction:
@@ -147,10 +148,6 @@ def _check_size(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError("a number is too large")
     return value
-
-
-def _format(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 CALCULATOR = Tool(

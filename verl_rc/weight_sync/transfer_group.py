@@ -63,17 +63,15 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         interfaces = [gloo.create_device(interface=name) for name in names]
         options._devices = interfaces or [gloo.create_default_device()]
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
-    if backend == "nccl":
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        # torch's watchdog kills the process after this time; the deadline of ``broadcast_from_sender`` comes
-        # first.
-        nccl_options._timeout = 2 * timeout
-        nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
-        group = TransferGroup(nccl, backend, address.timeout_seconds)
-        # NCCL connects in the first collective, and waits for dead members: now all have just joined.
-        broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
-        return group
-    raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    # torch's watchdog kills the process after this time; the deadline of ``broadcast_from_sender`` comes
+    # first.
+    nccl_options._timeout = 2 * timeout
+    nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
+    group = TransferGroup(nccl, backend, address.timeout_seconds)
+    # NCCL connects in the first collective, and waits for dead members: now all have just joined.
+    broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
+    return group
 
 
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:

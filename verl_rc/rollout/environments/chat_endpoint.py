@@ -172,5 +172,4 @@ def _own_address() -> str:
     """The address of this node in its network; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
-        address: str = probe.getsockname()[0]
-        return address
+        return str(probe.getsockname()[0])

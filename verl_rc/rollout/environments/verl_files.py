@@ -171,8 +171,7 @@ def _function_tools(path: str) -> list[LoadedTool]:
 
 
 def _function_registry() -> Mapping[str, Any]:
-    registry: Mapping[str, Any] = getattr(sys.modules.get(_REGISTRY), "FUNCTION_TOOL_REGISTRY", {})
-    return registry
+    return dict(getattr(sys.modules.get(_REGISTRY), "FUNCTION_TOOL_REGISTRY", {}))
 
 
 def _function_call(tool: Any) -> Call:

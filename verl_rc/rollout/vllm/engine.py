@@ -146,10 +146,6 @@ class VllmEngine(Engine):
             self._loop.call(lambda sampler: sampler.wake_up(tags), release=release)
         return self._can_sleep
 
-    def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes."""
-        self._loop.call(lambda sampler: sampler.reset_prefix_cache())
-
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         """See ``Engine``."""
         self._loop.submit(samples, self._box)
