@@ -67,7 +67,7 @@ class ObservedEngine(VllmEngine):
 
     def converse(self, options: ConversationOptions | None) -> None:
         """From now on answer turns as ``options`` say; None: no turn is answered."""
-        conversations = None if options is None else Conversations.open(options)
+        conversations = None if options is None else Conversations.from_options(options)
         self.converse_by(conversations)
 
     def calls_around_an_update(self) -> list[Any]:

@@ -113,7 +113,7 @@ class Conversations:
         self._loop = EventLoop("conversations")
 
     @classmethod
-    def open(cls, options: ConversationOptions) -> "Conversations":
+    def from_options(cls, options: ConversationOptions) -> "Conversations":
         """Build them with the tokenizer of ``options``. Raises ``ValueError`` also when tools or environment
         cannot be made."""
         environment = options.rollout.environment

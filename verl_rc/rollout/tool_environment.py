@@ -112,7 +112,7 @@ class Toolbox:
         self._parse: Parser = choose_parser(config, self._tools)
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_TURNS, "tools")
 
-    def calls(self, text: str) -> list[ParsedCall]:
+    def parse_calls(self, text: str) -> list[ParsedCall]:
         """The calls in the text of a turn, up to ``max_parallel_calls``."""
         return self._parse(text)[: self.config.max_parallel_calls]
 
@@ -141,7 +141,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. Raises ``ToolFailedError`` when a tool fails or hangs."""
-        calls = self._toolbox.calls(turn.text) if turn.stopped else []
+        calls = self._toolbox.parse_calls(turn.text) if turn.stopped else []
         config = self._toolbox.config
         if not calls:
             return Reply(done=True)

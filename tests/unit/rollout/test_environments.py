@@ -164,7 +164,7 @@ def test_an_environment_has_limits_of_time_and_of_its_state() -> None:
 def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
     build_tokenizer(64).save_pretrained(tmp_path)
     rollout = RolloutConfig(environment=config("guessing:Guess", max_turns=2))
-    conversations = Conversations.open(ConversationOptions(rollout, str(tmp_path), False, {}))
+    conversations = Conversations.from_options(ConversationOptions(rollout, str(tmp_path), False, {}))
     request = GenerationRequest([0], 100, episode=episode(1))
     first = conversations.request_reply(request, Sample(0, [part([1], 0)], True), 90).result(10)
     assert (first.continues, first.sample.finished, len(first.sample.replies)) == (True, False, 1)

@@ -57,7 +57,7 @@ class VllmSampler:
         self._adapter = REQUEST if options.adapter_rank else None
         """The adapter of every request."""
         self._open = OpenSamples(
-            None if options.conversation is None else Conversations.open(options.conversation)
+            None if options.conversation is None else Conversations.from_options(options.conversation)
         )
         """Samples, without the tokens that vLLM has not returned."""
         self._requests: dict[int, _VllmRequest] = {}
